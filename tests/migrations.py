@@ -199,12 +199,13 @@ class MigrationRun:
             self.faults[kind] += 1
         else:
             await asyncio.to_thread(fleet.fault, worker_id, kind, self._rng.randrange(ANSWER_TOKENS[0]))
-            self.faults[kind] += await self._met(worker_id)
+            if await self._met(worker_id):
+                self.faults[kind] += 1
             if kind == FaultKind.STALL:
                 await asyncio.sleep(STALL_TIMEOUT_S + 0.5)
-        if fleet.engines[worker_id].child.running:
+        try:
             await asyncio.to_thread(fleet.fault, worker_id, "none")
-        else:
+        except OSError:  # it is dead, or met its fault just now
             await asyncio.to_thread(fleet.restart, worker_id)
 
     async def _met(self, worker_id: int) -> bool:
@@ -293,6 +294,8 @@ class Truth:
         self._given: dict[tuple[str, ...], list[int]] = {}  # by keys asked for: how many were given, each time
         held: set[str] = set()
         for line in lines_of(fleet.journals / "pool.jsonl"):
+            if "started" in line:
+                held.clear()  # another process, in the place of one that was killed
             held.update(line.get("pooled", ()))
             held.difference_update(line.get("gone", ()))
             if "asked" in line:

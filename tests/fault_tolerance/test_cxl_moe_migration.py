@@ -12,7 +12,6 @@ import signal
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -165,7 +164,6 @@ def test_a_stream_goes_on_without_its_pool_if_that_is_lost_in_the_same_moment(fr
     # Another process takes its place, in a new epoch, as for any pool that has lost its content.
     port = str(urlsplit(pool.url).port)
     journal = ("--journal", str(fleet.journals / "pool.jsonl")) if fleet.journals else ()
-    (Path(fleet.stack.directory) / "engines" / "pool-rack1.json").unlink(missing_ok=True)
     fleet.pool = fleet.stack.pool(fleet.pool_config, fleet.model, fleet.time_scale, port, journal)
     pools = {row["pool_id"]: row for row in get_json(f"{fleet.router.url}/pools")["pools"]}
     record = {"members": fleet.members, "epoch": pools["rack1"]["epoch"] + 1}
