@@ -10,7 +10,6 @@ and 3 reach the pool. Engine 1 is killed after 500 of 4,000 tokens. So engine 2 
 
 from __future__ import annotations
 
-import sys
 import tempfile
 import uuid
 from dataclasses import replace
@@ -73,4 +72,4 @@ def main(settings: Settings | None = None) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

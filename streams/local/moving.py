@@ -361,4 +361,5 @@ def killed_midway(
         for worker_id in before
     }
     second = max(added, key=lambda worker_id: sum(added[worker_id]))
-    return Move(streamed, first, second, *added[second], fleet.engines[first].child.exit_code)
+    computed, loaded = added[second]
+    return Move(streamed, first, second, computed, loaded, fleet.engines[first].child.exit_code)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -324,7 +324,8 @@ def test_an_invalid_pool_is_refused(wrong: dict[str, Any]) -> None:
 
 def test_with_links_of_their_own_engines_do_not_wait_for_each_other() -> None:
     """Two engines each write and read two blocks at the same time, as fast as one alone; over one link, in turns."""
-    for link, second_ms, load_ms in (("own", 4.5, 102.5), ("shared", 8.5, 104.5)):
+    cases: list[tuple[Literal["own", "shared"], float, float]] = [("own", 4.5, 102.5), ("shared", 8.5, 104.5)]
+    for link, second_ms, load_ms in cases:
         pool = SharedPool(replace(POOL, link=link))
         pool.offload(0.0, "a", [1, 2])
         pool.offload(0.0, "b", [3, 4])
