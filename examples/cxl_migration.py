@@ -16,10 +16,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from streams.kafka import delete_topics
-from streams.local.moving import FOUR_PLACES, PooledFleet, killed_midway
+from streams.local.moving import FOUR_PLACES, Move, PooledFleet, killed_midway
 from streams.local.processes import Children
-from streams.local.stack import Stack
-from streams.settings import Settings, load
+from streams.local.stack import FrontProcess, Stack
+from streams.settings import load
 from streams.sim.engine_config import EngineConfig
 from streams.sim.pool import PoolConfig
 from streams.sim.synthetic_tokens import greedy_tokens, unpack_tokens
@@ -32,14 +32,18 @@ TIME_SCALE = 20.0
 PROMPT = [token % 50_000 for token in range(7, 7 + 13 * 2000, 13)]
 
 
-def show(stack: Stack) -> None:
-    """Start the processes, move one stream, and print what happened."""
+def start(stack: Stack) -> tuple[PooledFleet, FrontProcess]:
+    """Start the processes."""
     worker = stack.worker()
     config = EngineConfig()
     pool = PoolConfig("rack1", config.block_size)
     fleet = PooledFleet(stack, worker, "m", config, pool=pool, time_scale=TIME_SCALE, places=FOUR_PLACES)
     fleet.start()
-    front = fleet.front("front", [worker])
+    return fleet, fleet.front("front", [worker])
+
+
+def show(fleet: PooledFleet, front: FrontProcess) -> Move:
+    """Move one stream, and print what happened."""
     print(f"4 engines and a front at {front.url}; a prompt of {len(PROMPT)} tokens, {N_TOKENS} asked for")
     move = killed_midway(fleet, front, PROMPT, n_tokens=N_TOKENS, kill_at=KILLED_AT)
     streamed = move.streamed
@@ -56,17 +60,18 @@ def show(stack: Stack) -> None:
     print(f"figures of the stream: {figures}")
     fleet.until_free()
     print("no booking is left")
+    return move
 
 
-def main(settings: Settings | None = None) -> None:
+def main() -> None:
     """Run in a scope of its own, whose topics are deleted at the end."""
-    given = load().settings if settings is None else settings
+    given = load().settings
     warm(WORKER)  # once, here: otherwise each of the processes would compile the kernels
     with tempfile.TemporaryDirectory() as folder:
         scope = replace(given, topic_prefix=f"moving-{uuid.uuid4().hex[:8]}.", data_dir=str(Path(folder) / "state"))
         try:
             with Children() as children:
-                show(Stack(scope, Path(folder), children))
+                show(*start(Stack(scope, Path(folder), children)))
         finally:
             delete_topics(scope, topics(scope).all())
 

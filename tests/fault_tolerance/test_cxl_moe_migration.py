@@ -20,7 +20,6 @@ import numpy as np
 import pytest
 
 from examples import cxl_migration
-from streams.local.kafka import KafkaState
 from streams.local.moving import (
     SHARED_BLOCKS,
     STRICT_MOE_QUERY,
@@ -32,7 +31,6 @@ from streams.local.moving import (
 )
 from streams.local.processes import Children
 from streams.local.stack import FrontProcess, RouterProcess, Stack, get_json
-from streams.settings import Settings
 from streams.sim.synthetic_tokens import greedy_tokens, unpack_tokens
 from tests.helpers.scopes import ScopeFactory
 from tests.helpers.support import VISIBLE_TIMEOUT_S
@@ -40,7 +38,7 @@ from tests.migrations import FRONT, MigrationRun, Truth, start_fleet, undisturbe
 
 BLOCK = 16
 #: A booking of a router that was killed ends after this time.
-BOOKING_TTL_S = 15.0
+BOOKING_TTL_S = 6.0
 #: How long the second front looks for a router before it gives up.
 GIVES_UP_S = 1.0
 
@@ -113,26 +111,30 @@ async def stalled(fleet: PooledFleet, worker_id: int) -> None:
             await asyncio.sleep(0.05)
 
 
-def test_a_killed_engines_stream_goes_on_where_its_experts_and_its_pool_are(fronts: Fronts) -> None:
-    """Of 4,000 tokens 500 come from the first engine, and the rest from the only other one with both.
+def test_a_killed_engines_stream_goes_on_where_its_experts_and_its_pool_are(
+    fronts: Fronts, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of 4,000 tokens 500 come from the first engine, and the rest from the only other one with both, in the example.
 
     The client gets every token once, equal to an undisturbed engine's. What the second engine computed is, to the
     token, what neither it nor the pool held.
     """
-    fleet = fronts.fleet
-    prompt = fronts.prompt(1000)
-    move = killed_midway(fleet, fronts.front, prompt, n_tokens=4000, kill_at=500)
+    fleet, prompt = fronts.fleet, cxl_migration.PROMPT
+    move = cxl_migration.show(fleet, fronts.front)
     got, figures = move.streamed, move.streamed.figures
     assert (got.error, got.finish_reason, got.n_ends, len(got.ids)) == (None, "length", 1, 1)
     assert (got.worker_id, move.first, move.second, move.exit_code) == (1, 1, 2, -signal.SIGKILL)
-    assert got.token_ids == fleet.complete(3, prompt, 4000)["choices"][0]["token_ids"]
+    assert got.token_ids == answer_of(prompt, 4000)
     assert (figures["migrations"], figures["resumed_by"]) == (1, "ids")
     assert figures["lost_ms"] > 0
     assert move.loaded + move.computed == len(prompt) + 500 - SHARED_BLOCKS * BLOCK
     assert figures["tokens_prefilled_again"] == move.computed
     assert 0 < figures["tokens_recovered"] <= move.loaded
     assert Truth(fleet).wrong == []
-    fleet.until_free()
+    printed = capsys.readouterr().out
+    assert "engine 1 was killed after 500 tokens (exit code -9)" in printed
+    assert f"engine 2 went on: it loaded {move.loaded} tokens from the pool" in printed
+    assert "4000 tokens came in one stream, equal to those of an undisturbed engine" in printed
 
 
 def test_a_stream_goes_on_without_its_pool_if_that_is_lost_in_the_same_moment(fronts: Fronts) -> None:
@@ -213,18 +215,8 @@ def test_thirty_migrations_under_load_lose_nothing(fronts: Fronts) -> None:
     seed = time.time_ns() % (1 << 32)
     print(f"seed {seed}")
     run = MigrationRun(fronts.fleet, fronts.front, seed)
-    asyncio.run(run.run(30, clients=8))
+    asyncio.run(run.run(30, clients=16))
     print(run.summary())
-    assert run.wrong() == []
+    assert run.wrong() == [], run.summary()
     assert undisturbed(fronts.fleet, 1, run.asked[:5]) == []
     assert run.n_migrations >= 30
-
-
-def test_the_example_prints_what_happened(kafka: KafkaState, capsys: pytest.CaptureFixture[str]) -> None:
-    """Engine 2 goes on, and the tokens are those of an undisturbed engine."""
-    cxl_migration.main(Settings(kafka=kafka.bootstrap, partitions=2))
-    printed = capsys.readouterr().out
-    assert "engine 1 was killed after 500 tokens (exit code -9)" in printed
-    assert "engine 2 went on" in printed
-    assert "4000 tokens came in one stream, equal to those of an undisturbed engine" in printed
-    assert "no booking is left" in printed
