@@ -26,7 +26,6 @@ from streams.local.moving import (
     PooledFleet,
     Streamed,
     call,
-    killed_midway,
     read_stream,
 )
 from streams.local.processes import Children
