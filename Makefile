@@ -23,9 +23,10 @@ lint: $(INSTALLED)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# The kernels are compiled first, because otherwise each of four test processes would compile them.
+# The kernels are compiled first, because otherwise each of four test processes would compile them. Up to three tests that
+# fail next to others are run once more alone, and named.
 unit: warm
-	$(BIN)/pytest
+	$(BIN)/pytest || { [ $$? -eq 1 ] && $(BIN)/python -m tests.rerun; }
 
 # The tests that start no server and no Kafka, without the slowest ones and with a fifth of the generated examples. They
 # take less than a minute on two cores. One test: .venv/bin/pytest -n 0 tests/unit/test_hashing.py -k golden

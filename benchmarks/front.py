@@ -43,7 +43,7 @@ from streams.sim.chat_template import tokenizer_files
 from streams.waiting import wait_for
 
 MODEL = "m"
-DIRECT, NGINX, FRONT = "direct", "nginx", "front"
+DIRECT, NGINX, FRONT, MOVING = "direct", "nginx", "front", "front with migration"
 
 #: Characters of the system prompt that all requests share, and of each request's own message.
 SYSTEM_CHARS, MESSAGE_CHARS = 4000, 400
@@ -267,7 +267,7 @@ async def measure(
             cpu[way].append(used_s / (n_streams * n_tokens) * 1e6)
     case = f"{n_streams} streams of {n_tokens} tokens"
     for way in ways:
-        series = OURS if way == FRONT else way
+        series = OURS if way == FRONT else f"{OURS}, migration" if way == MOVING else way
         for name, part in (("p50", 0.5), ("p99", 0.99)):
             samples.add(case, f"time to first token, {name}", "ms", series, share(ttft[way], part))
             samples.add(case, f"delay of a token, {name}", "ms", series, share(delay[way], part))
@@ -290,6 +290,11 @@ async def measure(
         samples.add(case, name, unit, OURS, value)
         if most is not None:
             report.bars.append(Bar(name, value <= most, f"at most {most:g} {unit}; {value:.2f}"))
+    if MOVING in ways:
+        added_us = statistics.median(cpu[MOVING]) - per_token_us
+        name = "processor time per token that migration adds"
+        samples.add(case, name, "us", OURS, added_us)
+        report.bars.append(Bar(name, added_us <= 60.0, f"at most 60 us; {added_us:.2f}"))
     samples.add(case, "processes for 10,000 streams at 20 tokens/s", "", OURS, 10_000 * 20 * per_token_us / 1e6)
     wait_for(lambda: _active(router) == 0, PATIENCE_S, "the end of every booking")
     return samples
@@ -314,8 +319,9 @@ def _start_engine(stack: Stack, n_tokens: int, rate: float) -> str:
 @click.option("--streams", default=200, show_default=True, help="Streams at once.")
 @click.option("--tokens", default=500, show_default=True, help="Tokens of each stream.")
 @click.option("--rate", default=20.0, show_default=True, help="Tokens per second of each stream.")
+@click.option("--migration", is_flag=True, help="Measure a front with front_migration, too.")
 @click.option("--rounds", default=3, show_default=True, help="Rounds of each way, after one that is not counted.")
-def main(json_path: Path | None, streams: int, tokens: int, rate: float, rounds: int) -> None:
+def main(json_path: Path | None, streams: int, tokens: int, rate: float, migration: bool, rounds: int) -> None:
     """Measure what the front adds. NGINX_PROGRAM names the program if it is not in the PATH."""
     report = Report("front", installed("aiohttp", "uvloop", "tokenizers"), [])
     with machinery() as parts:
@@ -329,8 +335,14 @@ def main(json_path: Path | None, streams: int, tokens: int, rate: float, rounds:
         for name, text in tokenizer_files().items():
             (folder / name).write_text(text)
         front = stack.front("front", [worker], ["--tokenizer", f"{MODEL}={folder}"])
+        moving = None
+        if migration:
+            options = ["--tokenizer", f"{MODEL}={folder}", "--front-migration"]
+            moving = stack.front("front-migration", [worker], options)
         with nginx_of(engine_url, stack.directory) as nginx:
             ways: dict[str, tuple[str, int | None]] = {DIRECT: (engine_url, None), FRONT: (front.url, front.child.pid)}
+            if moving is not None:
+                ways[MOVING] = (moving.url, moving.child.pid)
             if nginx is None:
                 report.missing.append("nginx: it is not installed")
             else:

@@ -2,7 +2,8 @@
 
 What lives here: the process, which `benchmarks.front` starts. What must not: measuring. It does as little as it can
 for each token, so that it does not slow down what is measured on the same machine. It counts the bytes that it sent by
-request, as a hash, which a client compares with what it received.
+request, as a hash, which a client compares with what it received. Token ids that a front asks for are not counted: they
+must not reach the client.
 """
 
 from __future__ import annotations
@@ -27,6 +28,11 @@ _EVENT = (
     b'"model":"m","choices":[{"index":0,"delta":{"content":" token"},"logprobs":null,"finish_reason":null,'
     b'"token_ids":null}],"t":"%020d"}\n\n'
 )
+#: What the chunks of a request that asks for token ids have in addition, and where.
+_ASKS_FOR_IDS = b'"return_token_ids":true'
+_NO_IDS, _IDS = b',"token_ids":null', b',"token_ids":[12345]'
+_PROMPT_IDS = b',"prompt_token_ids":[%s]}' % b",".join([b"12345"] * 1000)
+
 _HEAD = (
     b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n"
     b"connection: %s\r\n\r\n"
@@ -52,6 +58,7 @@ class Connection(asyncio.Protocol):
         self._received = b""
         self._transport: asyncio.Transport | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self._has_ids = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport  # type: ignore[assignment]  # it is a TCP connection
@@ -77,6 +84,7 @@ class Connection(asyncio.Protocol):
             digest = self._engine.digests.get(head.split(b" ", 2)[1].rpartition(b"/")[2], b"")
             self._write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%s" % (len(digest), digest))
             return
+        self._has_ids = _ASKS_FOR_IDS in body
         self._begin(headers.get(b"x-request-id", b""))
 
     def _write(self, data: bytes) -> None:
@@ -95,7 +103,13 @@ class Connection(asyncio.Protocol):
 
     def _send(self, sent: int, first_s: float, digest: xxhash.xxh3_64, request_id: bytes) -> None:
         event = _EVENT % time.monotonic_ns()
-        digest.update(event)
+        if self._has_ids:
+            digest.update(event.replace(_NO_IDS, b""))
+            event = event.replace(_NO_IDS, _IDS)
+            if sent == 0:
+                event = event[: -len(b"}\n\n")] + _PROMPT_IDS + b"\n\n"
+        else:
+            digest.update(event)
         sent += 1
         if sent < self._engine.n_tokens:
             self._write(b"%x\r\n%s\r\n" % (len(event), event))

@@ -96,27 +96,40 @@ class HttpServer:
         runner = app if isinstance(app, web.AppRunner) else web.AppRunner(app, access_log=None)
         await runner.setup()
         self._runners.append(runner)
-        await self._listen()
+        if not self._listening:
+            await self._listen(self._sockets)
         if self._checking is None and self._access.has_files:
             self._checking = asyncio.create_task(self._check_files())
 
-    async def _listen(self) -> None:
-        """Accept connections for the last application with the current certificates, and no longer as before."""
-        before, self._listening = self._listening, []
-        context = self._access.ssl_context
+    def _accept(self) -> asyncio.Protocol:
+        """A new connection, which the last application answers.
+
+        A server per application would lose calls: asyncio drops a connection that a server accepted and had not yet
+        begun to read when it was closed.
+        """
         accept = self._runners[-1].server
         assert accept is not None  # the runner was set up
-        for each in self._sockets:
+        return accept()
+
+    async def _listen(self, sockets: Sequence[socket.socket]) -> None:
+        """Accept connections on these sockets with the current certificates."""
+        context = self._access.ssl_context
+        for each in sockets:
             self._listening.append(
                 # A server closes its socket when it ends. The copy refers to the same queue of connections.
                 await asyncio.get_running_loop().create_server(
-                    accept,
+                    self._accept,
                     sock=each.dup(),
                     backlog=BACKLOG,
                     ssl=context,
                     ssl_handshake_timeout=None if context is None else TLS_HANDSHAKE_S,
                 )
             )
+
+    async def _listen_again(self) -> None:
+        """Accept connections on every socket with the current certificates, and no longer with earlier ones."""
+        before, self._listening = self._listening, []
+        await self._listen(self._sockets)
         for server in before:
             server.close()
 
@@ -126,7 +139,7 @@ class HttpServer:
             await asyncio.sleep(CHECK_S)
             try:
                 if await asyncio.to_thread(self._access.check):
-                    await self._listen()
+                    await self._listen_again()
             except Exception:  # nothing may end the checks: the next certificate would never be used
                 log.exception("the files of tokens and certificates cannot be checked")
 
@@ -135,10 +148,11 @@ class HttpServer:
         try:
             infos = _addresses(host, port)
             self._access.check_address(host, (str(info[4][0]) for info in infos))
-            self._sockets += _listen(infos, shared=True)
+            added = _listen(infos, shared=True)
         except OSError as exc:
             raise _cannot_listen(host, port, "port", exc) from exc
-        await self._listen()
+        self._sockets += added
+        await self._listen(added)
 
     async def close(self) -> None:
         """Stop listening and finish running requests."""

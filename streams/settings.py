@@ -356,6 +356,22 @@ class Settings:
         low=0.1,
         high=86_400.0,
     )
+    front_migration: bool = _setting(
+        False,
+        "a stream whose engine fails after its first token goes on at another engine; the front then asks engines for "
+        "token ids, so that requests and events are no longer the same bytes",
+    )
+    front_stall_timeout_s: float = _setting(
+        30.0,
+        "with front_migration, an engine that is silent for this long after a stream's first token has failed; set it "
+        "above the time of the longest prefill",
+        low=0.05,
+        high=86_400.0,
+    )
+    front_migrations_max: int = _setting(3, "engines that one stream may move to", low=0, high=64)
+    front_migration_timeout_s: float = _setting(
+        60.0, "time that all moves of one stream may take together", low=0.1, high=86_400.0
+    )
     front_queue: bool = _setting(
         False, "requests of a front wait in the router until a rank has room for them (queue=on)"
     )

@@ -29,6 +29,10 @@ FAST_EXAMPLES_MIN = 10
 #: and similar options. `settings` as a decorator can be applied only once, and most tests apply it themselves.
 _HYPOTHESIS_SETTINGS = "_hypothesis_internal_use_settings"
 
+# Hypothesis fails a test whose example takes 200 ms, unless a profile says otherwise. On a busy machine any may.
+settings.register_profile("kvstreams", deadline=None)
+settings.load_profile("kvstreams")
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add --fast, which `make fast` uses, and --long, which `make trust` uses."""

@@ -19,7 +19,15 @@ import aiohttp
 from streams.client.engine import EngineOptions
 from streams.client.generation import Booking, Generation, key_of
 from streams.client.matches import OverlapScores, overlap_scores
-from streams.client.payloads import RequestOptions, RouteOptions, completion_body, given, pack_tokens, unpack_tokens
+from streams.client.payloads import (
+    RequestOptions,
+    RouteOptions,
+    completion_fields,
+    given,
+    pack_tokens,
+    unpack_tokens,
+    with_prompt,
+)
 from streams.client.reports import BookingKey, Report, Reports
 from streams.errors import InvalidRequest, KvStreamsError, RouterUnavailable
 
@@ -103,13 +111,14 @@ class Requests(ABC):
         a live booking gets the same worker. extra_args: further fields of the completion.
 
         Prefill-complete, the number of tokens and the end are reported to the router in the background, also if the
-        caller is cancelled. If the engine fails before its first token, the request goes to another one. Raises
+        caller is cancelled. If the engine fails, the request or the rest of its answer goes to another one. Raises
         InvalidRequest and the other errors of routing, EngineFailed, EngineRefused.
         """
         client, override, fields = self._target()
         packed = pack_tokens(token_ids)
         lora_name = options.get("lora_name")
-        body = completion_body(unpack_tokens(packed), lora_name or model, stop_conditions, sampling_options, extra_args)
+        completion = completion_fields(lora_name or model, stop_conditions, sampling_options, extra_args)
+        body = with_prompt(completion, unpack_tokens(packed))
         expected = (stop_conditions or {}).get("max_tokens")
         if expected is not None:
             options.setdefault("expected_output_tokens", expected)
@@ -119,7 +128,7 @@ class Requests(ABC):
             {**(router_config_override or {}), **override},
             request_id,
         )
-        generation = Generation(booking, client._engine_session(), client._engine_options, body)
+        generation = Generation(booking, client._engine_session(), client._engine_options, body, completion, packed)
         client._live.add(generation)
         await generation.open()
         return generation

@@ -45,6 +45,9 @@ class EngineOptions:
     beyond that waits for one. connect_timeout_s: time for a connection, after which another engine is tried.
     silence_timeout_s: time without a byte of an answer, after which the engine counts as failed; a request may wait for
     that long in the engine's own queue. attempts_max: engines that one request is sent to, before its first token.
+    stall_timeout_s: the same silence after the first token, and while an answer resumes; set it above the time of the
+    longest prefill. migrations_max: engines that an answer may move to after its first token; 0 moves none.
+    migration_timeout_s: time that all moves of one answer may take together.
     """
 
     headers: Mapping[str, str] = field(default_factory=dict)
@@ -52,6 +55,9 @@ class EngineOptions:
     connect_timeout_s: float = 5.0
     silence_timeout_s: float = 600.0
     attempts_max: int = 3
+    stall_timeout_s: float = 30.0
+    migrations_max: int = 3
+    migration_timeout_s: float = 60.0
 
     def session(self) -> aiohttp.ClientSession:
         """Open a session for engines on the running loop."""
@@ -84,6 +90,43 @@ class EventSplitter:
         return found
 
 
+class Watchdog:
+    """Notices that an engine stalls: nothing comes for a time while its bytes are waited for.
+
+    One timer for many tokens: it finds out when it fires whether something came in between. A caller that does not read
+    is not waiting.
+    """
+
+    __slots__ = ("_content", "_limit_s", "_loop", "_since_s", "_timer")
+
+    def __init__(self, content: aiohttp.StreamReader, limit_s: float) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._content = content
+        self._limit_s = limit_s
+        self._since_s: float | None = None
+        self._timer = self._loop.call_later(limit_s, self._check)
+
+    def waits(self, now_s: float) -> None:
+        """The caller waits for bytes from now on."""
+        self._since_s = now_s
+
+    def heard(self) -> None:
+        """Something came."""
+        self._since_s = None
+
+    def stop(self) -> None:
+        """Forget the stream."""
+        self._timer.cancel()
+
+    def _check(self) -> None:
+        now_s = self._loop.time()
+        due_s = (now_s if self._since_s is None else self._since_s) + self._limit_s
+        if due_s <= now_s:
+            self._content.set_exception(TimeoutError(f"it was silent for {self._limit_s:g} s"))
+        else:
+            self._timer = self._loop.call_at(due_s, self._check)
+
+
 class EngineStream:
     """The answer of one engine to one request. `close` may be called at any time, also from other callbacks."""
 
@@ -93,6 +136,16 @@ class EngineStream:
         self._splitter = EventSplitter()
         self._events: deque[bytes] = deque()
         self._finished = False
+        self._watchdog: Watchdog | None = None
+        self._loop = asyncio.get_running_loop()
+        #: When the last byte came, and the usage that the engine reported.
+        self.heard_s = self._loop.time()
+        self.usage: dict[str, Any] | None = None
+
+    def watch(self, stall_timeout_s: float) -> None:
+        """Treat a silence of this length as a failure from now on."""
+        if self._watchdog is None:
+            self._watchdog = Watchdog(self._response.content, stall_timeout_s)
 
     @classmethod
     async def open(
@@ -133,7 +186,12 @@ class EngineStream:
                     self._finished = self._finished or chunk["finish_reason"] is not None
                     return chunk
             try:
+                if self._watchdog is not None:
+                    self._watchdog.waits(self._loop.time())
                 received = await self._response.content.readany()
+                self.heard_s = self._loop.time()
+                if self._watchdog is not None:
+                    self._watchdog.heard()
                 self._events.extend(self._splitter.feed(received))
             except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as exc:
                 if self._finished:  # the answer is complete
@@ -154,6 +212,8 @@ class EngineStream:
 
     def close(self) -> None:
         """Give the connection back if the answer was read to its end; otherwise close it, which aborts the request."""
+        if self._watchdog is not None:
+            self._watchdog.stop()
         if self._response.content.at_eof():
             self._response.release()
         else:
@@ -171,6 +231,7 @@ class EngineStream:
             page = orjson.loads(event)
             if "error" in page:
                 raise _refusal(self._worker_id, page["error"].get("code"), event)
+            self.usage = page.get("usage") or self.usage
             if not page["choices"]:
                 return None
             choice = page["choices"][0]

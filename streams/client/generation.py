@@ -10,18 +10,40 @@ called, and when the last reference to it is dropped.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Protocol
 
 import aiohttp
 
 from streams.client.engine import EngineOptions, EngineStream
+from streams.client.moving import choose_worker
+from streams.client.payloads import given, pack_tokens, unpack_tokens, with_prompt
 from streams.client.reports import BookingKey, Report
-from streams.errors import EngineFailed, KvStreamsError
+from streams.cxl import migration
+from streams.cxl.migration import (
+    ChooseWorker,
+    Failure,
+    Finish,
+    FinishWithError,
+    KnownPart,
+    Migration,
+    MigrationFigures,
+    MigrationLimits,
+    Resume,
+    TokensShown,
+    prompt_computed,
+)
+from streams.errors import EngineFailed, EngineRefused, KvStreamsError
 
 #: Tokens of an answer between two reports of its length. Each report also renews the booking.
 OUTPUT_REPORT_TOKENS = 64
+
+#: What makes an engine report what it found of a resumed prompt with its first tokens.
+_REPORTING_USAGE = {"include_usage": True, "continuous_usage_stats": True}
+
+#: OpenAI's default for completions.
+_MAX_TOKENS_DEFAULT = 16
 
 
 class Rerouting(Protocol):
@@ -90,15 +112,20 @@ class Booking:
         """Do what `end` does."""
         self.end()
 
-    async def move(self) -> None:
+    async def move(self, token_ids: Sequence[int] | None = None, **fields: Any) -> None:
         """Move the booking to another worker, because the engine of the current one failed.
 
-        The request is routed again with every worker that failed it in excluded_worker_ids. Raises NoEligibleWorker if
-        there is no other one; the booking then stays where it is.
+        The request is routed again with every worker that failed it in excluded_worker_ids. token_ids: replace the
+        prompt: it is followed by the answer so far, if the engine failed in the middle of it. fields: of the route
+        request, for this call; those that are None are left out. Raises NoEligibleWorker if there is no other one; the
+        booking then stays where it is.
         """
-        self._failed_worker_ids.append(self.worker_id)
+        if self.worker_id not in self._failed_worker_ids:
+            self._failed_worker_ids.append(self.worker_id)
         excluded = [*self._request.get("excluded_worker_ids", ()), *self._failed_worker_ids]
-        answer = await self._client.reroute({**self._request, "excluded_worker_ids": excluded})
+        request = self._request if token_ids is None else {**self._request, "packed": pack_tokens(token_ids)}
+        answer = await self._client.reroute({**request, **given(fields), "excluded_worker_ids": excluded})
+        self._request = request
         self._prefill_reported = False
         self._take(answer)
 
@@ -118,17 +145,35 @@ class Generation:
     """The answer to one request: an async iterator of dicts with `token_ids`, `text` and `finish_reason`.
 
     `finish_reason` is None except in the last dict. `booking` has the chosen worker. `async with` closes it at the end
-    of the block, which matters if the answer is not read to its end.
+    of the block, which matters if the answer is not read to its end. `figures` says how often it moved, and what that
+    cost.
 
-    Raises EngineFailed if the engine fails after the first token: the caller may then generate the rest elsewhere, from
-    the prompt and the tokens so far, with the worker in excluded_worker_ids.
+    If the engine fails after the first token, the rest of the answer comes from another one, and each token comes once.
+    Raises EngineFailed if that is not possible: the caller may then generate the rest, from the prompt and the tokens
+    so far, with the worker in excluded_worker_ids.
     """
 
-    def __init__(self, booking: Booking, http: aiohttp.ClientSession, options: EngineOptions, body: bytes) -> None:
+    def __init__(
+        self,
+        booking: Booking,
+        http: aiohttp.ClientSession,
+        options: EngineOptions,
+        body: bytes,
+        fields: dict[str, Any],
+        packed: bytes,
+    ) -> None:
+        """body: of the completion. fields, packed: the same without the prompt; the prompt, u32 LE."""
         self.booking = booking
         self._http = http
         self._options = options
         self._body = body
+        self._fields = fields
+        self._packed = packed
+        self._migration: Migration | None = None  # from the first token on
+        self._known = KnownPart()
+        self._heard_s = 0.0
+        self._tokens_max: int = fields.get("max_tokens", _MAX_TOKENS_DEFAULT)
+        self._moved_tokens = 0  # of the answer, those that the booking counts as its prompt
         self._stream: EngineStream | None = None
         self._attempts = 0
         self._closed = False
@@ -152,6 +197,11 @@ class Generation:
         except BaseException:
             self.close()
             raise
+
+    @property
+    def figures(self) -> MigrationFigures:
+        """How often the answer moved to another engine so far, and what that cost."""
+        return MigrationFigures() if self._migration is None else self._migration.figures
 
     async def _move(self, failure: EngineFailed) -> None:
         """Move to another engine if the caller has no tokens yet; otherwise raise the failure."""
@@ -194,9 +244,23 @@ class Generation:
                 await self.open()
             assert self._stream is not None
             try:
-                return await self._stream.next()
+                chunk = await self._stream.next()
             except EngineFailed as exc:
-                await self._move(exc)
+                if self._migration is None:
+                    await self._move(exc)
+                    continue
+                ending = await self._migrate(self._migration, exc)
+                if ending is None:
+                    continue
+                return ending
+            if chunk is None:
+                self._note_usage(self._stream)
+                return None
+            self._heard_s = self._stream.heard_s
+            new = self._shown(chunk)
+            self._note_usage(self._stream)
+            if new["token_ids"] or new["text"] or new["finish_reason"] is not None:
+                return new
 
     def _report(self, chunk: dict[str, Any]) -> None:
         booking = self.booking
@@ -207,7 +271,117 @@ class Generation:
             booking.end()
         elif self.output_tokens - self._reported_tokens >= OUTPUT_REPORT_TOKENS:
             self._reported_tokens = self.output_tokens
-            booking.output(self.output_tokens)
+            booking.output(self.output_tokens - self._moved_tokens)
+
+    # -- moving --------------------------------------------------------------------------------------------------------
+
+    def _begin(self) -> Migration:
+        """Begin to note what the caller gets."""
+        fields, options = self._fields, self._options
+        return Migration(
+            self.booking.worker_id,
+            len(self._packed) // 4,
+            max_tokens=self._tokens_max,
+            min_tokens=fields.get("min_tokens") or 0,
+            held_back=migration.held_back_characters(fields),
+            rewound=migration.rewound_characters(fields),
+            obstacle=migration.obstacle(fields),
+            limits=MigrationLimits(options.migrations_max, options.migration_timeout_s),
+        )
+
+    def _shown(self, chunk: dict[str, Any]) -> dict[str, Any]:
+        """Return what is new of a chunk, and note it. Raises EngineFailed if a resumed answer does not fit."""
+        stream = self._stream
+        assert stream is not None
+        if self._migration is None:
+            self._migration = self._begin()
+            stream.watch(self._options.stall_timeout_s)
+        token_ids, finish_reason = chunk["token_ids"], chunk["finish_reason"]
+        new_ids, text = self._known.skip(token_ids, chunk["text"], ends=finish_reason is not None)
+        if self._known.diverged:
+            raise EngineFailed(
+                f"the engine of worker {self.booking.worker_id} generates other tokens than the one that failed, for "
+                "those that it had not shown completely",
+                worker_id=self.booking.worker_id,
+                request_id=self.booking.request_id,
+                output_tokens=self.output_tokens,
+            )
+        # As in the front: without greedy decoding, tokens that are dropped would not come again.
+        whole = None if len(token_ids) > 1 and self._fields.get("temperature") == 0 else True
+        self._migration.handle(TokensShown(self._heard_s, token_ids, text, whole))
+        return {"token_ids": list(new_ids), "text": text, "finish_reason": finish_reason}
+
+    def _note_usage(self, stream: EngineStream) -> None:
+        """Note what the last engine found of the prompt, if it said so."""
+        if stream.usage is not None and self._migration is not None:
+            found = prompt_computed(stream.usage, self._heard_s)
+            stream.usage = None
+            if found is not None:
+                self._migration.handle(found)
+
+    async def _migrate(self, moving: Migration, failure: EngineFailed) -> dict[str, Any] | None:
+        """Go on at another engine. Returns the end of the answer if only that was missing.
+
+        Raises the failure if the answer cannot go on.
+        """
+        instruction = moving.handle(self._event(failure))
+        while True:
+            if self._stream is not None:
+                self._stream.close()
+                self._stream = None
+            match instruction:
+                case ChooseWorker(n_kept=n_kept):
+                    token_ids = unpack_tokens(self._packed) + moving.shown.token_ids[:n_kept].tolist()
+                    left = self._tokens_max - n_kept
+                    chosen = await choose_worker(self.booking, token_ids, left, moving.deadline_s)
+                    instruction = moving.handle(chosen)
+                case Resume():
+                    try:
+                        await self._resume(moving, instruction)
+                        return None
+                    except EngineFailed as exc:
+                        instruction = moving.handle(self._event(exc))
+                case Finish(finish_reason=finish_reason):
+                    return {"token_ids": [], "text": "", "finish_reason": finish_reason}
+                case FinishWithError(reason=reason):
+                    booking = self.booking
+                    failure.detail.update(
+                        request_id=booking.request_id, output_tokens=self.output_tokens, not_moved_because=reason
+                    )
+                    raise failure
+                case _:
+                    raise AssertionError(f"a failure leads to {instruction}")
+
+    async def _resume(self, moving: Migration, resume: Resume) -> None:
+        """Send the prompt and the answer so far to the chosen engine. Raises EngineFailed, also if it refuses."""
+        booking, options = self.booking, self._options
+        self._known = KnownPart(moving.shown, resume.skip_characters)
+        self._moved_tokens = resume.n_kept
+        fields = {**self._fields, "max_tokens": resume.max_tokens, "stream_options": _REPORTING_USAGE}
+        if fields.get("min_tokens"):
+            fields["min_tokens"] = resume.min_tokens
+        token_ids = unpack_tokens(self._packed) + moving.shown.token_ids.tolist()
+        try:
+            async with asyncio.timeout(options.stall_timeout_s):
+                self._stream = await EngineStream.open(
+                    self._http, booking.worker_id, booking.dp_rank, booking.url, with_prompt(fields, token_ids)
+                )
+        except EngineRefused as exc:
+            raise EngineFailed(str(exc), **exc.detail) from exc
+        except TimeoutError as exc:
+            raise EngineFailed(
+                f"the engine of worker {booking.worker_id} does not resume the answer", worker_id=booking.worker_id
+            ) from exc
+        self._stream.watch(options.stall_timeout_s)
+
+    def _event(self, failure: EngineFailed) -> migration.EngineFailed:
+        """Return a failure as the migration takes it."""
+        how = Failure.DIED
+        if isinstance(failure.__cause__, TimeoutError):
+            how = Failure.STALLED
+        elif "status" in failure.detail:
+            how = Failure.REFUSED
+        return migration.EngineFailed(self._loop.time(), how, self._heard_s)
 
     def close(self) -> None:
         """End the request: close the engine's stream, which aborts it there, and free the booking."""

@@ -131,7 +131,17 @@ def completion_body(
     sampling_options: Mapping[str, Any] | None,
     extra_args: Mapping[str, Any] | None,
 ) -> bytes:
-    """Return the body of POST /v1/completions, which streams token ids. Raises InvalidRequest for unknown names.
+    """Return the body of POST /v1/completions, which streams token ids. Raises InvalidRequest for unknown names."""
+    return with_prompt(completion_fields(model, stop_conditions, sampling_options, extra_args), prompt)
+
+
+def completion_fields(
+    model: str | None,
+    stop_conditions: Mapping[str, Any] | None,
+    sampling_options: Mapping[str, Any] | None,
+    extra_args: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    """Return the fields of a completion without its prompt. Raises InvalidRequest for unknown names.
 
     extra_args: further fields of the completion, for what only some engines have.
     """
@@ -154,7 +164,12 @@ def completion_body(
         body[key] = value
     if model is not None:
         body["model"] = model
+    return body
+
+
+def with_prompt(fields: Mapping[str, Any], prompt: Sequence[int]) -> bytes:
+    """Return the body of a completion that streams token ids. Raises InvalidRequest if a field is not JSON."""
     try:
-        return orjson.dumps({**body, "prompt": prompt, "stream": True, "return_token_ids": True})
+        return orjson.dumps({**fields, "prompt": prompt, "stream": True, "return_token_ids": True})
     except TypeError as exc:
         raise InvalidRequest(f"a field of the completion is not JSON: {exc}") from exc

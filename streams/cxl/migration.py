@@ -17,9 +17,10 @@ that begins before the seam is found by the next engine.
 from __future__ import annotations
 
 import enum
+import io
 from array import array
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, assert_never
 
@@ -27,6 +28,9 @@ from streams.errors import KvStreamsError
 
 #: Fields of a request whose output an engine's parser or grammar has to finish. Its state is lost with the engine.
 _GUIDED = ("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
+
+#: Types of a message's parts that are text.
+_TEXT_PARTS = ("text", "input_text", "output_text", "refusal", "thinking")
 
 
 class IllegalMigrationEvent(KvStreamsError, AssertionError):
@@ -54,7 +58,7 @@ class Phase(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class MigrationLimits:
-    """migrations_max: engines after the first one. total_s: from the first failure to the last token's engine."""
+    """migrations_max: engines after the first one. total_s: time that all moves of a stream may take."""
 
     migrations_max: int = 3
     total_s: float = 60.0
@@ -68,13 +72,38 @@ class TokensShown:
     """A chunk was passed on to the client: its token ids (u32), and what the client had not got yet of its text.
 
     whole: whether its text ends with its last token. It may not if a chunk has several tokens, of which the last one is
-    a part of a character.
+    a part of a character. None: that is not known. It turns out with the next text: an ASCII character completes none.
     """
 
     at_s: float
-    token_ids: tuple[int, ...]
+    token_ids: Sequence[int]
     text: str
-    whole: bool = True
+    whole: bool | None = True
+
+
+@dataclass(frozen=True, slots=True)
+class PromptComputed:
+    """The engine to which the stream moved last reports what it found of the resumed prompt in its caches.
+
+    cached_tokens: found in its own memory or in a pool. pooled_tokens: those that were in a pool, None if the engine
+    does not say. They replace what the router had expected.
+    """
+
+    at_s: float
+    prompt_tokens: int
+    cached_tokens: int
+    pooled_tokens: int | None = None
+
+
+def prompt_computed(usage: Mapping[str, Any], at_s: float) -> PromptComputed | None:
+    """Read an engine's usage: None if it does not say what was cached. Only some engines have `pooled_tokens`."""
+    details = usage.get("prompt_tokens_details")
+    if not isinstance(details, Mapping) or not isinstance(details.get("cached_tokens"), int):
+        return None
+    pooled = details.get("pooled_tokens")
+    return PromptComputed(
+        at_s, usage["prompt_tokens"], details["cached_tokens"], pooled if isinstance(pooled, int) else None
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +124,10 @@ class EngineFailed:
 
 @dataclass(frozen=True, slots=True)
 class WorkerChosen:
-    """The router has moved the booking. reachable_tokens: of the resumed prompt, in its own cache or in a pool."""
+    """The router has moved the booking. reachable_tokens: of the resumed prompt, in its own cache or in a pool.
+
+    pooled_tokens: those of them that are in a pool only.
+    """
 
     at_s: float
     worker_id: int
@@ -117,7 +149,7 @@ class ClientGone:
     at_s: float
 
 
-Event = TokensShown | EngineEnded | EngineFailed | WorkerChosen | NoWorkerLeft | ClientGone
+Event = TokensShown | PromptComputed | EngineEnded | EngineFailed | WorkerChosen | NoWorkerLeft | ClientGone
 
 
 # -- instructions ------------------------------------------------------------------------------------------------------
@@ -175,7 +207,11 @@ Instruction = GoOn | ChooseWorker | Resume | Finish | FinishWithError | Abandon
 
 @dataclass(slots=True)
 class MigrationFigures:
-    """What clients who ask get at the end. lost_s: from the last byte of one engine to the first token of another."""
+    """What clients who ask get at the end. lost_s: from the last byte of one engine to the first token of another.
+
+    tokens_recovered: of the resumed prompts, found in pools; tokens_prefilled_again: found in no cache and no pool.
+    Both are what the router expected, or what the engine reported if it did.
+    """
 
     migrations: int = 0
     tokens_recovered: int = 0
@@ -189,25 +225,49 @@ class MigrationFigures:
 class Shown:
     """The tokens of an answer and the text that a client has got, and how far a resumed answer may rely on them.
 
-    held_back: characters that the engine holds back, one fewer than the longest stop string has.
-    token_ids: of the answer so far. n_characters: of the text so far.
+    held_back: characters that the engine holds back, one fewer than the longest stop string has. rewound: last
+    characters that are generated again though the client has them, since a stop string may have begun in them.
+    token_ids: of the answer so far. n_characters: of the text so far. known_ids: those that the client has after
+    token_ids, since they were dropped and have not come again.
     """
 
-    def __init__(self, held_back: int = 0) -> None:
+    def __init__(self, held_back: int = 0, rewound: int = 0) -> None:
         self.held_back = held_back
+        self.rewound = rewound
         self.token_ids = array("I")
+        self.known_ids = array("I")
         self.n_characters = 0
+        self._text = io.StringIO()
         # (tokens, characters of their text) after chunks that ended with a whole character; the first one may be used.
         self._points: deque[tuple[int, int]] = deque([(0, 0)])
+        # The same after a chunk of which it is not known whether it did.
+        self._unproven: tuple[int, int] | None = None
 
-    def add(self, token_ids: tuple[int, ...], text: str, whole: bool = True) -> None:
+    def add(self, token_ids: Sequence[int], text: str, whole: bool | None = True) -> None:
         """Note a chunk. A chunk without text ends within a character, or has tokens that are not shown at all."""
+        if text and self._unproven is not None:
+            if text[0] < "\x80":
+                self._points.append(self._unproven)
+            self._unproven = None
         self.token_ids.extend(token_ids)
-        self.n_characters += len(text)
-        if text and whole:
-            self._points.append((len(self.token_ids), self.n_characters + self.held_back))
-            while len(self._points) > 1 and self._points[1][1] <= self.n_characters:
+        if self.known_ids:
+            del self.known_ids[: len(token_ids)]
+        if text:
+            self._text.write(text)
+            self.n_characters += len(text)
+            point = (len(self.token_ids), self.n_characters + self.held_back)
+            if whole:
+                self._points.append(point)
+            elif whole is None and not self.held_back:  # with it, the next text belongs to earlier tokens
+                self._unproven = point
+            usable = self.n_characters - self.rewound
+            while len(self._points) > 1 and self._points[1][1] <= usable:
                 self._points.popleft()
+
+    @property
+    def text(self) -> str:
+        """The text that the client has."""
+        return self._text.getvalue()
 
     def resume_point(self) -> tuple[int, int]:
         """Return how many tokens are kept, and how many characters of the next ones' text the client has already."""
@@ -215,17 +275,65 @@ class Shown:
         return n_kept, self.n_characters - n_characters
 
     def cut(self, n_kept: int) -> None:
-        """Forget the tokens that are generated again. The client keeps their text, if it has any."""
+        """Forget the tokens that are generated again. The client keeps them, and their text if it has any."""
+        self.known_ids = self.token_ids[n_kept:] + self.known_ids
         del self.token_ids[n_kept:]
         self._points = deque([self._points[0]])
+        self._unproven = None
+
+    def restate(self, token_ids: Sequence[int]) -> None:
+        """Take these as the tokens of exactly the text that the client has, where the engine reported no ids."""
+        self.token_ids = array("I", token_ids)
+        self.known_ids = array("I")
+        self._points = deque([(len(self.token_ids), self.n_characters)])
+        self._unproven = None
+
+
+class KnownPart:
+    """What a client has already of an answer that is resumed. It is generated again, and must be the same.
+
+    diverged: it was not.
+    """
+
+    def __init__(self, shown: Shown | None = None, skip_characters: int = 0, *, ids_matter: bool = True) -> None:
+        """shown: what the client has, after the tokens that are generated again were dropped.
+
+        ids_matter: whether the client gets token ids; otherwise only text must be the same.
+        """
+        self._token_ids = shown.known_ids[:] if shown is not None and ids_matter else array("I")
+        self._text = ""
+        if shown is not None and skip_characters:
+            self._text = shown.text[-skip_characters:]
+        self.diverged = False
+
+    def skip(self, token_ids: Sequence[int], text: str, *, ends: bool) -> tuple[Sequence[int], str]:
+        """Return what is new of a chunk. ends: the answer ends with it, so that all must have come by now."""
+        if self._token_ids:
+            n = min(len(token_ids), len(self._token_ids))
+            self.diverged = self.diverged or list(token_ids[:n]) != self._token_ids[:n].tolist()
+            self._token_ids, token_ids = self._token_ids[n:], token_ids[n:]
+        if self._text:
+            n = min(len(text), len(self._text))
+            self.diverged = self.diverged or text[:n] != self._text[:n]
+            self._text, text = self._text[n:], text[n:]
+        self.diverged = self.diverged or (ends and bool(self._text))
+        return token_ids, text
 
 
 def held_back_characters(body: Mapping[str, Any]) -> int:
     """Return how many characters an engine holds back for a request's stop strings, as vLLM does."""
+    return 0 if body.get("include_stop_str_in_output") else _stop_characters(body)
+
+
+def rewound_characters(body: Mapping[str, Any]) -> int:
+    """Return how many characters are generated again because a stop string that is shown may begin in them."""
+    return _stop_characters(body) if body.get("include_stop_str_in_output") else 0
+
+
+def _stop_characters(body: Mapping[str, Any]) -> int:
+    """Return how many characters of a stop string may be out before the one that completes it."""
     stop = body.get("stop")
-    stops = [stop] if isinstance(stop, str) else stop or []
-    if body.get("include_stop_str_in_output"):
-        return 0
+    stops = [stop] if isinstance(stop, str) else stop if isinstance(stop, list) else []
     return max((len(each) - 1 for each in stops if isinstance(each, str) and each), default=0)
 
 
@@ -237,6 +345,12 @@ def obstacle(body: Mapping[str, Any]) -> str | None:
         return "beam search cannot be resumed"
     if body.get("prompt_embeds"):
         return "prompt embeddings cannot be resumed"
+    if body.get("echo") or body.get("suffix"):
+        return "an answer that contains its prompt, or has a suffix, cannot be resumed"
+    if any(body.get(name) is not None and body[name] is not False for name in ("logprobs", "prompt_logprobs")):
+        return "log probabilities cannot be resumed"
+    if _has_media(body.get("messages")):
+        return "prompts with images, audio or video cannot be resumed from token ids"
     if body.get("tools") and body.get("tool_choice", "auto") != "none":
         return "tool calls are finished by the engine's parser, whose state is lost"
     for name in _GUIDED:
@@ -244,6 +358,13 @@ def obstacle(body: Mapping[str, Any]) -> str | None:
         if value and not (isinstance(value, Mapping) and value.get("type") == "text"):
             return f"{name} constrains the whole answer, and its state is lost"
     return None
+
+
+def _has_media(messages: Any) -> bool:
+    """Whether messages have a part that is not text."""
+    contents = [each.get("content") for each in messages or () if isinstance(each, Mapping)]
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    return any(isinstance(part, Mapping) and part.get("type", "text") not in _TEXT_PARTS for part in parts)
 
 
 # -- decisions ---------------------------------------------------------------------------------------------------------
@@ -263,12 +384,13 @@ class Migration:
         max_tokens: int | None,
         min_tokens: int = 0,
         held_back: int = 0,
+        rewound: int = 0,
         obstacle: str | None = None,
         limits: MigrationLimits | None = None,
     ) -> None:
-        """worker_id: of the first engine. obstacle: why the answer cannot be resumed."""
+        """worker_id: of the first engine. n_prompt_tokens, obstacle: see note_prompt, note_obstacle."""
         self.phase = Phase.STREAMING
-        self.shown = Shown(held_back)
+        self.shown = Shown(held_back, rewound)
         self.figures = MigrationFigures()
         self._worker_id = worker_id
         self._n_prompt_tokens = n_prompt_tokens
@@ -277,8 +399,27 @@ class Migration:
         self._obstacle = obstacle
         self._limits = limits or MigrationLimits()
         self._failed: list[int] = []
-        self._first_failure_s: float | None = None
         self._silent_since_s = 0.0
+        # Of the last move: what the router expected to be recovered and prefilled, and what was in the worker's memory.
+        self._expected = (0, 0, 0)
+
+    @property
+    def unmovable(self) -> bool:
+        """Whether it is known that the answer cannot be resumed."""
+        return self._obstacle is not None
+
+    @property
+    def deadline_s(self) -> float:
+        """Until when a stream that has failed must go on."""
+        return self._silent_since_s + self._limits.total_s - self.figures.lost_s
+
+    def note_prompt(self, n_prompt_tokens: int) -> None:
+        """Note the length of the prompt, which the engine knows better. It must be known when a stream moves."""
+        self._n_prompt_tokens = n_prompt_tokens
+
+    def note_obstacle(self, reason: str) -> None:
+        """Note why the answer cannot be resumed. The first reason stays."""
+        self._obstacle = self._obstacle or reason
 
     def handle(self, event: Event) -> Instruction:
         """Take an event and return what to do. Raises IllegalMigrationEvent."""
@@ -289,6 +430,8 @@ class Migration:
         match event:
             case TokensShown():
                 return self._tokens(event)
+            case PromptComputed():
+                return self._computed(event)
             case EngineEnded():
                 return self._over(Finish(None))
             case EngineFailed():
@@ -312,8 +455,6 @@ class Migration:
     def _failure(self, event: EngineFailed) -> Instruction:
         if self.phase is Phase.STREAMING:
             self._silent_since_s = event.last_heard_s
-        if self._first_failure_s is None:
-            self._first_failure_s = event.last_heard_s
         self._failed.append(self._worker_id)
         n_kept, _ = self.shown.resume_point()
         if self._max_tokens is not None and n_kept >= self._max_tokens:
@@ -322,7 +463,7 @@ class Migration:
             return self._over(FinishWithError(f"the engine {event.failure} after {self._so_far()}: {self._obstacle}"))
         if len(self._failed) > self._limits.migrations_max:
             return self._over(FinishWithError(f"{len(self._failed)} engines failed, after {self._so_far()}"))
-        if event.at_s - self._first_failure_s > self._limits.total_s:
+        if event.at_s > self.deadline_s:
             return self._over(FinishWithError(f"moving took more than {self._limits.total_s:g} s, {self._so_far()}"))
         self.phase = Phase.ROUTING
         return ChooseWorker(n_kept, tuple(dict.fromkeys(self._failed)))
@@ -331,13 +472,31 @@ class Migration:
         n_kept, skip = self.shown.resume_point()
         self.shown.cut(n_kept)
         n_resumed = self._n_prompt_tokens + n_kept
+        recovered = min(event.pooled_tokens, n_resumed)
+        prefilled = max(0, n_resumed - event.reachable_tokens)
         self.figures.migrations += 1
-        self.figures.tokens_recovered += min(event.pooled_tokens, n_resumed)
-        self.figures.tokens_prefilled_again += max(0, n_resumed - event.reachable_tokens)
+        self.figures.tokens_recovered += recovered
+        self.figures.tokens_prefilled_again += prefilled
+        self._expected = recovered, prefilled, max(0, event.reachable_tokens - event.pooled_tokens)
         self._worker_id = event.worker_id
         self.phase = Phase.RESUMING
         left = None if self._max_tokens is None else self._max_tokens - n_kept
         return Resume(event.worker_id, n_kept, left, max(0, self._min_tokens - n_kept), skip)
+
+    def _computed(self, event: PromptComputed) -> Instruction:
+        """Replace what the router expected.
+
+        An engine that does not say what came from pools found there what it found beyond the worker's own memory.
+        """
+        if self.figures.migrations:
+            recovered, prefilled, own = self._expected
+            found = min(event.cached_tokens, event.prompt_tokens)
+            pooled = min(recovered, max(0, found - own)) if event.pooled_tokens is None else event.pooled_tokens
+            actual = min(pooled, found), event.prompt_tokens - found
+            self.figures.tokens_recovered += actual[0] - recovered
+            self.figures.tokens_prefilled_again += actual[1] - prefilled
+            self._expected = *actual, own
+        return GoOn()
 
     def _over(self, instruction: Instruction) -> Instruction:
         self.phase = Phase.OVER
@@ -349,8 +508,8 @@ class Migration:
 
 #: The events that may happen in each phase, in addition to ClientGone. A missing one is a bug of the caller.
 _LEGAL: dict[Phase, frozenset[type]] = {
-    Phase.STREAMING: frozenset({TokensShown, EngineEnded, EngineFailed}),
+    Phase.STREAMING: frozenset({TokensShown, PromptComputed, EngineEnded, EngineFailed}),
     Phase.ROUTING: frozenset({WorkerChosen, NoWorkerLeft}),
-    Phase.RESUMING: frozenset({TokensShown, EngineEnded, EngineFailed}),
+    Phase.RESUMING: frozenset({TokensShown, PromptComputed, EngineEnded, EngineFailed}),
     Phase.OVER: frozenset(),
 }

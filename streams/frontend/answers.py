@@ -19,7 +19,8 @@ _BUSY_STATUSES = (408, 429)
 #: Fields of a chat's delta that tokens become.
 _DELTAS = ("content", "reasoning_content", "reasoning", "tool_calls", "refusal", "function_call", "audio")
 
-_DONE = b"[DONE]"
+#: The mark of the end of a stream.
+DONE = b"[DONE]"
 
 
 def may_be_served_elsewhere(status: int) -> bool:
@@ -81,7 +82,7 @@ class StreamWatch:
             head.clear()
 
     def _take(self, event: bytes) -> None:
-        if event == _DONE:
+        if event == DONE:
             self.has_token = True
             return
         try:
@@ -90,7 +91,7 @@ class StreamWatch:
             self.has_token = True  # nothing that the front knows, so it is the client's
             return
         if isinstance(chunk, dict) and chunk.get("error"):
-            self.error_status = _status_of(chunk["error"])
+            self.error_status = error_status(chunk["error"])
             self.has_token = True
         else:
             self.has_token = _has_token(chunk)
@@ -112,7 +113,7 @@ def error_page(status: int, message: str, code: str | None = None) -> dict[str, 
 
 def error_event(status: int, message: str, code: str) -> bytes:
     """Return the end of a stream that broke, as vLLM sends it: an error event, and the mark of the end."""
-    return b"data: " + orjson.dumps(error_page(status, message, code)) + b"\n\ndata: " + _DONE + b"\n\n"
+    return b"data: " + orjson.dumps(error_page(status, message, code)) + b"\n\ndata: " + DONE + b"\n\n"
 
 
 def _type_of(status: int) -> str:
@@ -127,7 +128,7 @@ def _type_of(status: int) -> str:
     return named.get(status, "BadRequestError" if status < 500 else "InternalServerError")
 
 
-def _status_of(error: Any) -> int:
+def error_status(error: Any) -> int:
     """Return the status of an error event. One without a status, or with a name for it, is a fault of the engine."""
     code = error.get("code") if isinstance(error, dict) else None
     return code if isinstance(code, int) and 400 <= code < 600 else 500

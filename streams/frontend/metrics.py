@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
+from streams.cxl.migration import Failure
 from streams.frontend.tokenizing import SOURCES
 from streams.metrics import Distribution, Label, Metric, counter, gauge, histogram
 
@@ -23,6 +24,9 @@ COMPLETED, REFUSED, FAILED, BROKEN, CLIENT_GONE, CLIENT_SLOW = OUTCOMES = (
     "client_slow",
 )
 
+#: How an engine fails after a stream's first token.
+FAILURES = tuple(each.value for each in Failure)
+
 _SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
 
@@ -34,6 +38,11 @@ class FrontCounts:
     characters: Counter[str]
     outcomes: Counter[str] = field(default_factory=Counter)
     retries: int = 0
+    engine_failures: Counter[str] = field(default_factory=Counter)
+    migrations: int = 0
+    moved_streams: int = 0
+    tokens_recovered: int = 0
+    tokens_prefilled_again: int = 0
     output_tokens: int = 0
     prompt_tokens: int = 0
     active: int = 0
@@ -41,6 +50,7 @@ class FrontCounts:
     tokenize_seconds: Distribution = field(default_factory=lambda: Distribution(*_SECONDS))
     route_seconds: Distribution = field(default_factory=lambda: Distribution(*_SECONDS))
     first_token_seconds: Distribution = field(default_factory=lambda: Distribution(*_SECONDS))
+    lost_seconds: Distribution = field(default_factory=lambda: Distribution(*_SECONDS))
 
 
 FRONT_METRICS: tuple[Metric[FrontCounts], ...] = (
@@ -58,6 +68,34 @@ FRONT_METRICS: tuple[Metric[FrontCounts], ...] = (
         "kvstreams_front_retries_total",
         "Requests that were sent to another engine, since one had failed before its first token.",
         lambda counts: counts.retries,
+    ),
+    counter(
+        "kvstreams_front_engine_failures_total",
+        "Failures of engines after a stream's first token, with `front_migration`: the connection broke (`died`), "
+        "nothing came for `front_stall_timeout_s` (`stalled`), or the engine reported an error or refused to resume "
+        "(`refused`).",
+        lambda counts: {each: counts.engine_failures[each] for each in FAILURES},
+        Label("how", FAILURES),
+    ),
+    counter(
+        "kvstreams_front_migrations_total",
+        "Moves of a stream to another engine after its first token.",
+        lambda counts: counts.migrations,
+    ),
+    counter(
+        "kvstreams_front_moved_streams_total",
+        "Streams that have ended and had moved at least once.",
+        lambda counts: counts.moved_streams,
+    ),
+    counter(
+        "kvstreams_front_recovered_tokens_total",
+        "Tokens of prompts and answers so far that engines found in CXL pools when a stream moved to them.",
+        lambda counts: counts.tokens_recovered,
+    ),
+    counter(
+        "kvstreams_front_prefilled_again_tokens_total",
+        "Tokens of prompts and answers so far that were computed again when a stream moved.",
+        lambda counts: counts.tokens_prefilled_again,
     ),
     counter(
         "kvstreams_front_prompts_total",
@@ -95,5 +133,10 @@ FRONT_METRICS: tuple[Metric[FrontCounts], ...] = (
         "kvstreams_front_first_token_seconds",
         "Time from a request's arrival to its first token, of streams.",
         read=lambda counts: counts.first_token_seconds,
+    ),
+    histogram(
+        "kvstreams_front_migration_lost_seconds",
+        "Time that a stream lost by moving: from the last byte of an engine to the next one's first token.",
+        read=lambda counts: counts.lost_seconds,
     ),
 )

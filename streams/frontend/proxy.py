@@ -27,6 +27,7 @@ from streams.frontend import metrics
 from streams.frontend.answers import StreamWatch, completion_tokens, error_event, may_be_served_elsewhere
 from streams.frontend.fleet import Fleet
 from streams.frontend.metrics import FrontCounts
+from streams.frontend.moving import CONNECT_TIMEOUT_S, ENGINE_FAILURES, OUTPUT_REPORT_TOKENS, Mover, Moving
 from streams.frontend.requests import (
     DETAILS,
     REQUEST_ID,
@@ -35,12 +36,11 @@ from streams.frontend.requests import (
     engine_headers,
     route_options,
 )
-from streams.frontend.tokenizing import Tokenizing
+from streams.frontend.resuming import asking_for_ids
+from streams.frontend.spans import Attributes, Spans
+from streams.frontend.tokenizing import NONE, Tokenizing
 from streams.security.tokens import Grant
 from streams.settings import Settings
-
-#: Time for a connection to an engine, after which another engine is tried.
-CONNECT_TIMEOUT_S = 5.0
 
 #: Connections to engines that no request uses are closed after this time. uvicorn, which serves vLLM and SGLang, closes
 #: them after 5 s; a request that is sent at that moment would fail.
@@ -50,14 +50,11 @@ KEEPALIVE_S = 4.0
 #: longer one is copied as it comes, and can no longer be replaced by another engine's.
 HELD_BYTES_MAX = 4 << 20
 
-#: Tokens of an answer between two reports of its length, and the longest time between two. Both renew the booking.
-OUTPUT_REPORT_TOKENS = 64
+#: The longest time between two reports of an answer's length, which renew the booking.
 OUTPUT_REPORT_S = 60.0
 
 #: Returns the API key for the engines of a model, None if they need none.
 KeyOf = Callable[[str | None], str | None]
-
-_FAILURES = (aiohttp.ClientError, TimeoutError, OSError)
 
 
 @dataclass(slots=True, eq=False)
@@ -65,7 +62,8 @@ class Exchange:
     """One request that the front is serving, for the checks that `Proxy.check` makes of all of them.
 
     n_tokens: of the answer, so far; reported_tokens, reported_s: what the router knows, and since when.
-    writing_since_s: when the client began to be too slow for the bytes that it is being sent.
+    writing_since_s: when the client began to be too slow for the bytes that it is being sent. moving: what is needed to
+    move its stream, None if it is not moved. moved_tokens: of the answer, those that the booking counts as its prompt.
     """
 
     http: web.Request
@@ -76,6 +74,8 @@ class Exchange:
     reported_s: float = 0.0
     writing_since_s: float | None = None
     outcome: str = metrics.CLIENT_GONE
+    moving: Moving | None = None
+    moved_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -106,8 +106,10 @@ class Proxy:
         fleet: Fleet,
         key_of: KeyOf,
         counts: FrontCounts,
+        spans: Spans,
     ) -> None:
         self._settings = settings
+        self._spans = spans
         self._router = router
         self._tokenizing = tokenizing
         self._fleet = fleet
@@ -115,6 +117,7 @@ class Proxy:
         self.counts = counts
         self._live: set[Exchange] = set()
         self._engines: aiohttp.ClientSession | None = None
+        self._mover = Mover(settings, tokenizing, fleet, counts, spans, self._session)
 
     async def start(self) -> None:
         """Open the session for engines on the running loop."""
@@ -146,7 +149,7 @@ class Proxy:
                     exchange.http.transport.abort()  # which cancels the handler
             elif now_s - exchange.reported_s > OUTPUT_REPORT_S and exchange.booking is not None:
                 exchange.reported_s = now_s
-                exchange.booking.output(max(1, exchange.n_tokens))
+                exchange.booking.output(max(1, exchange.n_tokens - exchange.moved_tokens))
 
     async def serve(self, http: web.Request, request: FrontRequest, body: bytes, grant: Grant) -> web.StreamResponse:
         """Answer a request. Raises KvStreamsError for what the front or the router refuses."""
@@ -155,7 +158,13 @@ class Proxy:
         self._live.add(exchange)
         self.counts.active += 1
         try:
-            return await self._serve(exchange, request, body, grant)
+            with self._spans.request(request.kind, http.headers) as attributes:
+                try:
+                    return await self._serve(exchange, request, body, grant)
+                finally:
+                    attributes["gen_ai.request.model"] = request.model
+                    attributes["gen_ai.usage.output_tokens"] = exchange.n_tokens
+                    attributes["kvstreams.outcome"] = exchange.outcome
         except _ClientGone as exc:
             if exchange.outcome == metrics.COMPLETED:  # only its last bytes did not arrive
                 exchange.outcome = metrics.CLIENT_GONE
@@ -184,16 +193,24 @@ class Proxy:
         self.counts.tokenize_seconds.observe(loop.time() - at_s)
         self.counts.prompt_tokens += len(prompt.tokens) // 4
         at_s = loop.time()
-        booking = exchange.booking = await self._book(prompt.tokens, options)
+        with self._spans.child("route") as attributes:
+            booking = exchange.booking = await self._book(prompt.tokens, {**options, **self._spans.context()})
+            attributes |= _booked(booking)
         self.counts.route_seconds.observe(loop.time() - at_s)
         request_id = headers.get(REQUEST_ID) or booking.request_id
         sent = engine_headers(headers, request_id, key)
+        if self._settings.front_migration and request.stream:
+            known = None if prompt.source == NONE else prompt.tokens
+            exchange.moving = Moving(request.kind, body, sent, model, known)
         refusal: _Refusal | EngineFailed | None = None
         for attempt in range(self._settings.front_attempts_max):
             if attempt and not await self._moved(booking):
                 break
             try:
-                answer = await self._attempt(exchange, request, body, sent, request_id)
+                with self._spans.child("engine") as attributes:
+                    attributes |= _booked(booking)
+                    to_engine = {**sent, **self._spans.context()}
+                    answer = await self._attempt(exchange, request, body, to_engine, request_id)
             except EngineFailed as exc:
                 refusal = exc
                 continue
@@ -242,17 +259,11 @@ class Proxy:
         timeout_s = settings.front_silence_timeout_s if request.stream else settings.front_answer_timeout_s
         answer: aiohttp.ClientResponse | None = None
         try:
-            answer = await self._session().post(
-                f"{booking.url.rstrip('/')}{request.kind}",
-                data=body,
-                headers={**sent, RANK_HEADER: str(booking.dp_rank)},
-                timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=timeout_s),
-                allow_redirects=False,
-            )
+            answer = await self._post(exchange, request, body, sent, timeout_s)
             if answer.status == 200 and answer.content_type == "text/event-stream":
                 return await self._stream(exchange, answer, request_id)
             return await self._page(exchange, answer, request_id)
-        except _FAILURES as exc:
+        except ENGINE_FAILURES as exc:
             reason = str(exc) or ("it was silent for too long" if isinstance(exc, TimeoutError) else type(exc).__name__)
             raise EngineFailed(
                 f"the engine of worker {booking.worker_id} failed: {reason}", worker_id=booking.worker_id
@@ -260,6 +271,26 @@ class Proxy:
         finally:
             if answer is not None and not answer.content.at_eof():
                 answer.close()  # which cancels the request in the engine
+
+    async def _post(
+        self, exchange: Exchange, request: FrontRequest, body: bytes, sent: Mapping[str, str], timeout_s: float
+    ) -> aiohttp.ClientResponse:
+        """Send the request to the engine that is booked. A stream that may move is asked for token ids as well."""
+        booking = exchange.booking
+        assert booking is not None and booking.url is not None
+        if exchange.moving is not None:
+
+            def asking(asks_for_ids: bool) -> bytes:
+                return asking_for_ids(body) if asks_for_ids else body
+
+            return await self._mover.post(booking, request.kind, asking, sent, timeout_s)
+        return await self._session().post(
+            f"{booking.url.rstrip('/')}{request.kind}",
+            data=body,
+            headers={**sent, RANK_HEADER: str(booking.dp_rank)},
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=timeout_s),
+            allow_redirects=False,
+        )
 
     async def _page(
         self, exchange: Exchange, answer: aiohttp.ClientResponse, request_id: str
@@ -300,7 +331,30 @@ class Proxy:
         booking.prefill_complete()
         self.counts.first_token_seconds.observe(loop.time() - exchange.began_s)
         response = self._response(exchange, answer.status, headers, request_id)
+        if exchange.moving is not None:
+            return await self._carry(exchange, exchange.moving, answer, response, bytes(head))
         return await self._copy(exchange, answer, response, bytes(head), watch)
+
+    async def _carry(
+        self,
+        exchange: Exchange,
+        moving: Moving,
+        answer: aiohttp.ClientResponse,
+        response: web.StreamResponse,
+        data: bytes,
+    ) -> web.StreamResponse:
+        """Pass on a stream that goes on at another engine if its engine fails. data: its beginning."""
+
+        async def write(shown: bytes) -> None:
+            await self._send(exchange, response, response.write(shown))
+
+        async def write_end(shown: bytes) -> None:
+            await self._send(exchange, response, response.write_eof(shown))
+
+        await self._send(exchange, response, response.prepare(exchange.http))
+        with_figures = DETAILS in exchange.http.headers
+        await self._mover.carry(exchange, moving, answer, data, write, write_end, with_figures=with_figures)
+        return response
 
     async def _copy(
         self,
@@ -329,7 +383,7 @@ class Proxy:
                     booking.output(n_tokens)
             try:
                 data = await content.readany()
-            except _FAILURES as exc:
+            except ENGINE_FAILURES as exc:
                 return await self._broken(exchange, response, watch, exc)
             if watch is not None:
                 watch.feed(data)
@@ -389,6 +443,15 @@ class Proxy:
     def _session(self) -> aiohttp.ClientSession:
         assert self._engines is not None  # start() was called
         return self._engines
+
+
+def _booked(booking: Booking) -> Attributes:
+    """Return what a span says of a booking. Attributes are signed, and ids are not."""
+    return {
+        "kvstreams.request_id": booking.request_id,
+        "kvstreams.worker_id": str(booking.worker_id),
+        "kvstreams.dp_rank": booking.dp_rank,
+    }
 
 
 async def _held(answer: aiohttp.ClientResponse) -> bytearray:

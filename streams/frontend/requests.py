@@ -24,6 +24,10 @@ NAME_CHARS_MAX = 512
 #: Taints that one request may require.
 TAINTS_MAX = 64
 
+#: Characters of the header with the experts that a request will use.
+MOE_QUERY_CHARS_MAX = 4096
+
+MOE_QUERY = "X-Moe-Query"
 PRIORITY, SESSION, TENANT, TAINTS = "X-Priority", "X-Session-Id", "X-Tenant", "X-Required-Taints"
 REQUEST_ID, TRACE_PARENT, TRACE_STATE = "X-Request-Id", "traceparent", "tracestate"
 
@@ -144,6 +148,8 @@ def route_options(request: FrontRequest, headers: Mapping[str, str], grant: Gran
     options["priority"] = priority or None
     for name in (TRACE_PARENT, TRACE_STATE):
         options[name] = headers.get(name)
+    query = _moe_query(headers)
+    options["router_config_override"] = None if query is None else {"moe_query": query}
     return {name: value for name, value in options.items() if value is not None}
 
 
@@ -168,6 +174,20 @@ def _name(headers: Mapping[str, str], header: str) -> str | None:
     if value is not None and len(value) > NAME_CHARS_MAX:
         raise InvalidRequest(f"{header} has more than {NAME_CHARS_MAX} characters")
     return value or None
+
+
+def _moe_query(headers: Mapping[str, str]) -> Any:
+    """Read the experts that a request will use; the router checks the fields."""
+    text = headers.get(MOE_QUERY)
+    if text is None:
+        return None
+    try:
+        query = msgspec.json.decode(text) if len(text) <= MOE_QUERY_CHARS_MAX else None
+    except (msgspec.DecodeError, UnicodeEncodeError):
+        query = None
+    if not isinstance(query, dict):
+        raise InvalidRequest(f"{MOE_QUERY} is not a JSON object of at most {MOE_QUERY_CHARS_MAX} characters")
+    return query
 
 
 def _priority(headers: Mapping[str, str]) -> int:

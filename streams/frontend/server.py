@@ -33,6 +33,7 @@ from streams.frontend.fleet import Fleet
 from streams.frontend.metrics import FRONT_METRICS, FrontCounts
 from streams.frontend.proxy import Proxy
 from streams.frontend.requests import Kind, read_request
+from streams.frontend.spans import Spans, make_spans
 from streams.frontend.tokenizing import Tokenizing
 from streams.http_server import RETRY_AFTER_S, HttpServer, Startup, error_headers, starting_app
 from streams.interpreter import exempt_from_collection, prefer_request_threads
@@ -111,7 +112,8 @@ def _watched(setting: str, file: str) -> Watched[str]:
 class Front:
     """The calls of one front, and what they use. Used on one loop."""
 
-    def __init__(self, settings: Settings, options: FrontOptions, access: Access) -> None:
+    def __init__(self, settings: Settings, options: FrontOptions, access: Access, spans: Spans | None = None) -> None:
+        """spans: in place of those that the settings ask for."""
         self.settings = settings
         self._access = access
         self._secrets = Secrets(options)
@@ -122,7 +124,10 @@ class Front:
         self.tokenizing = Tokenizing(options.tokenizers, settings.front_tokenizer_processes, cache_bytes)
         self.fleet = Fleet(self.router)
         self.counts = FrontCounts(self.tokenizing.sources, self.tokenizing.characters)
-        self.proxy = Proxy(settings, self.router, self.tokenizing, self.fleet, self._secrets.key_of, self.counts)
+        self._spans = make_spans(settings) if spans is None else spans
+        self.proxy = Proxy(
+            settings, self.router, self.tokenizing, self.fleet, self._secrets.key_of, self.counts, self._spans
+        )
         self.connections = Connections(
             settings.connections_max, settings.first_request_timeout_s, uses_tls=access.scheme == "https"
         )
@@ -148,6 +153,7 @@ class Front:
         await self.proxy.close()
         await self.router.close()
         await self.tokenizing.close()
+        await asyncio.to_thread(self._spans.close)
 
     async def _check_forever(self) -> None:
         while True:

@@ -20,7 +20,7 @@ import orjson
 
 from streams.client.payloads import pack_tokens
 from streams.errors import InvalidRequest, KvStreamsError, SettingsError
-from streams.frontend.requests import FrontRequest
+from streams.frontend.requests import FrontRequest, Kind
 from streams.frontend.tokenizer_process import TokenizerEnded, TokenizerProcess, Tokens, packed_ids
 
 log = logging.getLogger(__name__)
@@ -123,6 +123,16 @@ class Tokenizing:
         prompt = found or Prompt(UNKNOWN_TOKENS, NONE)
         self.sources[prompt.source] += 1
         return prompt
+
+    async def text(
+        self, text: str, model: str | None, engine: str | None, http: aiohttp.ClientSession, key: str | None
+    ) -> bytes | None:
+        """Return the tokens of a text that continues another one, as u32 LE; None if that is not possible."""
+        body = {"prompt": text, "add_special_tokens": False, **({} if model is None else {"model": model})}
+        raw = orjson.dumps(body["prompt"])
+        request = FrontRequest(Kind.COMPLETION, model, False, None, None, raw)
+        found = await self._found(request, orjson.dumps(body), model, engine, http, key)
+        return None if found is None else found.tokens
 
     async def _found(
         self,

@@ -21,7 +21,7 @@ class RouteAnswer(NamedTuple):
     trust that any eligible rank deserves. chosen_trust: that of the chosen rank alone. moe_filter_applied: whether only
     ranks with matching labels were candidates; None if the request does not ask for that, or repeats an id.
     candidates: every candidate's terms, if the request asks for them. queued_ms: how long the request waited; None
-    if it did not.
+    if it did not. block_size: tokens of a block of the model, only with candidates.
     """
 
     request_id: str
@@ -35,3 +35,4 @@ class RouteAnswer(NamedTuple):
     moe_filter_applied: bool | None = None
     candidates: tuple[RankTerms, ...] | None = None
     queued_ms: float | None = None
+    block_size: int | None = None

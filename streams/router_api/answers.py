@@ -62,6 +62,7 @@ class RouteAnswerBody(TypedDict):
     chosen_degraded_because: NotRequired[DegradedReason]
     moe_filter_applied: NotRequired[bool]
     queued_ms: NotRequired[float]
+    block_size: NotRequired[int]
     candidates: NotRequired[list[Candidate]]
 
 

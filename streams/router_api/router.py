@@ -442,6 +442,7 @@ class Router:
             chosen_trust,
             prepared.moe_filter_applied,
             decision.candidates if request.explain else None,
+            block_size=prepared.block_size if request.explain else None,
         )
 
     def new_gate(self) -> Gate:

@@ -13,21 +13,18 @@ No span has prompt text, token ids or hashes.
 from __future__ import annotations
 
 import logging
-import os
 import threading
 from collections.abc import Awaitable, Callable
 from importlib.metadata import version
 from typing import Any
 
 from aiohttp import web
-from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from streams.errors import KvStreamsError, api_error
+from streams.otlp import LAST_SPANS_S, exporting_provider
 from streams.router_api.answer import RouteAnswer
 from streams.router_api.registry import PUBLISH_TIMEOUT_S
 from streams.router_api.router import PreparedRequest, Router
@@ -38,26 +35,10 @@ log = logging.getLogger(__name__)
 #: The service's name unless OTEL_SERVICE_NAME or OTEL_RESOURCE_ATTRIBUTES has another one.
 SERVICE_NAME = "kvstreams-router"
 
-#: How long a router that stops waits until the collector has the last spans.
-LAST_SPANS_S = 2.0
-
 #: The call whose decisions are traced. Spans of scrapes and of polled pages would outnumber those of requests.
 _TRACED_PATH = "/route"
 
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
-
-def exporting_provider() -> TracerProvider:
-    """Make a provider that sends spans by OTLP over HTTP, in batches and from its own thread.
-
-    Variables of OpenTelemetry configure it, such as OTEL_EXPORTER_OTLP_ENDPOINT and OTEL_TRACES_SAMPLER. Spans that the
-    collector does not take in time are dropped beyond 2,048 (OTEL_BSP_MAX_QUEUE_SIZE).
-    """
-    named = "OTEL_SERVICE_NAME" in os.environ or "service.name=" in os.environ.get("OTEL_RESOURCE_ATTRIBUTES", "")
-    ours = {"service.version": version("kvstreams"), **({} if named else {"service.name": SERVICE_NAME})}
-    provider = TracerProvider(resource=Resource.create(ours), shutdown_on_exit=False)
-    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
-    return provider
 
 
 class TracedRouter(Router):
@@ -65,7 +46,7 @@ class TracedRouter(Router):
 
     def __init__(self, settings: Settings, provider: TracerProvider | None = None) -> None:
         super().__init__(settings)
-        self._provider = exporting_provider() if provider is None else provider
+        self._provider = exporting_provider(SERVICE_NAME) if provider is None else provider
         self.tracer = self._provider.get_tracer("kvstreams", version("kvstreams"))
 
     def try_book(self, prepared: PreparedRequest) -> RouteAnswer:

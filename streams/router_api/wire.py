@@ -549,6 +549,7 @@ def answer_json(answer: RouteAnswer) -> dict[str, Any]:
     if answer.queued_ms is not None:
         fields["queued_ms"] = answer.queued_ms
     if answer.candidates is not None:
+        fields["block_size"] = answer.block_size
         fields["candidates"] = [terms_json(terms) for terms in answer.candidates]
     return fields
 

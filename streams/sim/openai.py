@@ -52,6 +52,8 @@ class CompletionCall:
     string. with_continuous_usage: whether each chunk has the usage so far. finish_reason, stop_reason: as in vLLM.
     tool: the function that the answer calls, None for text. lora_name: None for the model itself. arrival_ms: on the
     client's time axis, None for now. report_mode: which of its blocks are reported, None for the engine's default.
+    held_back: characters of a stream's text that follow later, since they may begin a stop string: as in vLLM, one
+    fewer than the longest of them has.
     """
 
     tokens: bytes
@@ -66,6 +68,7 @@ class CompletionCall:
     report_mode: str | None = None
     is_chat: bool = False
     tool: str | None = None
+    held_back: int = 0
     n_text: int = 0
     finish_reason: Literal["length", "stop", "tool_calls"] = "length"
     stop_reason: str | int | None = None
@@ -175,6 +178,7 @@ def _parse(
         report_mode=arguments.get("kv_cache_report_mode") if isinstance(arguments, dict) else None,
         is_chat=is_chat,
         tool=tool,
+        held_back=_held_back(body),
         n_text=n_text,
         finish_reason="tool_calls" if tool else "length" if stop_reason is None else "stop",
         stop_reason=stop_reason,
@@ -206,6 +210,11 @@ def _stopped(body: dict[str, Any], answer: bytes, min_tokens: int) -> tuple[int,
         if token in ids and at >= min_tokens:
             return at + 1, at + 1, token
     return found
+
+
+def _held_back(body: dict[str, Any]) -> int:
+    stop = body.get("stop")
+    return max((len(each) - 1 for each in ([stop] if isinstance(stop, str) else stop or []) if each), default=0)
 
 
 def _called_tool(body: dict[str, Any]) -> str | None:
@@ -307,12 +316,13 @@ def chunk(request: ModelRequest, call: CompletionCall, start: int, end: int) -> 
     is_last = end == call.n_output_tokens
     ended = {"finish_reason": call.finish_reason, "stop_reason": call.stop_reason} if is_last else {}
     if not call.is_chat:
-        page = choice(request, start, end, None, with_token_ids=call.with_token_ids, n_text=call.n_text) | ended
+        page = choice(request, start, end, None, with_token_ids=call.with_token_ids) | ended
+        page["text"] = _shown(request, call, start, end)
         if call.with_token_ids and start == 0:
             page["prompt_token_ids"] = unpack_tokens(call.tokens)
         return {"choices": [page]}
     token_ids = unpack_tokens(request.answered(start, end))
-    text = _text(token_ids, start, call.n_text)
+    text = _shown(request, call, start, end)
     delta: dict[str, Any] = {"content": text}
     if call.tool is not None:
         arguments = _quoted(text) + (_ARGUMENTS_END if is_last else "")
@@ -326,6 +336,13 @@ def chunk(request: ModelRequest, call: CompletionCall, start: int, end: int) -> 
 def _text(token_ids: list[int], start: int, n_text: int | None) -> str:
     text = "".join(map(chr, token_ids))
     return text if n_text is None else text[: max(0, n_text - start)]
+
+
+def _shown(request: ModelRequest, call: CompletionCall, start: int, end: int) -> str:
+    """Return the text that becomes visible with the tokens start..end of a stream."""
+    first = max(0, start - call.held_back)
+    last = end if end == call.n_output_tokens else max(first, end - call.held_back)
+    return _text(unpack_tokens(request.answered(first, last)), first, call.n_text)
 
 
 def _quoted(text: str) -> str:

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import orjson
 from aiohttp import web
@@ -66,6 +67,10 @@ class ScriptedEngine:
         """Requests that have neither ended nor been cancelled."""
         return self.counts["begun"] - self.counts["ended"] - self.counts["cancelled"] - self.counts["broken"]
 
+    def routes(self) -> list[web.RouteDef]:
+        """The calls that it serves."""
+        return [web.post("/v1/completions", self._serve), web.post("/v1/chat/completions", self._serve)]
+
     async def _serve(self, http: web.Request) -> web.StreamResponse:
         script = self.script
         self.received.append(CIMultiDict(http.headers))
@@ -104,10 +109,13 @@ class ScriptedEngine:
             return response
 
 
+_Engine = TypeVar("_Engine", bound=ScriptedEngine)
+
+
 @contextmanager
-def scripted_engines(n: int) -> Iterator[list[ScriptedEngine]]:
+def scripted_engines(n: int, make: type[_Engine] = ScriptedEngine) -> Iterator[list[_Engine]]:  # type: ignore[assignment]
     """Run n engines on a thread until the block ends."""
-    engines = [ScriptedEngine() for _ in range(n)]
+    engines = [make() for _ in range(n)]
     started, over = threading.Event(), asyncio.Event()
     loops: list[asyncio.AbstractEventLoop] = []
 
@@ -115,9 +123,7 @@ def scripted_engines(n: int) -> Iterator[list[ScriptedEngine]]:
         runners = []
         for engine in engines:
             app = web.Application(client_max_size=1 << 30)
-            app.add_routes(
-                [web.post("/v1/completions", engine._serve), web.post("/v1/chat/completions", engine._serve)]
-            )
+            app.add_routes(engine.routes())
             runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=0.1)
             await runner.setup()
             await web.TCPSite(runner, "127.0.0.1", 0).start()

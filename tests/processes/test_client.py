@@ -12,10 +12,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from typing import Any
 
+import orjson
 import pytest
 from aiohttp import web
 
 from streams.client import Booking, EngineOptions, Generation, KvRouterClient, generation, http
+from streams.client.payloads import pack_tokens, unpack_tokens
 from streams.codec import encode_worker
 from streams.core.hashing import local_hashes
 from streams.core.ids import WorkerId
@@ -36,6 +38,7 @@ from streams.local.ports import free_port
 from streams.settings import Settings
 from streams.sim.engine_config import EngineConfig
 from streams.sim.server import SimServer, SimServerConfig, serve
+from streams.sim.synthetic_tokens import greedy_tokens
 from tests.helpers.local_router import LocalRouter, hold, local_router, rank
 
 PATIENCE_S = 60.0
@@ -376,7 +379,86 @@ def test_without_another_engine_the_failure_is_raised(router: LocalRouter) -> No
     live(scenario)
 
 
-def test_an_engine_that_fails_after_its_first_token_is_not_replaced(router: LocalRouter) -> None:
+@pytest.mark.parametrize("how", ["dies", "stalls", "refuses"])
+def test_an_answer_goes_on_at_another_engine(router: LocalRouter, how: str) -> None:
+    """Every token comes once, and the load moves with the booking."""
+    n_tokens, n_before = 300, 7
+    expected = unpack_tokens(greedy_tokens(pack_tokens(PROMPT), n_tokens))
+    ended = asyncio.Event()
+
+    async def begin(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        for token in expected[:n_before]:
+            choice = {"token_ids": [token], "text": chr(token), "finish_reason": None}
+            await response.write(b"data: " + orjson.dumps({"choices": [choice]}) + b"\n\n")
+        if how == "refuses":
+            await response.write(b'data: {"error": {"message": "x", "code": 503}}\n\ndata: [DONE]\n\n')
+        elif how == "stalls":
+            await ended.wait()
+        assert request.transport is not None
+        request.transport.close()
+        return response
+
+    async def scenario() -> None:
+        hold(router.router, rank(1), local_hashes(PROMPT, BLOCK_SIZE))
+        options = EngineOptions(stall_timeout_s=0.5)
+        async with (
+            broken_engine(router, 1, begin),
+            engine_at(router, 2, SLOW),
+            KvRouterClient(router.api.url, engine=options) as client,
+        ):
+            answer = await client.generate(PROMPT, stop_conditions={"max_tokens": n_tokens})
+            assert answer.booking.worker_id == 1
+            chunks = []
+            async for chunk in answer:
+                chunks.append(chunk)
+                if len(chunks) == n_before + 1:
+                    assert {worker: n for worker, (_, _, n) in loads(router).items()} == {1: 0, 2: 1}
+            assert [token for chunk in chunks for token in chunk["token_ids"]] == expected
+            assert "".join(chunk["text"] for chunk in chunks) == "".join(map(chr, expected))
+            assert [chunk["finish_reason"] for chunk in chunks if chunk["finish_reason"]] == ["length"]
+            figures = answer.figures
+            assert (figures.migrations, figures.tokens_prefilled_again) == (1, len(PROMPT) + n_before)
+            assert answer.booking.worker_id == 2 and answer.output_tokens == n_tokens
+            ended.set()
+            await until(lambda: active(router) == 0)
+
+    live(scenario)
+
+
+def test_answers_are_not_moved_if_the_caller_does_not_want_it(router: LocalRouter) -> None:
+    """With migrations_max 0 the failure is raised, as it is if the answer cannot be moved."""
+
+    async def begin(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        await response.write(b'data: {"choices": [{"token_ids": [7], "text": "a", "finish_reason": null}]}\n\n')
+        assert request.transport is not None
+        request.transport.close()
+        return response
+
+    async def scenario() -> None:
+        for options, extra, words in (
+            (EngineOptions(migrations_max=0), {}, "1 engines failed"),
+            (EngineOptions(), {"guided_regex": "a+"}, "guided_regex"),
+        ):
+            async with (
+                broken_engine(router, 1, begin),
+                broken_engine(router, 2, begin),
+                KvRouterClient(router.api.url, engine=options) as client,
+            ):
+                answer = await client.generate(PROMPT, extra_args=extra)
+                with pytest.raises(EngineFailed) as caught:
+                    _ = [chunk async for chunk in answer]
+                assert caught.value.detail["output_tokens"] == 1
+                assert words in caught.value.detail["not_moved_because"]
+                await until(lambda: active(router) == 0)
+
+    live(scenario)
+
+
+def test_an_engine_that_the_caller_chose_is_not_replaced(router: LocalRouter) -> None:
     """The caller already has a part of the answer, and learns how much and from which worker."""
 
     async def begin(request: web.Request) -> web.StreamResponse:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import threading
 import urllib.error
 import urllib.request
 from typing import Any
@@ -90,6 +91,38 @@ def test_no_connection_is_refused_while_a_process_finishes_its_start() -> None:
         await server.close()
         with pytest.raises(urllib.error.URLError):
             await ask(port, "/healthz")
+
+    asyncio.run(scenario())
+
+
+def test_a_connection_that_was_just_accepted_is_answered_when_the_application_changes() -> None:
+    """400 changes under three callers without a pause: each call is answered, and none is reset."""
+
+    async def scenario() -> None:
+        server = HttpServer("127.0.0.1", 0)
+        port = server.address[1]
+        await server.serve(starting_app(Startup()))
+        changed = threading.Event()
+
+        def call_until_changed() -> list[bytes]:
+            answers = []
+            while not changed.is_set():
+                with socket.create_connection(("127.0.0.1", port), timeout=10.0) as connection:
+                    connection.sendall(b"GET /healthz HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+                    answers.append(connection.recv(15))
+            return answers
+
+        callers = [asyncio.create_task(asyncio.to_thread(call_until_changed)) for _ in range(3)]
+        try:
+            for _ in range(400):
+                await asyncio.sleep(0.002)
+                await server.serve(starting_app(Startup()))
+        finally:
+            changed.set()
+        answers = [answer for caller in callers for answer in await caller]
+        assert len(answers) > 100
+        assert set(answers) == {b"HTTP/1.1 200 OK"}
+        await server.close()
 
     asyncio.run(scenario())
 

@@ -26,11 +26,14 @@ from streams.cxl.migration import (
     MigrationLimits,
     NoWorkerLeft,
     Phase,
+    PromptComputed,
     Resume,
     TokensShown,
     WorkerChosen,
     held_back_characters,
     obstacle,
+    prompt_computed,
+    rewound_characters,
 )
 
 
@@ -144,6 +147,11 @@ def test_events_that_cannot_happen_are_errors() -> None:
         ({"prompt_embeds": "x"}, False),
         ({"response_format": {"type": "json_object"}}, False),
         ({"guided_regex": "a+"}, False),
+        ({"logprobs": False}, True),
+        ({"logprobs": 0}, False),
+        ({"echo": True}, False),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}, {"content": None}]}, True),
+        ({"messages": [{"content": [{"type": "image_url"}]}]}, False),
     ],
 )
 def test_what_an_engine_has_to_finish_is_not_resumed(body: dict[str, Any], resumes: bool) -> None:
@@ -164,6 +172,79 @@ def test_an_engine_holds_back_one_character_less_than_its_longest_stop_string() 
     assert held_back_characters({"stop": "abc", "include_stop_str_in_output": True}) == 0
 
 
+def test_a_stop_string_that_is_shown_is_generated_again() -> None:
+    """The client has its beginning already, which the next engine needs to find it."""
+    assert rewound_characters({"stop": "abc", "include_stop_str_in_output": True}) == 2
+    assert rewound_characters({"stop": "abc"}) == rewound_characters({"include_stop_str_in_output": True}) == 0
+    stream = migration(rewound=2)
+    for number in range(5):
+        stream.handle(TokensShown(0.0, (number,), "x"))
+    assert stream.handle(failed()) == ChooseWorker(3, (1,))
+    assert stream.handle(chosen()) == Resume(2, 3, 47, 0, 2)
+
+
+@pytest.mark.parametrize(("following", "n_kept"), [("x", 4), ("ö", 1)])
+def test_a_chunk_of_several_tokens_is_proven_by_the_next_text(following: str, n_kept: int) -> None:
+    """A character that is not ASCII may have begun in the chunk before."""
+    stream = migration()
+    stream.handle(TokensShown(0.0, (1,), "x"))
+    stream.handle(TokensShown(0.0, (2, 3, 4), "xx", None))
+    stream.handle(TokensShown(0.0, (5, 6), following, None))
+    assert stream.handle(failed()) == ChooseWorker(n_kept, (1,))
+
+
+def test_an_answer_without_ids_is_kept_as_its_text_is_tokenized() -> None:
+    """Nothing is generated again: the tokens stand for exactly the text that the client has."""
+    stream = migration(held_back=3)
+    for _ in range(9):
+        stream.handle(TokensShown(0.0, (), "x"))
+    stream.shown.restate([1, 2, 3])
+    assert stream.handle(failed()) == ChooseWorker(3, (1,))
+    assert stream.handle(chosen()) == Resume(2, 3, 47, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("cached", "recovered", "prefilled"),
+    [(112, 64, 0), (96, 64, 16), (48, 16, 64), (0, 0, 112), (200, 64, 0)],
+)
+def test_what_the_engine_found_replaces_what_the_router_expected(cached: int, recovered: int, prefilled: int) -> None:
+    """Of 112 tokens, the router expected 32 in the worker's memory and 64 in a pool, which may have been lost."""
+    stream = migration()
+    stream.handle(PromptComputed(0.0, 100, 50))  # of the first engine: nothing was moved
+    for number in range(12):
+        stream.handle(TokensShown(0.0, (number,), "x"))
+    stream.handle(failed())
+    stream.handle(chosen(reachable=96, pooled=64))
+    assert (stream.figures.tokens_recovered, stream.figures.tokens_prefilled_again) == (64, 16)
+    stream.handle(PromptComputed(1.0, 112, cached))
+    stream.handle(PromptComputed(1.0, 112, cached))  # once is as good as twice
+    assert (stream.figures.tokens_recovered, stream.figures.tokens_prefilled_again) == (recovered, prefilled)
+
+
+def test_an_engine_that_says_what_came_from_pools_is_believed() -> None:
+    """The router's index may lag behind the pools."""
+    usage = {"prompt_tokens": 100, "prompt_tokens_details": {"cached_tokens": 96, "pooled_tokens": 80}}
+    stream = migration()
+    stream.handle(failed())
+    stream.handle(chosen(reachable=32, pooled=32))
+    found = prompt_computed(usage, 1.0)
+    assert found is not None
+    stream.handle(found)
+    assert (stream.figures.tokens_recovered, stream.figures.tokens_prefilled_again) == (80, 4)
+    assert prompt_computed({"prompt_tokens": 100}, 1.0) is None
+    assert prompt_computed({"prompt_tokens": 100, "prompt_tokens_details": None}, 1.0) is None
+
+
+def test_the_time_of_a_stream_that_goes_on_is_not_counted() -> None:
+    """Only moves are limited: the second failure comes an hour after the first one."""
+    stream = migration(limits=MigrationLimits(total_s=60.0))
+    stream.handle(failed(1.0))
+    stream.handle(chosen())
+    stream.handle(TokensShown(2.0, (1,), "x"))
+    assert isinstance(stream.handle(failed(3602.0, last_heard_s=3600.0)), ChooseWorker)
+    assert stream.deadline_s == 3600.0 + 60.0 - 2.0
+
+
 def test_tokens_whose_text_is_held_back_are_generated_again() -> None:
     """With two characters held back, the client has one of three tokens, so the first one is kept at most."""
     stream = migration(held_back=2)
@@ -181,14 +262,14 @@ def test_tokens_whose_text_is_held_back_are_generated_again() -> None:
 
 
 def generate(
-    answer: bytes, start: int, stops: list[str], sizes: Iterator[int]
+    answer: bytes, start: int, stops: list[str], sizes: Iterator[int], includes: bool = False
 ) -> Iterator[tuple[tuple[int, ...], str, bool]]:
     """Yield the chunks of an engine that resumes at token `start`: ids, text, and whether the text ends with the last.
 
-    Its tokens are bytes. Like vLLM, it shows whole characters only, holds back what may begin a stop string, and stops
-    at one that it has generated itself.
+    Its tokens are bytes. Like vLLM, it shows whole characters only, holds back what may begin a stop string unless that
+    is included in the answer, and stops at one that it has generated itself.
     """
-    held = max((len(stop) - 1 for stop in stops), default=0)
+    held = 0 if includes else max((len(stop) - 1 for stop in stops), default=0)
     decoder, text, shown, at = codecs.getincrementaldecoder("utf-8")(), "", 0, start
     while at < len(answer):
         until = min(at + next(sizes), len(answer))
@@ -197,9 +278,10 @@ def generate(
             text += decoder.decode(answer[at : at + 1])
             ids += (answer[at],)
             at += 1
-            found = [text.find(stop) for stop in stops if stop in text]
+            found = [(text.find(stop), stop) for stop in stops if stop in text]
             if found:
-                yield ids, text[shown : max(shown, min(found))], True
+                first, stop = min(found)
+                yield ids, text[shown : max(shown, first + (len(stop) if includes else 0))], True
                 return
         end = len(text) if at == len(answer) else max(shown, len(text) - held)
         yield ids, text[shown:end], not decoder.getstate()[0]
@@ -211,10 +293,11 @@ def generate(
     st.text(st.sampled_from("ab\nö好🙂"), min_size=8, max_size=40),
     st.lists(st.text(st.sampled_from("ab\nö好🙂"), min_size=2, max_size=5), max_size=2),
     st.lists(st.integers(0, 12), min_size=1, max_size=4),
+    st.booleans(),
     st.data(),
 )
 def test_a_stream_that_moves_is_the_undisturbed_one(
-    text: str, stops: list[str], lives: list[int], data: st.DataObject
+    text: str, stops: list[str], lives: list[int], includes: bool, data: st.DataObject
 ) -> None:
     """However its engines fail: every token once, no half character, and stop strings found across the seams."""
 
@@ -223,24 +306,27 @@ def test_a_stream_that_moves_is_the_undisturbed_one(
             yield data.draw(st.integers(1, 4))
 
     answer = text.encode()
-    expected = list(generate(answer, 0, stops, iter(lambda: 1, 0)))
+    expected = list(generate(answer, 0, stops, iter(lambda: 1, 0), includes))
+    body = {"stop": stops, "include_stop_str_in_output": includes}
     stream = Migration(
         1,
         10,
         max_tokens=1000,
-        held_back=held_back_characters({"stop": stops}),
+        held_back=held_back_characters(body),
+        rewound=rewound_characters(body),
         limits=MigrationLimits(migrations_max=99),
     )
     got, skip, start = "", 0, 0
     for life in [*lives, 1 << 30]:
-        for number, (ids, piece, whole) in enumerate(generate(answer, start, stops, sizes())):
+        for number, (ids, piece, whole) in enumerate(generate(answer, start, stops, sizes(), includes)):
             if number == life:
                 break
             new = piece[skip:]
             skip = max(0, skip - len(piece))
             got += new
-            # A caller that cannot know it leaves `whole` out; with one token in a chunk it is not needed.
-            stream.handle(TokensShown(0.0, ids, new) if len(ids) == 1 else TokensShown(0.0, ids, new, whole))
+            # With one token in a chunk, `whole` is not needed; with several, not every caller knows it.
+            known = True if len(ids) == 1 else data.draw(st.sampled_from([whole, None]))
+            stream.handle(TokensShown(0.0, ids, new, known))
         else:
             stream.handle(EngineEnded(0.0))
             break

@@ -1,0 +1,51 @@
+"""Moving the booking of an answer whose engine failed, for the front and for `generate`.
+
+What lives here: asking routers for another worker until the stream's deadline, and what the chosen one can reach. What
+must not: the decisions (streams.cxl.migration), and the engines' answers (engine, frontend.moving).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from streams.client.reach import reach_of
+from streams.cxl.migration import NoWorkerLeft, WorkerChosen
+from streams.errors import AllWorkersBusy, KvStreamsError, NotReady, Overloaded, RouterUnavailable
+
+if TYPE_CHECKING:
+    from streams.client.generation import Booking
+
+#: Pause before routers are asked again for another worker.
+ROUTE_PAUSE_S = 0.1
+
+#: What may pass within the time that a stream may take to move.
+_PASSING = (RouterUnavailable, NotReady, Overloaded, AllWorkersBusy)
+
+
+async def choose_worker(
+    booking: Booking, token_ids: Sequence[int], expected: int | None, until_s: float
+) -> WorkerChosen | NoWorkerLeft:
+    """Move a booking to another worker. Routers that are away are asked again until until_s, of the loop's clock.
+
+    token_ids: the prompt and the answer so far. expected: tokens that are still to be generated, None if unknown.
+    """
+    loop = asyncio.get_running_loop()
+    failed = booking.worker_id
+    while True:
+        try:
+            async with asyncio.timeout_at(until_s):
+                await booking.move(token_ids, explain=True, expected_output_tokens=expected)
+        except _PASSING:
+            if loop.time() + ROUTE_PAUSE_S >= until_s:
+                return NoWorkerLeft(loop.time())
+        except (KvStreamsError, TimeoutError):
+            return NoWorkerLeft(loop.time())
+        else:
+            break
+        await asyncio.sleep(ROUTE_PAUSE_S)
+    if booking.worker_id == failed or booking.url is None:  # a router that does not move bookings
+        return NoWorkerLeft(loop.time())
+    reach = reach_of(booking.answer)
+    return WorkerChosen(loop.time(), booking.worker_id, reach.own_tokens + reach.pooled_tokens, reach.pooled_tokens)

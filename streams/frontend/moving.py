@@ -1,0 +1,394 @@
+"""Streams that move: a stream whose engine fails after its first token goes on at another engine.
+
+What lives here: performing what a stream's Migration decides, and noticing that an engine died, stalls or refuses. What
+must not: the decisions (streams.cxl.migration), the form of events (resuming), and everything before the first token
+(proxy).
+
+A client that leaves ends its request at any of these steps, by the cancellation of its handler: nothing is moved then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+from array import array
+from collections.abc import Awaitable, Callable, Mapping
+from typing import TYPE_CHECKING
+
+import aiohttp
+import orjson
+
+from streams.client.engine import END_TIMEOUT_S, RANK_HEADER, Watchdog
+from streams.client.generation import Booking
+from streams.client.moving import choose_worker
+from streams.cxl.migration import (
+    ChooseWorker,
+    EngineEnded,
+    EngineFailed,
+    Failure,
+    Finish,
+    FinishWithError,
+    Instruction,
+    MigrationLimits,
+    Resume,
+    obstacle,
+)
+from streams.errors import EngineFailed as EngineFailedError
+from streams.frontend import metrics
+from streams.frontend.answers import error_event
+from streams.frontend.fleet import Fleet
+from streams.frontend.metrics import FrontCounts
+from streams.frontend.requests import Kind
+from streams.frontend.resuming import StreamRelay, figures_of, resumed_request
+from streams.frontend.spans import Spans
+from streams.frontend.tokenizing import Tokenizing
+from streams.settings import Settings
+
+if TYPE_CHECKING:
+    from streams.frontend.proxy import Exchange
+
+#: Time for a connection to an engine, after which another engine is tried.
+CONNECT_TIMEOUT_S = 5.0
+
+#: Tokens of an answer between two reports of its length.
+OUTPUT_REPORT_TOKENS = 64
+
+#: Engines that are asked to tokenize a text, if no token ids were reported.
+TOKENIZING_ATTEMPTS_MAX = 3
+
+#: Engines of which it is remembered that they refuse to be asked for token ids. Beyond it, they are asked again.
+WITHOUT_IDS_MAX = 4096
+
+#: Statuses with which an engine refuses a request that has a field it does not know.
+_UNKNOWN_FIELD = (400, 422)
+
+#: What follows in the stream was resumed from text. Clients ignore lines of this form.
+_BY_TEXT = b": resumed from text, since the engine reports no token ids\n\n"
+
+#: How a connection to an engine fails.
+ENGINE_FAILURES = (aiohttp.ClientError, TimeoutError, OSError)
+
+Write = Callable[[bytes], Awaitable[None]]
+
+
+class Moving:
+    """What is needed to resume one request's answer.
+
+    relay: the stream. body: the client's request. headers: for engines. prompt: the tokens of the prompt as the front
+    knows them, u32 LE; None if it does not. heard_s: when the last byte of an engine came.
+    """
+
+    def __init__(
+        self, kind: Kind, body: bytes, headers: Mapping[str, str], model: str | None, prompt: bytes | None
+    ) -> None:
+        self.kind = kind
+        self.body = body
+        self.headers = headers
+        self.model = model
+        self.prompt = prompt
+        self.heard_s = 0.0
+        self.relay: StreamRelay | None = None
+
+
+class Mover:
+    """Passes on streams of all requests of a front, from engine to engine. Used on one loop."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        tokenizing: Tokenizing,
+        fleet: Fleet,
+        counts: FrontCounts,
+        spans: Spans,
+        session: Callable[[], aiohttp.ClientSession],
+        note_failed: Callable[[int], None] = lambda _: None,
+    ) -> None:
+        """note_failed: is called with each worker whose engine failed."""
+        self._settings = settings
+        self._tokenizing = tokenizing
+        self._fleet = fleet
+        self._counts = counts
+        self._spans = spans
+        self._session = session
+        self._note_failed = note_failed
+        self._without_ids: set[str] = set()  # URLs of engines
+
+    def limits(self) -> MigrationLimits:
+        """How often, and for how long, a stream may move."""
+        return MigrationLimits(self._settings.front_migrations_max, self._settings.front_migration_timeout_s)
+
+    async def carry(
+        self,
+        exchange: Exchange,
+        moving: Moving,
+        answer: aiohttp.ClientResponse,
+        data: bytes,
+        write: Write,
+        write_end: Write,
+        *,
+        with_figures: bool,
+    ) -> None:
+        """Pass on a stream whose first token is in `data`, to its end, from one engine after the other if they fail.
+
+        write, write_end: send bytes to the client, and its last bytes. with_figures: whether the client asked for the
+        figures of its migrations. Sets the exchange's outcome.
+        """
+        loop, booking = asyncio.get_running_loop(), exchange.booking
+        assert booking is not None
+        relay = moving.relay = StreamRelay(moving.kind, moving.body, booking.worker_id, self.limits())
+        migration = relay.migration
+        source: aiohttp.ClientResponse | None = answer
+        instruction: Instruction
+        try:
+            while True:
+                assert source is not None
+                failure = await self._copy(exchange, moving, source, data, write)
+                if relay.diverged:
+                    instruction = FinishWithError(
+                        f"the answer cannot go on after {relay.n_tokens} tokens: the next engine generates other text "
+                        "for tokens that the failed one had not shown completely"
+                    )
+                elif failure is None:
+                    instruction = migration.handle(EngineEnded(loop.time()))
+                    break
+                else:
+                    source.close()
+                    source, data = None, b""
+                    instruction, source = await self._migrate(exchange, moving, failure, write)
+                if not isinstance(instruction, Resume):
+                    break
+            await write_end(self._ending(exchange, moving, relay, instruction, with_figures=with_figures))
+            if source is not None:
+                await _read_end(source)
+        finally:
+            if source is not None:
+                _release(source)
+            self._count(relay)
+
+    async def _migrate(
+        self, exchange: Exchange, moving: Moving, failure: Failure, write: Write
+    ) -> tuple[Instruction, aiohttp.ClientResponse | None]:
+        """Go on at another engine; returns what to do next, and with Resume the engine's answer."""
+        booking = exchange.booking
+        assert booking is not None
+        with self._spans.child("migration") as attributes:
+            attributes["kvstreams.failed_worker_id"] = str(booking.worker_id)
+            attributes["kvstreams.failure"] = failure.value
+            await self._prepare(moving, booking)
+            instruction, source = self._failed(booking, moving, failure), None
+            while isinstance(instruction, ChooseWorker):
+                instruction, source = await self._resume(exchange, moving, instruction, write)
+            if source is not None:
+                attributes["kvstreams.worker_id"] = str(booking.worker_id)
+            return instruction, source
+
+    def _ending(
+        self,
+        exchange: Exchange,
+        moving: Moving,
+        relay: StreamRelay,
+        instruction: Instruction,
+        *,
+        with_figures: bool,
+    ) -> bytes:
+        """Return the last bytes of a stream, and set the exchange's outcome."""
+        figures = figures_of(relay.migration.figures, by_text=relay.by_text) if with_figures else None
+        if isinstance(instruction, Finish):
+            exchange.outcome = metrics.COMPLETED
+            prompt = self._prompt(moving)
+            return relay.ending(0 if prompt is None else len(prompt), instruction.finish_reason, figures)
+        assert isinstance(instruction, FinishWithError)
+        exchange.outcome = metrics.BROKEN
+        reason = instruction.reason if relay.refusal is None else f"{instruction.reason}; the engine: {relay.refusal}"
+        return relay.figures_event(figures) + error_event(EngineFailedError.http_status, reason, EngineFailedError.code)
+
+    async def _copy(
+        self, exchange: Exchange, moving: Moving, source: aiohttp.ClientResponse, data: bytes, write: Write
+    ) -> Failure | None:
+        """Pass on the stream of one engine. Returns how it failed, or None if the answer is complete."""
+        loop, content, relay = asyncio.get_running_loop(), source.content, moving.relay
+        booking = exchange.booking
+        assert relay is not None and booking is not None
+        watchdog = Watchdog(content, self._settings.front_stall_timeout_s)
+        try:
+            while True:
+                if data:
+                    moving.heard_s = at_s = loop.time()
+                    try:
+                        shown = relay.feed(data, at_s)
+                    except ValueError:  # an endless event
+                        return None if relay.finished else Failure.REFUSED
+                    if shown:
+                        await write(shown)
+                    booking.prefill_complete()
+                    n_tokens = exchange.n_tokens = relay.n_tokens
+                    if n_tokens - exchange.reported_tokens >= OUTPUT_REPORT_TOKENS:
+                        exchange.reported_tokens, exchange.reported_s = n_tokens, at_s
+                        booking.output(n_tokens - exchange.moved_tokens)
+                    if relay.done or relay.diverged:
+                        return None
+                    if relay.refusal is not None:
+                        return None if relay.finished else Failure.REFUSED
+                watchdog.waits(loop.time())
+                try:
+                    data = await content.readany()
+                except TimeoutError:
+                    return None if relay.finished else Failure.STALLED
+                except ENGINE_FAILURES:
+                    return None if relay.finished else Failure.DIED
+                watchdog.heard()
+                if not data:
+                    return None if relay.finished else Failure.DIED
+        finally:
+            watchdog.stop()
+
+    def _failed(self, booking: Booking, moving: Moving, failure: Failure) -> Instruction:
+        assert moving.relay is not None
+        self._note_failed(booking.worker_id)
+        self._counts.engine_failures[failure.value] += 1
+        now_s = asyncio.get_running_loop().time()
+        return moving.relay.migration.handle(EngineFailed(now_s, failure, moving.heard_s))
+
+    async def _prepare(self, moving: Moving, booking: Booking) -> None:
+        """Find out whether the answer can be resumed, and its token ids if the engine reported none."""
+        relay = moving.relay
+        assert relay is not None
+        migration = relay.migration
+        reason = obstacle(orjson.loads(moving.body))
+        if reason is not None:
+            migration.note_obstacle(reason)
+        prompt = self._prompt(moving)
+        if prompt is None:
+            migration.note_obstacle("neither the engine nor the front knows the token ids of the prompt")
+        else:
+            migration.note_prompt(len(prompt))
+        if migration.unmovable or not relay.by_text:
+            return
+        if migration.shown.rewound:
+            migration.note_obstacle("include_stop_str_in_output needs an engine that reports token ids")
+            return
+        token_ids = await self._tokens_of(moving, migration.shown.text, booking.url)
+        if token_ids is None:
+            migration.note_obstacle("the engine reports no token ids, and its text could not be tokenized")
+        else:
+            migration.shown.restate(token_ids)
+
+    async def _tokens_of(self, moving: Moving, text: str, failed_url: str | None) -> array[int] | None:
+        """Tokenize a part of an answer, with the model's files or by an engine that has not failed."""
+        key = moving.headers.get("Authorization", "").removeprefix("Bearer ") or None
+        for _ in range(TOKENIZING_ATTEMPTS_MAX):
+            engine = self._fleet.engine(moving.model)
+            if engine is not None and failed_url is not None and engine == failed_url.rstrip("/"):
+                engine = self._fleet.engine(moving.model)
+            packed = await self._tokenizing.text(text, moving.model, engine, self._session(), key)
+            if packed is not None:
+                return _unpacked(packed)
+        return None
+
+    @staticmethod
+    def _prompt(moving: Moving) -> array[int] | None:
+        """Return the prompt's token ids: the engine's, otherwise those that the front computed."""
+        if moving.relay is not None and moving.relay.prompt_ids is not None:
+            return moving.relay.prompt_ids
+        return None if moving.prompt is None else _unpacked(moving.prompt)
+
+    async def _resume(
+        self, exchange: Exchange, moving: Moving, choose: ChooseWorker, write: Write
+    ) -> tuple[Instruction, aiohttp.ClientResponse | None]:
+        """Move the booking, and send the answer so far to the chosen engine; returns what to do next.
+
+        With Resume comes the engine's answer, which has begun.
+        """
+        relay, booking = moving.relay, exchange.booking
+        prompt = self._prompt(moving)
+        assert relay is not None and booking is not None and prompt is not None
+        loop, migration = asyncio.get_running_loop(), relay.migration
+        token_ids = prompt + migration.shown.token_ids[: choose.n_kept]
+        expected = None if relay.tokens_max is None else relay.tokens_max - choose.n_kept
+        chosen = await choose_worker(booking, token_ids, expected, migration.deadline_s)
+        instruction = migration.handle(chosen)
+        if not isinstance(instruction, Resume):
+            return instruction, None
+        self._counts.migrations += 1
+        exchange.moved_tokens = exchange.reported_tokens = instruction.n_kept
+        exchange.reported_s = loop.time()
+        relay.resume(instruction)
+        fields, prompt_ids = orjson.loads(moving.body), token_ids.tolist()
+
+        def body(asks_for_ids: bool) -> bytes:
+            return resumed_request(fields, prompt_ids, instruction, asks_for_ids=asks_for_ids)
+
+        try:
+            source = await self.post(
+                booking, Kind.COMPLETION, body, moving.headers, self._settings.front_stall_timeout_s
+            )
+        except ENGINE_FAILURES as exc:
+            failure = Failure.STALLED if isinstance(exc, TimeoutError) else Failure.DIED
+            return self._failed(booking, moving, failure), None
+        if source.status != 200 or source.content_type != "text/event-stream":
+            source.close()
+            return self._failed(booking, moving, Failure.REFUSED), None
+        if relay.by_text:
+            await write(_BY_TEXT)
+        return instruction, source
+
+    async def post(
+        self, booking: Booking, kind: Kind, body: Callable[[bool], bytes], headers: Mapping[str, str], timeout_s: float
+    ) -> aiohttp.ClientResponse:
+        """Send a request to the engine that is booked. body: makes it, given whether it asks for token ids.
+
+        An engine that refuses a request which asks for them gets one that does not.
+        """
+        assert booking.url is not None
+        url = booking.url.rstrip("/")
+        asks = url not in self._without_ids
+        answer = await self._post_one(f"{url}{kind}", body(asks), booking, headers, timeout_s)
+        if asks and answer.status in _UNKNOWN_FIELD:
+            answer.close()
+            answer = await self._post_one(f"{url}{kind}", body(False), booking, headers, timeout_s)
+            if answer.status == 200 and len(self._without_ids) < WITHOUT_IDS_MAX:
+                self._without_ids.add(url)
+        return answer
+
+    async def _post_one(
+        self, url: str, body: bytes, booking: Booking, headers: Mapping[str, str], timeout_s: float
+    ) -> aiohttp.ClientResponse:
+        return await self._session().post(
+            url,
+            data=body,
+            headers={**headers, **self._spans.context(), RANK_HEADER: str(booking.dp_rank)},
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=timeout_s),
+            allow_redirects=False,
+        )
+
+    def _count(self, relay: StreamRelay) -> None:
+        figures = relay.migration.figures
+        if figures.migrations:
+            self._counts.moved_streams += 1
+            self._counts.tokens_recovered += figures.tokens_recovered
+            self._counts.tokens_prefilled_again += figures.tokens_prefilled_again
+            self._counts.lost_seconds.observe(figures.lost_s)
+
+
+def _release(source: aiohttp.ClientResponse) -> None:
+    """Give back a connection whose answer was read to its end; close any other, which cancels the request there."""
+    if source.content.at_eof():
+        source.release()
+    else:
+        source.close()
+
+
+async def _read_end(source: aiohttp.ClientResponse) -> None:
+    """Read the end of an answer, so that its connection can be used again."""
+    with contextlib.suppress(*ENGINE_FAILURES):
+        async with asyncio.timeout(END_TIMEOUT_S):
+            while not source.content.at_eof():
+                await source.content.readany()
+
+
+def _unpacked(packed: bytes) -> array[int]:
+    tokens = array("I", packed)
+    if sys.byteorder == "big":
+        tokens.byteswap()
+    return tokens

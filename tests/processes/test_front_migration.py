@@ -1,0 +1,419 @@
+"""Streams that move: engines die, stall or refuse in the middle of an answer, and the client does not notice."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import aiohttp
+import orjson
+import pytest
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from streams.codec import encode_worker
+from streams.core.ids import WorkerId
+from streams.core.workers import Worker
+from streams.frontend.tracing import TracedSpans
+from streams.kafka import worker_key
+from streams.local.processes import Children
+from streams.local.stack import Engine, Stack
+from streams.settings import Settings
+from streams.sim.engine_config import EngineConfig
+from tests.helpers.byte_engine import CHAT_PROMPT, ByteEngine, Plan
+from tests.helpers.local_router import LocalRouter, local_router
+from tests.helpers.scripted_engine import scripted_engines
+from tests.processes.test_front import Stage, on_stage
+
+TEXT = "Grüße, 世界! 🙂 An answer with characters of one to four bytes: ä ö ü €."
+
+CHAT = {"model": "m", "messages": [{"role": "user", "content": "x"}], "stream": True, "max_tokens": 500}
+COMPLETION = {"model": "m", "prompt": CHAT_PROMPT, "stream": True, "max_tokens": 500}
+BODIES = {"/v1/chat/completions": CHAT, "/v1/completions": COMPLETION}
+
+DETAILS = {"X-Kvstreams-Details": "1"}
+
+Ask = Callable[..., Awaitable["Answer"]]
+Backend = tuple[LocalRouter, list[ByteEngine]]
+
+
+@pytest.fixture(scope="module")
+def backend() -> Iterator[Backend]:
+    """Give a router and three engines that it knows."""
+    with local_router(Settings(), n_workers=0) as router, scripted_engines(3, ByteEngine) as engines:
+        for number, engine in enumerate(engines, start=1):
+            worker = Worker(WorkerId(number), engine.url, "m", 16)
+            router.router.view.fold_worker(worker_key(worker.worker_id), encode_worker(worker))
+        yield router, engines
+
+
+class Answer:
+    """What a client got, read as OpenAI's clients read it."""
+
+    def __init__(self, body: bytes) -> None:
+        self.body = body
+        lines = body.split(b"\n")
+        data = [line.removeprefix(b"data: ") for line in lines if line.startswith(b"data: ")]
+        self.ended = bool(data) and data[-1] == b"[DONE]"
+        self.comments = [line for line in lines if line.startswith(b":")]
+        pages = [orjson.loads(each) for each in data if each != b"[DONE]"]
+        self.error: Any = next((page["error"] for page in pages if "error" in page), None)
+        self.figures: Any = next((page["kvstreams_migration"] for page in pages if "kvstreams_migration" in page), None)
+        self.usage: Any = next((page["usage"] for page in pages if page.get("usage")), None)
+        chunks = [page for page in pages if page.get("choices")]
+        self.frames = {(page["id"], page["object"], page["created"]) for page in chunks}
+        choices = [page["choices"][0] for page in chunks]
+        self.roles = sum("role" in each.get("delta", {}) for each in choices)
+        self.text = "".join(each["delta"].get("content") or "" if "delta" in each else each["text"] for each in choices)
+        self.token_ids = [each for choice in choices for each in choice.get("token_ids") or []]
+        self.has_ids = any("token_ids" in each for each in choices) or any("prompt_token_ids" in p for p in pages)
+        self.finish_reasons = [each["finish_reason"] for each in choices if each["finish_reason"] is not None]
+
+
+def share(engines: Sequence[Any], *plans: Plan) -> None:
+    """Give engines one list of plans."""
+    shared = list(plans)
+    for engine in engines:
+        engine.plans = shared
+
+
+def asked_of(stage: Stage) -> list[dict[str, Any]]:
+    """Return the bodies of all requests that engines got."""
+    return [body for engine in stage.engines if isinstance(engine, ByteEngine) for body in engine.asked]
+
+
+def run(
+    backend: Backend,
+    scenario: Callable[[Stage, Ask], Awaitable[None]],
+    *plans: Plan,
+    **settings: Any,
+) -> None:
+    """Run a scenario with a front that moves streams. plans: of the first engine that is asked, the second, and so on.
+
+    Afterwards every booking must have ended, and no engine may have a request.
+    """
+    _, engines = backend
+
+    async def main(stage: Stage) -> None:
+        for engine in engines:
+            engine.plan, engine.asked = Plan(TEXT), []
+
+        async def ask(body: Any = CHAT, path: str = "/v1/chat/completions", **headers: str) -> Answer:
+            async with (
+                aiohttp.ClientSession() as session,
+                session.post(stage.url + path, json=body, headers=headers) as response,
+            ):
+                assert response.status == 200
+                return Answer(await response.read())
+
+        # Any engine may be asked first, so they share their plans: each request takes the next one.
+        share(engines, *plans)
+        await scenario(stage, ask)
+
+    on_stage(backend, main, front_migration=True, **settings)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize("chunk", [1, 3])
+def test_a_stream_moves_twice_and_the_client_does_not_notice(backend: Backend, path: str, chunk: int) -> None:
+    """Every token comes once, in one stream with one id and one role, and with the usage of the whole answer."""
+    n = len(TEXT.encode())
+    options: dict[str, Any] = {"chunk": chunk, "cached": 4}
+
+    async def scenario(stage: Stage, ask: Ask) -> None:
+        body = {**BODIES[path], "stream_options": {"include_usage": True}, "temperature": 0, "seed": 5}
+        answer = await ask(body, path, **DETAILS)
+        assert (answer.text, answer.finish_reasons, answer.ended, answer.error) == (TEXT, ["stop"], True, None)
+        assert answer.roles == (path == "/v1/chat/completions")
+        assert len(answer.frames) == 1 and not answer.has_ids and not answer.comments
+        assert answer.usage["completion_tokens"] == n and answer.usage["prompt_tokens"] == len(CHAT_PROMPT)
+        assert answer.usage["total_tokens"] == n + len(CHAT_PROMPT)
+        assert answer.figures["migrations"] == 2 and answer.figures["resumed_by"] == "ids"
+        asked = asked_of(stage)
+        resumed = sorted(
+            (each for each in asked if "stream_options" in each and "messages" not in each),
+            key=lambda each: len(each["prompt"]),
+        )[-2:]
+        for each in resumed:
+            kept = len(each["prompt"]) - len(CHAT_PROMPT)
+            assert each["max_tokens"] == 500 - kept and each["seed"] == 5 and each["temperature"] == 0
+        assert answer.figures["tokens_prefilled_again"] == sum(len(each["prompt"]) - 4 for each in resumed)
+        assert stage.front.counts.migrations == 2 and stage.front.counts.moved_streams == 1
+        assert stage.front.counts.outcomes["completed"] == 1
+
+    run(
+        backend,
+        scenario,
+        Plan(TEXT, dies_at=10, **options),  # in the middle of a character
+        Plan(TEXT, dies_at=40, **options),
+        Plan(TEXT, **options),
+    )
+
+
+def test_no_half_character_is_lost_wherever_the_engine_dies(backend: Backend) -> None:
+    """The tokens of an incomplete character are generated again."""
+
+    async def scenario(stage: Stage, ask: Ask) -> None:
+        for dies_at in range(1, 24):
+            share(stage.engines, Plan(TEXT, dies_at=dies_at, chunk=1 + dies_at % 3), Plan(TEXT, chunk=2))
+            answer = await ask({**CHAT, "temperature": 0})
+            assert (answer.text, answer.ended) == (TEXT, True)
+        assert stage.front.counts.migrations >= 20
+
+    run(backend, scenario)
+
+
+@pytest.mark.parametrize("includes", [False, True])
+def test_a_stop_string_over_the_seam_ends_the_answer(backend: Backend, includes: bool) -> None:
+    """It is found although its beginning was generated by the engine that died."""
+    stop = " answer with"
+    at = TEXT.encode().index(stop.encode())
+    expected = TEXT[: TEXT.index(stop) + (len(stop) if includes else 0)]
+    body = {**COMPLETION, "stop": [stop, "zz"], "temperature": 0, "include_stop_str_in_output": includes}
+
+    async def scenario(stage: Stage, ask: Ask) -> None:
+        for cut in range(at - 2, at + len(stop), 3):
+            share(stage.engines, Plan(TEXT, dies_at=cut))
+            answer = await ask(body, "/v1/completions")
+            assert (answer.text, answer.finish_reasons, answer.error) == (expected, ["stop"], None)
+
+    run(backend, scenario)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "failures"),
+    [
+        (Plan(TEXT, errors_at=12), Plan(TEXT), {"refused": 1}),
+        (Plan(TEXT, stalls_at=12), Plan(TEXT), {"stalled": 1}),
+        (Plan(TEXT, dies_at=12), Plan(TEXT, refuses=503), {"died": 1, "refused": 1}),
+        (Plan(TEXT, dies_at=12), Plan(TEXT, dies_at=12), {"died": 2}),
+        (Plan(TEXT, dies_at=12), Plan(TEXT, stalls_at=12), {"died": 1, "stalled": 1}),
+    ],
+)
+def test_however_engines_fail_the_stream_goes_on(
+    backend: Backend, first: Plan, second: Plan, failures: dict[str, int]
+) -> None:
+    """An error event, silence, a refusal to resume, and an engine that dies at once when it resumes."""
+
+    async def scenario(stage: Stage, ask: Ask) -> None:
+        answer = await ask()
+        assert (answer.text, answer.ended, answer.error) == (TEXT, True, None)
+        assert stage.front.counts.engine_failures == failures
+
+    run(backend, scenario, first, second, Plan(TEXT), front_stall_timeout_s=0.3)
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [({}, "no other engine is left"), ({"front_migrations_max": 1}, "2 engines failed")],
+)
+def test_without_another_engine_a_clean_error_follows_what_was_generated(
+    backend: Backend, settings: dict[str, Any], reason: str
+) -> None:
+    """The client gets the text, the reason, and the mark of the end."""
+
+    async def scenario(stage: Stage, ask: Ask) -> None:
+        answer = await ask(CHAT, **DETAILS)
+        assert answer.ended and TEXT.startswith(answer.text) and answer.text
+        assert answer.error["code"] == "engine_failed" and reason in answer.error["message"]
+        assert answer.figures["migrations"] >= 1
+        assert stage.front.counts.outcomes["broken"] == 1
+
+    run(backend, scenario, *[Plan(TEXT, dies_at=at) for at in (15, 25, 35, 45)], **settings)
+
+
+@pytest.mark.parametrize(
+    ("fields", "plan", "reason"),
+    [
+        ({"n": 2}, Plan(TEXT, dies_at=12), "several answers"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, Plan(TEXT, dies_at=12), "tool calls"),
+        ({"response_format": {"type": "json_object"}}, Plan(TEXT, dies_at=12), "response_format"),
+        ({"logprobs": True}, Plan(TEXT, dies_at=12), "log probabilities"),
+        ({}, Plan(TEXT, dies_at=12, reasons=True), "reasoning"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+            Plan(TEXT, dies_at=12),
+            "images",
+        ),
+    ],
+)
+def test_what_cannot_be_moved_ends_with_an_error_that_says_why(
+    backend: Backend, fields: dict[str, Any], plan: Plan, reason: str
+) -> None:
+    """No other engine is asked."""
+
+    async def scenario(stage: Stage, ask: Ask) -> None:
+        answer = await ask({**CHAT, **fields})
+        assert answer.ended and reason in answer.error["message"]
+        assert len(asked_of(stage)) == 1
+
+    run(backend, scenario, plan)
+
+
+def test_without_token_ids_the_text_is_resumed_and_the_answer_says_so(backend: Backend) -> None:
+    """An engine that does not know return_token_ids, and one that refuses it, are served as well."""
+
+    async def scenario(stage: Stage, ask: Ask) -> None:
+        answer = await ask(CHAT, **DETAILS)
+        assert (answer.text, answer.ended, answer.error) == (TEXT, True, None)
+        assert answer.figures["resumed_by"] == "text" and len(answer.comments) == 1
+        assert answer.roles == 1 and len(answer.frames) == 1
+
+    without = Plan(TEXT, has_ids=False, dies_at=13)
+    run(backend, scenario, without, Plan(TEXT, has_ids=False))
+    strict = replace(without, is_strict=True)
+    run(backend, scenario, strict, strict, replace(strict, dies_at=None), replace(strict, dies_at=None))
+
+
+def test_a_client_that_asks_for_token_ids_gets_each_once(backend: Backend) -> None:
+    """Tokens that are generated again are not repeated."""
+
+    async def scenario(stage: Stage, ask: Ask) -> None:
+        answer = await ask({**CHAT, "return_token_ids": True, "temperature": 0, "stop": "no such text"})
+        assert bytes(answer.token_ids) == TEXT.encode() and answer.text == TEXT
+
+    run(backend, scenario, Plan(TEXT, dies_at=30), Plan(TEXT, dies_at=31), Plan(TEXT))
+
+
+def test_an_engine_that_generates_other_text_for_what_was_held_back_ends_the_stream(backend: Backend) -> None:
+    """Two halves that do not fit together are never joined silently."""
+    stop = "none of this"
+
+    async def scenario(stage: Stage, ask: Ask) -> None:
+        answer = await ask({**COMPLETION, "stop": stop}, "/v1/completions")
+        assert answer.ended and "other text" in answer.error["message"]
+
+    first = "abcdefghijklmnopqrst" + "🙂" * 10
+    run(backend, scenario, Plan(first, dies_at=36, chunk=3), Plan(first[:12] + "X" * 40))
+
+
+def test_a_client_that_leaves_during_a_migration_is_not_moved(backend: Backend) -> None:
+    """Its request ends at the engine that resumes, and no other one is asked."""
+
+    async def scenario(stage: Stage, ask: Ask) -> None:
+        async with (
+            aiohttp.ClientSession() as session,
+            session.post(f"{stage.url}/v1/chat/completions", json=CHAT) as response,
+        ):
+            await response.content.readany()
+            await stage.until(lambda: stage.front.counts.migrations == 1, "the migration")
+            response.close()
+        await stage.until_free()
+        assert stage.front.counts.outcomes == {"client_gone": 1}
+        assert len(asked_of(stage)) == 2
+
+    run(backend, scenario, Plan(TEXT, dies_at=12), Plan(TEXT, stalls_at=0))
+
+
+def test_an_answer_of_which_only_the_end_is_missing_is_ended_by_the_front(backend: Backend) -> None:
+    """All tokens and the finish reason were there: the usage is added, and no other engine is asked."""
+
+    async def scenario(stage: Stage, ask: Ask) -> None:
+        answer = await ask({**CHAT, "stream_options": {"include_usage": True}})
+        assert (answer.text, answer.ended, answer.finish_reasons) == (TEXT, True, ["stop"])
+        assert answer.usage["completion_tokens"] == len(TEXT.encode())
+        assert len(asked_of(stage)) == 1
+
+    run(backend, scenario, Plan(TEXT, dies_at=len(TEXT.encode())))
+
+
+def test_requests_that_are_not_streamed_are_sent_again_as_a_whole(backend: Backend) -> None:
+    """Their engine's answer is held back until it is complete, so that another engine can answer instead."""
+
+    async def scenario(stage: Stage, ask: Ask) -> None:
+        answer = await ask({**CHAT, "stream": False})  # these engines stream in any case
+        assert answer.text == TEXT
+        assert [body.get("return_token_ids") for body in asked_of(stage)] == [None, None]
+        assert stage.front.counts.retries == 1 and stage.front.counts.migrations == 0
+
+    plan = Plan(TEXT, dies_at=0)
+    run(backend, scenario, plan, Plan(TEXT))
+
+
+def test_a_request_has_a_span_with_its_route_its_engine_and_its_migration(backend: Backend) -> None:
+    """Engines and routers get the context of the span that calls them, in the trace of the client."""
+    exporter, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    trace, parent = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+
+    async def scenario(stage: Stage, ask: Ask) -> None:
+        stage.front.proxy._spans = stage.front.proxy._mover._spans = TracedSpans(provider)
+        answer = await ask(CHAT, traceparent=f"00-{trace}-{parent}-01")
+        assert answer.text == TEXT
+        received = [engine.received for engine in stage.engines if engine.received]
+        contexts = {headers["traceparent"] for each in received for headers in each}
+        spans = {span.name: span for span in exporter.get_finished_spans()}
+        assert spans.keys() == {"POST /v1/chat/completions", "route", "engine", "migration"}
+        assert {format(span.context.trace_id, "032x") for span in spans.values()} == {trace}
+        calling = {f"00-{trace}-{spans[name].context.span_id:016x}-01" for name in ("engine", "migration")}
+        assert contexts == calling
+        top = spans["POST /v1/chat/completions"]
+        assert top.parent is not None and format(top.parent.span_id, "016x") == parent
+        assert (top.attributes or {})["kvstreams.outcome"] == "completed"
+        assert (spans["migration"].attributes or {})["kvstreams.failure"] == "died"
+
+    run(backend, scenario, Plan(TEXT, dies_at=12), Plan(TEXT))
+
+
+# -- processes ---------------------------------------------------------------------------------------------------------
+
+#: Tokens of an answer, and model seconds per second: about 200 tokens per second.
+N_TOKENS, TIME_SCALE = 600, 4.0
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LocalRouter, list[Engine], Stack]]:
+    """Give a router and three simulated engines, each a process of its own."""
+    folder = tmp_path_factory.mktemp("engines")
+    with local_router(Settings(), n_workers=0) as router, Children() as children:
+        stack = Stack(Settings(), folder, children)
+        engines = stack.engines(3, EngineConfig(block_size=16, n_blocks=4096), "m", TIME_SCALE)
+        for engine in engines:
+            worker = Worker(WorkerId(engine.worker_id), engine.url, "m", 16)
+            router.router.view.fold_worker(worker_key(worker.worker_id), encode_worker(worker))
+        yield router, engines, stack
+
+
+def test_processes_that_are_killed_and_stopped_in_the_middle_of_a_stream(
+    fleet: tuple[LocalRouter, list[Engine], Stack],
+) -> None:
+    """One engine is killed and the next one hangs; the third ends the answer, which equals that of one engine."""
+    router, engines, _ = fleet
+    by_id = {engine.worker_id: engine for engine in engines}
+    body = {"model": "m", "prompt": "What is a stream?", "stream": True, "max_tokens": N_TOKENS}
+
+    async def main(stage: Stage) -> None:
+        async with aiohttp.ClientSession() as session:
+            async with session.post(f"{engines[0].url}/v1/completions", json=body) as response:
+                expected = Answer(await response.read()).text
+            assert len(expected) == N_TOKENS
+            url = f"{stage.url}/v1/completions"
+            async with session.post(url, json=body, headers=DETAILS) as response:
+                worker = int(response.headers["X-Kvstreams-Worker"].partition("/")[0])
+                got = b""
+                for n_chunks, end in ((5, signal.SIGKILL), (25, signal.SIGSTOP)):
+                    while got.count(b"\n\n") < n_chunks:
+                        got += await response.content.readany()
+                    os.kill(by_id[worker].child.pid, end)
+                    n = stage.front.counts.migrations
+                    while stage.front.counts.migrations == n:
+                        got += await response.content.readany()
+                    loads = await asyncio.to_thread(router.api.get, "/loads")
+                    (worker,) = [row["worker_id"] for row in loads["loads"] if row["active_requests"]]
+                got += await response.read()
+        answer = Answer(got)
+        assert (answer.text, answer.ended, answer.error) == (expected, True, None)
+        assert answer.figures["migrations"] == 2
+        assert stage.front.counts.engine_failures == {"died": 1, "stalled": 1}
+
+    try:
+        on_stage((router, []), main, front_migration=True, front_stall_timeout_s=1.0)
+    finally:
+        for engine in engines:
+            if engine.child.running:
+                os.kill(engine.child.pid, signal.SIGCONT)
