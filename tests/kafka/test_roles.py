@@ -75,7 +75,7 @@ def fleet(new_scope: ScopeFactory, tmp_path_factory: pytest.TempPathFactory) -> 
         worker = stack.worker()
         pool = stack.pool(POOL, MODEL, TIME_SCALE)
         engines = stack.engines(N_WORKERS, CONFIG, MODEL, TIME_SCALE, 1, ("--pool", pool.url))
-        stack.bridge(engines, ROLES)
+        stack.bridge(engines, roles=ROLES)
         wait_workers(worker.url, N_WORKERS)
         members = [engine.worker_id for engine in engines]
         call(worker, "PUT", "/pools/rack1", {"members": members, "capacity_blocks": POOL.capacity_blocks})
