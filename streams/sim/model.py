@@ -16,8 +16,8 @@ With a shared pool (`use_pool`), a request that starts puts out `PoolAsked`, whi
 the pool. The caller replies with `pool_answered`, and the prefill begins by loading. Offloading, and the transitions
 that are reported for it, belong to `pool`. An engine may also read these blocks in the pool for as long as the request
 runs, without blocks of its own for them. It reports them as blocks of the medium SHARED, so that consumers of the
-events know the parents of the blocks that it stores after them. Blocks that a request has on another engine are loaded in
-the same way.
+events know the parents of the blocks that it stores after them. Blocks that a request has on another engine are loaded
+in the same way.
 """
 
 from __future__ import annotations

@@ -42,3 +42,27 @@ def test_a_bridge_outlives_the_deletion_of_its_topics(stack: Stack, children: Ch
         lines = bridge.log_path.read_text().splitlines()[n_before:]
         assert len(lines) < LINES_MAX, lines
         assert not [line for line in lines if "Traceback" in line]
+
+
+def test_ranks_without_a_batch_are_known_again_after_their_topic_was_recreated(
+    stack: Stack, children: Children
+) -> None:
+    """An idle engine is exact, since its replay socket shows that it is empty; one without events is predicted."""
+    fleet = TrustFleet(stack, stack.worker(), children)
+    spec, idle_model, eventless_model = topics(stack.settings).kv_events, fleet.model(), fleet.model()
+    prompt = range(1000, 1000 + N_BLOCKS * BLOCK_SIZE)
+    with EngineDouble(model=idle_model) as idle, EngineDouble(model=eventless_model) as eventless:
+        fleet.bridge(engine_option(1, idle), f"id=2,url={eventless.url}")
+
+        def are_known() -> None:
+            fleet.wait_exact(idle_model, prompt, 0)
+            fleet.wait_answer(eventless_model, prompt, lambda found: found["mode"] == "approximate", "a prediction")
+
+        are_known()
+        delete_topics(stack.settings, [spec])
+        for model in (idle_model, eventless_model):
+            fleet.wait_answer(model, prompt, lambda found: found["mode"] == "degraded", "the loss to be noticed")
+        ensure_topics(stack.settings, topics(stack.settings).all())
+        are_known()
+        idle.store(1000, N_BLOCKS)
+        fleet.wait_exact(idle_model, prompt, N_BLOCKS)

@@ -4,6 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from streams.interpreter import SLICE_NS, prefer_request_threads, slice_ns
 
 _SCRIPT = """
 import gc
@@ -23,3 +29,25 @@ def test_modules_are_exempt_from_collection_and_later_cycles_are_collected() -> 
     examined, exempt, collected = map(int, shown.stdout.split())
     assert examined < exempt / 10
     assert collected >= 1
+
+
+@pytest.mark.skipif(slice_ns() is None, reason="threads have no slices of their own here (before Linux 6.12)")
+def test_threads_that_answer_and_those_that_they_start_ask_for_short_slices() -> None:
+    """A thread that answers and the threads that it starts have a short slice; other threads keep theirs."""
+    switch_interval_s, found = sys.getswitchinterval(), []
+
+    def answer() -> None:
+        prefer_request_threads()
+        found.append(slice_ns())
+        started = threading.Thread(target=lambda: found.append(slice_ns()))
+        started.start()
+        started.join()
+
+    before_ns = slice_ns()
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(answer).result()
+    finally:
+        sys.setswitchinterval(switch_interval_s)
+    assert found == [SLICE_NS, SLICE_NS]
+    assert slice_ns() == before_ns != SLICE_NS

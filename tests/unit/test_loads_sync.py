@@ -837,6 +837,49 @@ def test_a_started_router_sends_without_being_asked() -> None:
     assert world.same() == {rank_of(1): (16, 1, 1), rank_of(2): (16, 1, 1)}
 
 
+def test_a_started_router_serves_reports_on_the_thread_that_answers_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The end of a booking serves the delivery reports that have come, and the thread that sends records does not."""
+    monkeypatch.setattr(outbox_module, "_SERVE_EVERY_S", 0.0)
+    monkeypatch.setattr(outbox_module, "_SERVE_LATE_S", float("inf"))
+    world = World()
+    first = world.replicas[0]
+    first.sync.start()
+    try:
+        for request_id in ("r", "s"):
+            first.sync.book(request_id, booking(1))
+        wait_for(lambda: len(first.client._queue) == 2, PATIENCE_S, "the bookings to be sent")
+        assert first.sync.unacknowledged == 2
+        first.sync.report_phase("r", BookingPhase.FREE)
+        assert (first.sync.unacknowledged, len(world.log.written)) == (1, 2)
+    finally:
+        first.sync.stop(PATIENCE_S)
+    assert world.same() == {rank_of(1): (16, 1, 1)}
+
+
+def test_a_mistake_in_a_report_does_not_fail_the_request_that_serves_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A report that cannot be served is logged, and the booking ends."""
+    monkeypatch.setattr(outbox_module, "_SERVE_EVERY_S", 0.0)
+    monkeypatch.setattr(outbox_module, "_SERVE_LATE_S", float("inf"))
+    world = World()
+    first = world.replicas[0]
+    first.sync.start()
+    first.sync.book("r", booking(1))
+    wait_for(lambda: bool(first.client._queue), PATIENCE_S, "the booking to be sent")
+    serve = first.client.poll
+
+    def failing(timeout_s: float) -> int:
+        raise RuntimeError(timeout_s)
+
+    first.client.poll = failing  # type: ignore[method-assign]
+    assert first.sync.report_phase("r", BookingPhase.FREE)
+    first.client.poll = serve  # type: ignore[method-assign]
+    first.sync.stop(PATIENCE_S)
+    assert "were not served" in caplog.text
+    assert world.same() == {}
+
+
 def test_a_started_router_sends_the_records_of_an_interval_together() -> None:
     """However many bookings are made one after another, the client gets at most one batch per interval."""
     world = World()

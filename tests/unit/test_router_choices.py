@@ -172,6 +172,18 @@ def test_a_burst_between_two_reports_spreads_and_ends_when_all_slots_are_taken(r
         cold(router, 10)
 
 
+def test_a_burst_of_requests_that_override_the_mode_spreads_as_well() -> None:
+    """A router whose own mode reads no reports counts bookings from the first request on whose mode reads them."""
+    router = router_of(2)
+    for worker_id in (1, 2):
+        report(router.view, rank(worker_id), request_total_slots=4, kv_total_blocks=100)
+    chosen = [cold(router, number, router_mode="load-deviation") for number in range(8)]
+    assert [chosen.count(worker_id) for worker_id in (1, 2)] == [4, 4]
+    with pytest.raises(AllWorkersBusy, match="full"):
+        cold(router, 8, router_mode="load-deviation")
+    assert cold(router, 9) in (1, 2)
+
+
 def test_a_report_replaces_the_bookings_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bookings count until a report that contains them arrives; from then on the report does."""
     router = router_of(2, router_mode=RouterMode.LOAD_DEVIATION)

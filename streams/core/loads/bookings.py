@@ -321,7 +321,7 @@ class ActiveLoads:
         That includes bookings that have ended: `add` then notes the time.
         """
         state = self._states.get(booking_id)
-        if state is None or state.booking != booking:
+        if state is None or (state.booking is not booking and state.booking != booking):
             return False
         self._state(booking_id, at_ms, clock)
         if at_ms != state.since_ms:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import islice
+from typing import TypedDict
 
 import numpy as np
 
@@ -58,6 +59,18 @@ class RoutedRequest:
     names: HashArray
     sequence: bytes
     excluded: int | None = None
+
+
+class _Situation(TypedDict):
+    """Arguments of Chooser.choose that are the same for all policies."""
+
+    scores: OverlapScores
+    loads: ActiveLoads
+    sequence: bytes
+    request_blocks: int
+    block_size: int
+    n_tokens: int
+    supplementary: SupplementaryMatches | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,22 +289,24 @@ class LabRouter:
         return worker
 
     def _choose(self, request: RoutedRequest, now_ms: float) -> Decision:
+        situation = self._situation(request, now_ms)
+        ranks = self._ranks_for(request)
+        return self._chooser.choose(self._policy, ranks, capacity_blocks=self._capacity[: len(ranks)], **situation)
+
+    def _situation(self, request: RoutedRequest, now_ms: float) -> _Situation:
+        """Advance to this time, learn, and return what every policy is given."""
         self.loads.advance(int(now_ms))
         while self._chooser.learn(self.loads, lambda _: self._block_size):
             pass
-        ranks = self._ranks_for(request)
-        return self._chooser.choose(
-            self._policy,
-            ranks,
-            self._scores(request),
-            self.loads,
-            sequence=request.sequence,
-            request_blocks=-(-request.n_tokens // self._block_size),
-            block_size=self._block_size,
-            n_tokens=request.n_tokens,
-            supplementary=self._supplementary(request.names),
-            capacity_blocks=self._capacity[: len(ranks)],
-        )
+        return {
+            "scores": self._scores(request),
+            "loads": self.loads,
+            "sequence": request.sequence,
+            "request_blocks": -(-request.n_tokens // self._block_size),
+            "block_size": self._block_size,
+            "n_tokens": request.n_tokens,
+            "supplementary": self._supplementary(request.names),
+        }
 
     def _book(self, request: RoutedRequest, decision: Decision, now_ms: float) -> int:
         booking = booking_of(
