@@ -97,7 +97,8 @@ def transfer_for(configured: KvTransfer, router_mode: str) -> KvTransfer:
 
 def uncached_tokens(answer: Mapping[str, Any], n_tokens: int, block_size: int) -> int:
     """Return how many tokens of a prompt the chosen worker neither has nor reads in a pool. answer: of POST /route."""
-    return max(0, n_tokens - (answer["overlap_blocks"] + answer.get("pooled_blocks", 0)) * block_size)
+    n_blocks: int = answer["overlap_blocks"] + answer.get("pooled_blocks", 0)
+    return max(0, n_tokens - n_blocks * block_size)
 
 
 def stays(answer: Mapping[str, Any], n_tokens: int, block_size: int, limits: SplitLimits) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import orjson
@@ -15,9 +15,11 @@ from streams.core.routing.selection import RouterMode
 from streams.core.workers import Role, Worker
 from streams.kafka import worker_key
 from streams.settings import KvTransfer, Settings
+from tests.helpers.byte_engine import CHAT_PROMPT, ByteEngine, Plan
 from tests.helpers.local_router import LocalRouter, local_router
 from tests.helpers.scripted_engine import Script, ScriptedEngine, answer_bytes, scripted_engines
 from tests.processes.test_front import Backend, Stage, on_stage
+from tests.processes.test_front_migration import Answer, share
 
 ROLES = (Role.PREFILL, Role.DECODE, Role.DECODE)
 PROMPT = list(range(40))
@@ -25,8 +27,10 @@ BODY = {"model": "m", "prompt": PROMPT, "stream": True, "max_tokens": 9, "min_to
 PARAMS = {"do_remote_prefill": True, "remote_engine_id": "1", "remote_block_ids": [0, 1], "remote_host": "h"}
 DETAILS = {"X-Kvstreams-Details": "1"}
 
+TEXT = "An answer that outlives its engine."
+
 #: Every prompt of two tokens or more is worth a prefill elsewhere.
-ALWAYS = {"front_remote_prefill_tokens_min": 0}
+ALWAYS: dict[str, Any] = {"front_remote_prefill_tokens_min": 0}
 
 
 def whole(page: Any) -> Script:
@@ -38,7 +42,7 @@ def whole(page: Any) -> Script:
 PREFILLED = whole({"choices": [{"text": "x"}], "kv_transfer_params": PARAMS})
 
 
-def with_roles(router: LocalRouter, engines: list[ScriptedEngine]) -> None:
+def with_roles(router: LocalRouter, engines: Sequence[ScriptedEngine]) -> None:
     for number, (engine, role) in enumerate(zip(engines, ROLES, strict=True), start=1):
         worker = Worker(WorkerId(number), engine.url, "m", 16, role=role)
         router.router.view.fold_worker(worker_key(worker.worker_id), encode_worker(worker))
@@ -48,7 +52,10 @@ def with_roles(router: LocalRouter, engines: list[ScriptedEngine]) -> None:
 def backend() -> Iterator[Backend]:
     """Give a router, a prefill worker and two decode workers."""
     # Otherwise a test would avoid the engine that failed in the test before.
-    with local_router(Settings(router_avoid_s=0.0), n_workers=0) as router, scripted_engines(3) as engines:
+    with (
+        local_router(Settings(router_avoid_s=0.0), n_workers=0) as router,
+        scripted_engines(3, ScriptedEngine) as engines,
+    ):
         with_roles(router, engines)
         yield router, engines
 
@@ -239,7 +246,10 @@ def test_in_modes_by_the_load_of_the_moment_the_prefill_is_synchronous(mode: Rou
         assert (await stage.post(BODY, "/v1/completions"))[2] == answer_bytes()
         assert splits(stage) == {"remote": 1, "failed": 1}
 
-    with local_router(Settings(router_mode=mode), n_workers=0) as router, scripted_engines(3) as engines:
+    with (
+        local_router(Settings(router_mode=mode), n_workers=0) as router,
+        scripted_engines(3, ScriptedEngine) as engines,
+    ):
         with_roles(router, engines)
         on_stage((router, engines), scenario, **ALWAYS, front_kv_transfer=KvTransfer.BOOTSTRAP)
 
@@ -254,3 +264,37 @@ def test_blocks_that_never_reach_a_pool_are_computed_again(backend: Backend) -> 
         assert splits(stage) == {"not_transferred": 1}
 
     on_stage(backend, scenario, **ALWAYS, front_kv_transfer=KvTransfer.POOL, front_transfer_timeout_s=0.1)
+
+
+def test_a_stream_moves_from_one_decode_worker_to_another() -> None:
+    """The second one resumes from the tokens so far, without the KV cache that was meant for the first one."""
+
+    async def scenario(stage: Stage) -> None:
+        body = {"model": "m", "prompt": CHAT_PROMPT, "stream": True, "max_tokens": 500}
+        code, headers, raw = await stage.post(body, "/v1/completions", **DETAILS)
+        answer = Answer(raw)
+        assert (code, answer.text, answer.ended, answer.error) == (200, TEXT, True, None)
+        assert headers["X-Kvstreams-Prefill-Worker"] == "1/0"
+        assert len(prefill.bodies) == 1
+        first, second = (body for engine in decoding for body in engine.asked)
+        if "kv_transfer_params" not in first:
+            first, second = second, first
+        assert first["kv_transfer_params"] == PARAMS and "kv_transfer_params" not in second
+        assert second["prompt"] == [*CHAT_PROMPT, *TEXT[:9].encode()]
+        assert [len(engine.asked) for engine in decoding] == [1, 1]
+        assert stage.front.counts.migrations == 1
+
+    with (
+        local_router(Settings(router_avoid_s=0.0), n_workers=0) as router,
+        scripted_engines(1, ScriptedEngine) as (prefill,),
+        scripted_engines(2, ByteEngine) as decoding,
+    ):
+        engines = [prefill, *decoding]
+        with_roles(router, engines)
+        share(decoding, Plan(TEXT, dies_at=9), Plan(TEXT))
+
+        async def prefilled(stage: Stage) -> None:
+            prefill.script = PREFILLED
+            await scenario(stage)
+
+        on_stage((router, engines), prefilled, **ALWAYS, front_migration=True)
