@@ -59,7 +59,8 @@ DP_SIZE = 8
 CHAIN_BLOCKS = 256
 CACHE_BLOCKS = 2048
 
-FIRST_PORT = 21_000
+#: Ranges of ports that are tried for the engines' sockets.
+FIRST_PORT, LAST_PORT, PORTS_STEP = 21_000, 60_000, 500
 READY_TIMEOUT_S = 120.0
 
 #: Where a payload has its time, a double: after the header of the array, and the double's own first byte.
@@ -103,14 +104,23 @@ class _RankSockets:
     def __init__(
         self, context: zmq.Context[zmq.Socket[bytes]], number: int, port: int, replay_port: int, n_batches: int
     ) -> None:
-        cache = _Cache(number, np.random.default_rng(number))
-        self.payloads = [bytearray(cache.payload()) for _ in range(n_batches)]
         self.events, self.replay = context.socket(zmq.PUB), context.socket(zmq.ROUTER)
         self.events.setsockopt(zmq.SNDHWM, 100_000)
-        self.events.bind(f"tcp://127.0.0.1:{port}")
-        self.replay.bind(f"tcp://127.0.0.1:{replay_port}")
+        try:
+            self.events.bind(f"tcp://127.0.0.1:{port}")
+            self.replay.bind(f"tcp://127.0.0.1:{replay_port}")
+        except zmq.ZMQError:
+            self.close()
+            raise
+        cache = _Cache(number, np.random.default_rng(number))
+        self.payloads = [bytearray(cache.payload()) for _ in range(n_batches)]
         self.sent: deque[tuple[int, bytes]] = deque(maxlen=10_000)
         self.n_sent = 0
+
+    def close(self) -> None:
+        """Free the ports."""
+        self.events.close(linger=0)
+        self.replay.close(linger=0)
 
     def publish(self) -> None:
         made = self.payloads[self.n_sent]
@@ -133,17 +143,31 @@ class _RankSockets:
         self.replay.send_multipart([client, b"", END_MARKER, b""])
 
 
+def _bound(
+    context: zmq.Context[zmq.Socket[bytes]], n_engines: int, dp_size: int, n_batches: int
+) -> tuple[int, list[_RankSockets]]:
+    """Bind the sockets of all ranks; return the first port of a range in which no port is in use, and the ranks."""
+    for first_port in range(FIRST_PORT, LAST_PORT, PORTS_STEP):
+        ranks: list[_RankSockets] = []
+        try:
+            for engine in range(n_engines):
+                base, first = first_port + engine * 2 * dp_size, engine * dp_size
+                ranks.extend(
+                    _RankSockets(context, first + n, base + n, base + dp_size + n, n_batches) for n in range(dp_size)
+                )
+            return first_port, ranks
+        except zmq.ZMQError:
+            for rank in ranks:
+                rank.close()
+    raise RuntimeError("no range of ports is free")
+
+
 async def _generate(n_engines: int, dp_size: int, seconds: float, out: str) -> None:
     """Be the engines: wait for the line `start SECONDS`, send, and print how many batches were sent."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
     context.set(zmq.MAX_SOCKETS, 4096)
-    ranks: list[_RankSockets] = []
     n_batches = int(seconds * BATCHES_PER_S) + 1
-    for engine in range(n_engines):
-        base = FIRST_PORT + engine * 2 * dp_size
-        ranks += [
-            _RankSockets(context, len(ranks) + n, base + n, base + dp_size + n, n_batches) for n in range(dp_size)
-        ]
+    first_port, ranks = _bound(context, n_engines, dp_size, n_batches)
     page = f"process_start_time_seconds {time.time()}\n".encode()
     models = json.dumps({"data": [{"id": MODEL}]}).encode()
 
@@ -159,7 +183,7 @@ async def _generate(n_engines: int, dp_size: int, seconds: float, out: str) -> N
     by_socket = {rank.replay: rank for rank in ranks}
     for socket in by_socket:
         poller.register(socket, zmq.POLLIN)
-    Path(out).write_text(str(runner.addresses[0][1]))
+    Path(out).write_text(f"{runner.addresses[0][1]} {first_port}")
     loop = asyncio.get_running_loop()
     command = loop.run_in_executor(None, sys.stdin.readline)
     until_s, turn, began_s = 0.0, 0, 0.0
@@ -243,9 +267,9 @@ def _fleet(machine: Machinery, samples: Samples, n_engines: int, dp_size: int, s
     bridge: Child | None = None
     try:
         wait_for(lambda: port_file.exists() and port_file.read_text() != "", READY_TIMEOUT_S, "the engines")
-        port, tables = port_file.read_text(), []
+        (port, first_port), tables = port_file.read_text().split(), []
         for engine in range(n_engines):
-            base = FIRST_PORT + engine * 2 * dp_size
+            base = int(first_port) + engine * 2 * dp_size
             tables.append(
                 f'[[engine]]\nid = {n_engines * 10_000 + engine}\nurl = "http://127.0.0.1:{port}/{engine}"\n'
                 f'events = "tcp://127.0.0.1:{base}"\nreplay = "tcp://127.0.0.1:{base + dp_size}"\ndp = {dp_size}\n'

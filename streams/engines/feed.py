@@ -63,7 +63,7 @@ from streams.engines.turns import HALF, next_turn, share_of
 from streams.engines.wiring import EngineWiring
 from streams.errors import WRONG_BLOCK_SIZE, BadRecord, KvStreamsError
 from streams.kafka import dead_letter_headers, worker_key
-from streams.outage import Outage, lasting
+from streams.outage import Outage, Repetitions, lasting, repeated
 from streams.topics import topics
 
 log = logging.getLogger(__name__)
@@ -169,6 +169,7 @@ class RankFeed:
         self._link = LinkDelay()
         self._live: tuple[int, float] | None = None  # number and time of the live batch that is being offered
         self._unsent_since_s: float | None = None  # since when a record has waited for space in Kafka's client
+        self._letters_logged = Repetitions()  # by reason
         self._reading_rows: asyncio.Future[Mapping[RankId, PooledRows]] | None = None  # of blocks in CXL pools
         self._fed_alone = False  # whether it was logged that only events show that the engine is running
 
@@ -783,7 +784,9 @@ class RankFeed:
     def _dead_letter(self, letter: bytes, n_bytes: int, exc: BadRecord) -> None:
         """Write a dead letter. n_bytes: the length of the engine's message, which is not part of it."""
         self.counters.dead_letters += 1
-        log.warning("dead letter from rank %s at %s: %s", self.rank, self._events, exc)
+        n = self._letters_logged.happened(exc.reason, time.monotonic())
+        if n is not None:
+            log.warning("dead letter from rank %s at %s: %s%s", self.rank, self._events, exc, repeated(n))
         self._wiring.kafka.produce(
             topics(self._wiring.settings).dead_letters.name,
             key=worker_key(self.rank.worker_id),

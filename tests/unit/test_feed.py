@@ -24,7 +24,7 @@ from streams.core.events import (
     RestatementChunk,
     ResyncRequest,
 )
-from streams.core.ids import RankId, SequenceHash, WorkerId
+from streams.core.ids import Incarnation, RankId, SequenceHash, WorkerId
 from streams.core.workers import Worker
 from streams.cxl.events import CxlTransition
 from streams.cxl.records import decode_transition
@@ -195,6 +195,25 @@ def test_an_idle_engine_is_restated_as_empty_only_once_its_stream_is_proven() ->
     chunks = [batch for batch in batches if isinstance(batch.body, RestatementChunk)]
     assert [(each.sequence, each.n_unindexed, each.feed) for each in chunks] == [(BEFORE_FIRST, 0, LIVE)]
     assert isinstance(chunks[0].body, RestatementChunk) and chunks[0].body.exact and not chunks[0].body.runs
+
+
+def test_a_page_that_shows_another_process_is_followed_up_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The page was read for its metrics; one that shows the same process changes nothing."""
+    with EngineDouble() as engine:
+
+        async def act(fed: FeedUnderTest) -> None:
+            engine.store(1)
+            await fed.until(lambda: fed.numbers() == [0] and fed.state is LIVE, "the feed to be live")
+            monkeypatch.setattr(feed_module, "INCARNATION_CHECK_S", 600.0)
+            known = fed.batches[-1].incarnation
+            fed.feed.note_start_on_page(known)
+            await asyncio.sleep(3.0)  # what was asked for before
+            assert fed.feed.counters.incarnations == 1
+            engine.started_s += 10.0
+            fed.feed.note_start_on_page(Incarnation(known + 10_000_000))
+            await fed.until(lambda: fed.batches[-1].incarnation > known, "the next incarnation")
+
+        feeding(address_of(engine), act)
 
 
 def test_pooled_blocks_are_published_again_if_the_table_lacks_them() -> None:
@@ -422,3 +441,20 @@ def test_requests_without_events_are_reported_once(
 
         feeding(address_of(engine), act_with_events)
         assert not [record for record in caplog.records if "requests are running" in record.getMessage()]
+
+
+def test_an_engine_whose_batches_cannot_be_used_fills_no_log(caplog: pytest.LogCaptureFixture) -> None:
+    """Each batch is a dead letter, and the first one of each reason is logged; further ones once a minute."""
+    with EngineDouble() as engine:
+
+        async def act(fed: FeedUnderTest) -> None:
+            await fed.until(lambda: fed.state is LIVE, "the feed to be live")
+            for n in range(100):
+                engine.publish(["BlockStored", [n], None, [], 16, None, "GPU"])
+            engine.send(b"\xc1")
+            await fed.until(lambda: fed.feed.counters.dead_letters == 101, "a dead letter of each batch")
+
+        feeding(address_of(engine), act)
+    lines = [record.message for record in caplog.records if "dead letter from rank" in record.message]
+    assert len(lines) == 2
+    assert "0 tokens for 1 blocks" in lines[0]

@@ -204,19 +204,20 @@ class LabRouter:
     # -- requests ------------------------------------------------------------------------------------------------------
 
     def arrive(self, request: RoutedRequest, now_ms: float) -> int | None:
-        """Route a request: return the number of its engine, or None if it waits (see `pump`)."""
+        """Route a request: return the number of its engine, or None if it waits (see `pump`).
+
+        With a queue, every request waits for the pump of its own instant, so that those that come together are ordered.
+        """
         if self._queue is None:
             return self._book(request, self._choose(request, now_ms), now_ms)
-        if not self._queue:
-            self._gate.begin(now_ms, now_ms, (_ROUTER_ID,))
-            worker = self._try(request, now_ms)
-            if worker is not None:
-                return worker
+        if self._queue:
+            self._pump_soon(now_ms)
+        else:
+            self.wake_ms = now_ms
         self._arrivals += 1
         uncached = self._uncached_tokens(request)
         self._queue.add(Waiting(self._arrivals, now_ms, _NEVER, uncached, 0))
         self._requests[self._arrivals] = request
-        self._pump_soon(now_ms)
         return None
 
     def pump(self, now_ms: float) -> list[tuple[int, int]]:
