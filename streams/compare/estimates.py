@@ -139,7 +139,8 @@ class _Columns:
         n_rounds = len(rounds)
 
         def summed(values: Sequence[float]) -> Float64Array:
-            return np.bincount(at, np.array(values, dtype=np.float64), n_rounds).astype(np.float64)
+            sums: Float64Array = np.bincount(at, np.array(values, dtype=np.float64), n_rounds).astype(np.float64)
+            return sums
 
         self.n = summed([1.0] * len(samples))
         self.ttft_sums = summed([each.ttft_ms for each in samples])

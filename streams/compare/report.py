@@ -26,8 +26,8 @@ def report(
     """The report as JSON. `against_first` is a ratio to the first mode, or a difference for `hit_share`."""
     n_counted = Counter(each.variant for each in measured.samples)
     failed: Counter[int] = Counter()
-    for (failed_variant, _), n in measured.failures.items():
-        failed[failed_variant] += n
+    for (number, _), n in measured.failures.items():
+        failed[number] += n
     rows = []
     for number, variant in enumerate(variants):
         row: dict[str, Any] = {"mode": variant.name, "requests": n_counted[number], "failed": failed[number]}
@@ -46,8 +46,8 @@ def report(
         "in_flight_max": measured.in_flight_max,
         "hit_share_from": "router" if measured.n_unreported else "engine",
         "failures": [
-            {"mode": variants[variant].name, "message": message, "requests": n}
-            for (variant, message), n in measured.failures.most_common(10)
+            {"mode": variants[number].name, "message": message, "requests": n}
+            for (number, message), n in measured.failures.most_common(10)
         ],
         "warnings": warnings(variants, plan, measured, n_rounds),
         "blocks": _blocks(variants, measured),

@@ -229,34 +229,50 @@ class Outbox(Generic[_T]):
         """Hand records in flight to the client. Return False if its queue is full, so that the rest waits again."""
         try:
             values = self._encode([(sent.key, sent.content) for sent in batch])
-            messages: list[dict[str, Any]] = [
-                {"key": sent.key, "value": value, "partition": sent.partition}
-                for sent, value in zip(batch, values, strict=True)
-            ]
-            accepted = self._kafka.produce_batch(self._topic, messages, on_delivery=self._on_delivery)
         except Exception:  # otherwise they would count as in flight for ever
-            log.exception("%d records for %s cannot be sent, and are dropped", len(batch), self._topic)
-            with self._locked():
-                for sent in batch:
-                    self._landed(sent.key, -1)
-                self.lost += len(batch)
+            self._drop([sent.key for sent in batch])
             return True
-        if accepted == len(batch):
+        by_partition: dict[int, list[dict[str, Any]]] = {}
+        for sent, value in zip(batch, values, strict=True):
+            by_partition.setdefault(sent.partition, []).append({"key": sent.key, "value": value})
+        # All of them, so that the records that have to wait again keep their order.
+        n_taken = sum([self._send_to(partition, messages) for partition, messages in by_partition.items()])
+        if n_taken == len(batch):
             return True
+        errors = {each["key"]: each["_error"] for group in by_partition.values() for each in group if "_error" in each}
         full = False
         with self._locked():
             # In reverse, since each one that has to wait again goes to the front of the queue.
-            for message in reversed(messages):
-                error = message.get("_error")
+            for sent in reversed(batch):
+                error = errors.get(sent.key)
                 if error is None:
                     continue
-                sent = self._landed(message["key"], -1)
+                self._landed(sent.key, -1)
                 if error.code() == KafkaError._QUEUE_FULL:
                     full = True
                     self._wait_again(sent)
                 else:
                     self._lose(error)
         return not full
+
+    def _send_to(self, partition: int, messages: list[dict[str, Any]]) -> int:
+        """Hand messages of one partition to the client; return how many of them need nothing more.
+
+        The client ignores partitions of single messages: with a batch for several partitions it would choose them by
+        the hash of each key, and the records of one booking would be in different ones.
+        """
+        try:
+            return self._kafka.produce_batch(self._topic, messages, partition=partition, on_delivery=self._on_delivery)
+        except Exception:  # otherwise they would count as in flight for ever
+            self._drop([message["key"] for message in messages])
+            return len(messages)
+
+    def _drop(self, keys: Sequence[bytes]) -> None:
+        log.exception("%d records for %s cannot be sent, and are dropped", len(keys), self._topic)
+        with self._locked():
+            for key in keys:
+                self._landed(key, -1)
+            self.lost += len(keys)
 
     def _on_delivery(self, error: KafkaError | None, message: Message) -> None:
         key = message.key()

@@ -251,6 +251,7 @@ class Router:
         over = self.view.expire_avoidances()
         if over:
             self.registry.forget(over)
+        self.registry.poll()
         for _ in range(LEARNT_MAX // LEARNT_TOGETHER_MAX):
             with self.loads.locked() as loads:
                 if not self._chooser.learn(loads, self.settings.block_size_of):

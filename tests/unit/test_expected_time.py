@@ -19,6 +19,7 @@ from streams.core.loads.bookings import ActiveLoads, Booking, BookingId
 from streams.core.loads.observations import NO_FORECAST, Forecast, OutputObserved, PrefillObserved, Unreported
 from streams.core.routing.policies import expected_time
 from streams.core.routing.policies.expected_time import NAMES, ExpectedTime, ExpectedTimeParameters, price_in_numpy
+from streams.core.routing.policies.expected_time_defaults import UNCACHED_WEIGHT
 from streams.core.routing.policies.interface import Prices, Situation
 from streams.core.routing.policies.timings import PREFILL_DEFAULT, Line, LineFit, Timings
 from streams.errors import SettingsError
@@ -99,7 +100,7 @@ def test_a_cost_is_the_sum_of_its_terms_in_milliseconds() -> None:
             "kv_room_ms": 0.0,
             "prefill_ms": own,
             "load_ms": 0.0,
-            "uncached_ms": 0.02 * 6 * BLOCK,
+            "uncached_ms": UNCACHED_WEIGHT * 0.02 * 6 * BLOCK,
             "slowed_decodes_ms": 0.01 * 1 * own,
             "own_decode_ms": 0.01 * 100 * (8.0 + 4e-5 * BLOCK * (2 + 8 + 1)),
         }

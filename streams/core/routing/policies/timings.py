@@ -56,7 +56,7 @@ _RATIO_MAX, _RATIO_MIN = 4.0, 0.02
 _SPEED_MIN, _SPEED_MAX, _SPEED_WEIGHT, _SPEED_TOKENS_MIN = 0.1, 8.0, 0.02, 1024
 
 #: Prompts that are taken together at most: a rank that is always busy would otherwise show nothing.
-_TOGETHER_MAX = 4
+_TOGETHER_MAX = 5
 
 #: Weight of one request in the mean length of outputs, and how many requests the default weighs.
 _OUTPUT_WEIGHT, _OUTPUT_PRIOR = 0.01, 20.0
