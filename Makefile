@@ -7,7 +7,7 @@ BIN := .venv/bin
 LOCAL := .venv/.installed-local
 INSTALLED := .venv/.installed
 
-.PHONY: demo test up lint unit fast warm soak chaos replicas trust conformance witness fuzz-events bench bench-stream bench-http calibrate clean
+.PHONY: demo test up lint unit fast warm soak chaos replicas migrations trust conformance witness fuzz-events bench bench-stream bench-http calibrate clean
 
 demo: $(LOCAL)
 	$(BIN)/kvstreams demo
@@ -52,6 +52,10 @@ chaos: warm
 # Three routers on a real Kafka, 5,000 bookings; one is killed, Kafka stops for 20 s, one starts late: about 5 minutes.
 replicas: warm
 	$(BIN)/python -m tests.replicas
+
+# 1,000 streams whose engines are killed, stall or refuse at random, with real processes: about ten minutes.
+migrations: warm
+	$(BIN)/python -m tests.migrations $(MIGRATIONS)
 
 # Every way in which a router's knowledge can be wrong (docs/trust.md), in the long form, with real processes.
 trust: warm

@@ -56,7 +56,7 @@ from streams.core.ids import (
 )
 from streams.core.loads.bookings import Booking, BookingId, BookingPhase
 from streams.core.loads.observations import Forecast
-from streams.core.workers import BridgeLease, Cordon, Role, ServedModel, Worker, WorkerState
+from streams.core.workers import Avoidance, BridgeLease, Cordon, Role, ServedModel, Worker, WorkerState
 from streams.errors import BadRecord, InvalidEvent, InvalidRequest, KvStreamsError
 from streams.event_encoding import datum_of
 
@@ -325,6 +325,7 @@ def _lease(datum: dict[str, Any] | None) -> BridgeLease | None:
 
 
 #: Prefixes of the keys that the topic `workers` has in addition to worker ids.
+AVOID_KEY_PREFIX = b"avoid/"
 CORDON_KEY_PREFIX = b"cordon/"
 MODEL_KEY_PREFIX = b"model/"
 
@@ -336,10 +337,14 @@ def cordon_key(worker_id: WorkerId) -> bytes:
 
 def parse_cordon_key(key: bytes) -> WorkerId:
     """Return the worker whose cordon has this key; raises BadRecord."""
-    text = key.removeprefix(CORDON_KEY_PREFIX)
+    return _worker_of_key(key, CORDON_KEY_PREFIX, "a cordon")
+
+
+def _worker_of_key(key: bytes, prefix: bytes, what: str) -> WorkerId:
+    text = key.removeprefix(prefix)
     worker_id = WorkerId(int(text)) if text.isdigit() and len(text) <= _U64_DIGITS else None
-    if worker_id is None or worker_id > U64_MASK or cordon_key(worker_id) != key:
-        raise BadRecord("bad_key", f"{key!r} is not the key of a cordon")
+    if worker_id is None or worker_id > U64_MASK or prefix + str(worker_id).encode() != key:
+        raise BadRecord("bad_key", f"{key!r} is not the key of {what}")
     return worker_id
 
 
@@ -355,6 +360,33 @@ def decode_cordon(key: bytes, value: bytes | None, schema_ids: Mapping[str, int]
     if parse_cordon_key(key) != cordon.worker_id:
         raise BadRecord("wrong_key", f"key {key!r} is not that of the cordon of worker {cordon.worker_id}")
     return cordon
+
+
+def avoid_key(worker_id: WorkerId) -> bytes:
+    """Return the key of a worker's avoidance in the topic workers."""
+    return AVOID_KEY_PREFIX + str(worker_id).encode()
+
+
+def parse_avoid_key(key: bytes) -> WorkerId:
+    """Return the worker whose avoidance has this key; raises BadRecord."""
+    return _worker_of_key(key, AVOID_KEY_PREFIX, "an avoidance")
+
+
+def encode_avoidance(avoidance: Avoidance) -> bytes:
+    """Encode one avoidance of the topic workers."""
+    return codec("avoidances").encode({**asdict(avoidance), "worker_id": to_long(avoidance.worker_id)})
+
+
+def decode_avoidance(key: bytes, value: bytes | None, schema_ids: Mapping[str, int] | None = None) -> Avoidance:
+    """Decode one avoidance of the topic workers; raises BadRecord, also if its key is not the worker's own."""
+    datum = codec("avoidances").decode(value, schema_ids)
+    try:
+        avoidance = Avoidance(WorkerId(from_long(datum["worker_id"])), datum["avoided_at_ms"], datum["ttl_ms"])
+    except InvalidRequest as exc:
+        raise BadRecord("bad_avoidance", exc.message) from exc
+    if parse_avoid_key(key) != avoidance.worker_id:
+        raise BadRecord("wrong_key", f"key {key!r} is not that of the avoidance of worker {avoidance.worker_id}")
+    return avoidance
 
 
 def model_key(name: str) -> bytes:

@@ -90,6 +90,14 @@ class SaslMechanism(enum.StrEnum):
     OAUTHBEARER = "OAUTHBEARER"
 
 
+class KvTransfer(enum.StrEnum):
+    """How the KV cache of a prompt gets from the worker that computed it to the one that decodes."""
+
+    PARAMS = "params"  # vLLM: the prefill's answer has kv_transfer_params, which the decode request passes on
+    BOOTSTRAP = "bootstrap"  # SGLang: both requests run at the same time, with the same bootstrap fields
+    POOL = "pool"  # the prefill's blocks are written to a CXL pool, and the decode worker reads them there
+
+
 def _setting(default: Any, text: str, *, low: float | None = None, high: float | None = None) -> Any:
     return field(default=default, metadata={"help": text, "low": low, "high": high})
 
@@ -295,6 +303,13 @@ class Settings:
         low=0.0,
         high=31_536_000.0,
     )
+    router_avoid_s: float = _setting(
+        5.0,
+        "how long routers avoid a worker after PUT /workers/{id}/avoid, which fronts call when an engine fails; at "
+        "most a third of a model's ranks is avoided at a time; 0 disables this",
+        low=0.0,
+        high=600.0,
+    )
     router_event_threads: int = _setting(4, "threads of a router that read topics", low=1, high=64)
     router_seed: int = _setting(0, "seed of the router's random generator; 0 takes one from the system", low=0)
     tier_weights: tuple[float, ...] = _setting(
@@ -374,6 +389,28 @@ class Settings:
     )
     front_queue: bool = _setting(
         False, "requests of a front wait in the router until a rank has room for them (queue=on)"
+    )
+    front_disaggregation: bool = _setting(
+        True, "where a model has prefill workers, a front computes long prompts there, and decodes on another worker"
+    )
+    front_kv_transfer: KvTransfer = _setting(
+        KvTransfer.PARAMS,
+        f"how the KV cache gets from the prefill worker to the decode worker: {', '.join(KvTransfer)}",
+    )
+    front_remote_prefill_tokens_min: int = _setting(
+        1024, "a prompt with fewer tokens that its decode worker does not have is computed there", low=0
+    )
+    front_prefill_backlog_tokens_max: int = _setting(
+        16_384,
+        "a prefill worker with more tokens still to compute is busy, and prompts stay on their decode workers; "
+        "0 disables this",
+        low=0,
+    )
+    front_transfer_timeout_s: float = _setting(
+        2.0, "with front_kv_transfer=pool: how long a computed prompt is awaited in the pool", low=0.0, high=60.0
+    )
+    front_bootstrap_port: int = _setting(
+        8998, "with front_kv_transfer=bootstrap: bootstrap port of the prefill workers", low=1, high=65535
     )
     front_tokenizer_processes: int = _setting(1, "processes in which a front tokenizes", low=1, high=64)
     front_tokenizer_cache_mb: int = _setting(

@@ -127,7 +127,7 @@ def topics(settings: Settings) -> Topics:
         ),
         workers=spec(
             f"{prefix}workers",
-            "worker id, ASCII decimal; cordon/ and a worker id; model/ and a model; pool/ and a pool",
+            "worker id, ASCII decimal; avoid/ or cordon/ and a worker id; model/ and a model; pool/ and a pool",
             "workers",
             _COMPACTED,
         ),

@@ -54,7 +54,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _on_kafka(item: pytest.Item) -> bool:
-    return item.path.parent.name in ("kafka", "browser")
+    return item.path.parent.name in ("kafka", "browser", "fault_tolerance")
 
 
 def _starts_processes(item: pytest.Item) -> bool:

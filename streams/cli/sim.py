@@ -14,6 +14,8 @@ from streams.settings import Settings
 
 if TYPE_CHECKING:
     from streams.sim.event_publisher import EventDialect
+    from streams.sim.server import PoolReads, PoolWrites
+    from streams.sim.speeds import DeviceClass, ModelClass
 
 
 @click.command(cls=GroupedCommand)
@@ -27,10 +29,53 @@ if TYPE_CHECKING:
 @click.option("--blocks", default=16384, show_default=True, help="capacity of the cache, in blocks")
 @click.option("--time-scale", default=1.0, show_default=True, help="model seconds per second")
 @click.option(
+    "--transfer-us-per-token",
+    default=5.0,
+    show_default=True,
+    help="time to transfer the KV cache of a token from another engine (kv_transfer_params)",
+)
+@click.option(
+    "--model-class",
+    type=click.Choice(["8b", "70b"]),
+    default=None,
+    help="class of models whose speed it has, unless an option below says otherwise  [default: see these]",
+)
+@click.option("--prefill-ms-base", type=float, default=None, help="time of any prefill  [default: 15]")
+@click.option("--prefill-us-per-token", type=float, default=None, help="time to compute a token  [default: 100]")
+@click.option("--decode-ms-per-token", type=float, default=None, help="time of a decode step  [default: 20]")
+@click.option(
+    "--in-place-us-per-token",
+    default=0.0,
+    show_default=True,
+    help="time that a token that is read in the pool adds to each decode step",
+)
+@click.option(
     "--pool",
     default=None,
     metavar="URL",
     help="shared pool that it writes blocks to and reads them from (kvstreams sim-pool)",
+)
+@click.option(
+    "--pool-writes",
+    type=click.Choice(["all", "prompt", "none"]),
+    default="all",
+    show_default=True,
+    help="which full blocks it writes to the pool: those of prompts and answers, of prompts alone, or none",
+)
+@click.option(
+    "--pool-reads",
+    type=click.Choice(["load", "in-place"]),
+    default="load",
+    show_default=True,
+    help="whether requests load the blocks that the pool has, or read them there and take no blocks for them",
+)
+@click.option(
+    "--accessible-worker",
+    "accessible_workers",
+    type=click.IntRange(min=0),
+    multiple=True,
+    default=None,
+    help="worker that can read the blocks that it writes to the pool; repeat for several  [default: all members]",
 )
 @click.option(
     "--kv-cache-report-mode",
@@ -51,6 +96,19 @@ if TYPE_CHECKING:
 @click.option("--moe-expert", type=int, default=None, help="expert that its blocks are labelled with")
 @click.option("--moe-group", type=int, default=None, help="expert group that its blocks are labelled with")
 @click.option(
+    "--fault",
+    type=click.Choice(["die", "stall", "refuse"]),
+    default=None,
+    help="how it fails: it exits as by SIGKILL, sends nothing more, or ends one stream with an error",
+)
+@click.option(
+    "--fault-after-tokens",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    help="tokens of an answer after which it fails so, once",
+)
+@click.option(
     "--journal",
     type=click.Path(path_type=Path),
     default=None,
@@ -69,7 +127,16 @@ def sim(
     block_size: int,
     blocks: int,
     time_scale: float,
+    transfer_us_per_token: float,
+    model_class: ModelClass | None,
+    prefill_ms_base: float | None,
+    prefill_us_per_token: float | None,
+    decode_ms_per_token: float | None,
+    in_place_us_per_token: float,
     pool: str | None,
+    pool_writes: PoolWrites,
+    pool_reads: PoolReads,
+    accessible_workers: tuple[int, ...],
     kv_cache_report_mode: Literal["incremental", "full"],
     event_dialect: EventDialect | None,
     page_size: int,
@@ -77,15 +144,29 @@ def sim(
     moe_layer: int | None,
     moe_expert: int | None,
     moe_group: int | None,
+    fault: str | None,
+    fault_after_tokens: int,
     journal: Path | None,
     info: Path | None,
 ) -> None:
     """Run a simulated engine that a router cannot distinguish from vLLM."""
     from streams.core.events import MoeLabels
     from streams.sim.engine_config import EngineConfig
+    from streams.sim.faults import Fault, FaultKind
     from streams.sim.server import SimServerConfig, run
+    from streams.sim.speeds import MODELS
 
     log.configure(Settings())
+    speed = EngineConfig() if model_class is None else MODELS[model_class]
+    engine = EngineConfig(
+        block_size=block_size,
+        n_blocks=blocks,
+        prefill_ms_base=speed.prefill_ms_base if prefill_ms_base is None else prefill_ms_base,
+        prefill_us_per_token=speed.prefill_us_per_token if prefill_us_per_token is None else prefill_us_per_token,
+        decode_ms_per_token=speed.decode_ms_per_token if decode_ms_per_token is None else decode_ms_per_token,
+        in_place_us_per_token=in_place_us_per_token,
+        transfer_us_per_token=transfer_us_per_token,
+    )
     labels = (moe_layer, moe_expert, moe_group)
     moe = None if labels == (None, None, None) else MoeLabels(*labels)
     sim_config = SimServerConfig(
@@ -95,9 +176,13 @@ def sim(
         replay_port=replay_port,
         worker=worker_name,
         model=model,
-        engine=EngineConfig(block_size=block_size, n_blocks=blocks),
+        engine=engine,
         time_scale=time_scale,
         pool=pool,
+        pool_writes=pool_writes,
+        pool_reads=pool_reads,
+        accessible_workers=accessible_workers,
+        fault=None if fault is None else Fault(FaultKind(fault), fault_after_tokens),
         moe=moe,
         kv_cache_report_mode=kv_cache_report_mode,
         journal=journal,
@@ -116,19 +201,28 @@ def sim(
 @click.option("--host", default="127.0.0.1", show_default=True, help="address to listen on; 0.0.0.0 for all")
 @click.option("--port", default=8200, show_default=True, help="port of its HTTP API; 0 takes a free one")
 @click.option("--block-size", default=16, show_default=True, help="tokens per block, the same as the engines'")
-@click.option("--bytes-per-token", default=131072, show_default=True, help="bytes of KV cache per token")
-@click.option("--capacity-blocks", default=65536, show_default=True, help="capacity in blocks")
 @click.option(
-    "--offload-gb-per-s",
-    default=25.0,
-    show_default=True,
-    help="bandwidth for writing to the pool, shared by all engines",
+    "--model-class",
+    type=click.Choice(["8b", "70b"]),
+    default=None,
+    help="class of models whose size of KV cache it has, unless --bytes-per-token says otherwise",
 )
 @click.option(
-    "--load-gb-per-s",
-    default=25.0,
+    "--device",
+    type=click.Choice(["cxl-x8", "cxl-x16"]),
+    default=None,
+    help="memory whose bandwidth it has in both directions, unless an option below says otherwise",
+)
+@click.option("--bytes-per-token", type=int, default=None, help="bytes of KV cache per token  [default: 131072]")
+@click.option("--capacity-blocks", default=65536, show_default=True, help="capacity in blocks")
+@click.option("--offload-gb-per-s", type=float, default=None, help="bandwidth for writing to the pool  [default: 25]")
+@click.option("--load-gb-per-s", type=float, default=None, help="bandwidth for reading from the pool  [default: 25]")
+@click.option(
+    "--link",
+    type=click.Choice(["shared", "own"]),
+    default="shared",
     show_default=True,
-    help="bandwidth for reading from the pool, shared by all engines",
+    help="whether all engines share the bandwidth, or each has it",
 )
 @click.option(
     "--latency-us", default=20.0, show_default=True, help="latency of each transfer, added to the time for its bytes"
@@ -138,6 +232,12 @@ def sim(
 )
 @click.option("--time-scale", default=1.0, show_default=True, help="model seconds per second, the same as the engines'")
 @click.option(
+    "--journal",
+    type=click.Path(path_type=Path),
+    default=None,
+    help="file to which every change of its content is appended, and what it gives",
+)
+@click.option(
     "--info", type=click.Path(path_type=Path), default=None, help="file to which the address is written, as JSON"
 )
 def sim_pool(
@@ -146,32 +246,42 @@ def sim_pool(
     host: str,
     port: int,
     block_size: int,
-    bytes_per_token: int,
+    model_class: ModelClass | None,
+    device: DeviceClass | None,
+    bytes_per_token: int | None,
     capacity_blocks: int,
-    offload_gb_per_s: float,
-    load_gb_per_s: float,
+    offload_gb_per_s: float | None,
+    load_gb_per_s: float | None,
+    link: Literal["shared", "own"],
     latency_us: float,
     latency_class: str,
     time_scale: float,
+    journal: Path | None,
     info: Path | None,
 ) -> None:
     """Run a CXL pool that simulated engines share."""
     from streams.sim.pool import PoolConfig
     from streams.sim.pool_server import PoolServerConfig, run
+    from streams.sim.speeds import DEVICES, MODELS
 
     log.configure(Settings())
+    usual = PoolConfig()
+    bandwidth = usual.load_gb_per_s if device is None else DEVICES[device]
+    if bytes_per_token is None:
+        bytes_per_token = usual.bytes_per_token if model_class is None else MODELS[model_class].bytes_per_token
     pool = PoolConfig(
         pool_id=pool_id,
         block_size=block_size,
         bytes_per_token=bytes_per_token,
         capacity_blocks=capacity_blocks,
-        offload_gb_per_s=offload_gb_per_s,
-        load_gb_per_s=load_gb_per_s,
+        offload_gb_per_s=bandwidth if offload_gb_per_s is None else offload_gb_per_s,
+        load_gb_per_s=bandwidth if load_gb_per_s is None else load_gb_per_s,
+        link=link,
         latency_us=latency_us,
         latency_class=latency_class,
     )
     run(
-        PoolServerConfig(host=host, port=port, model=model, pool=pool, time_scale=time_scale),
+        PoolServerConfig(host=host, port=port, model=model, pool=pool, time_scale=time_scale, journal=journal),
         lambda server: print_addresses(server.info(), info),
     )
 

@@ -196,6 +196,14 @@ class KvRouter(Requests):
         """
 
     @abstractmethod
+    async def avoid(self, worker_id: int) -> bool:
+        """Let all routers avoid a worker for a short time (router_avoid_s), because its engine has failed a request.
+
+        Returns whether they do: at most a third of a model's ranks is avoided at a time. Raises UnknownId, and the
+        errors of routers that are away.
+        """
+
+    @abstractmethod
     async def _send_report(self, key: BookingKey, report: Report) -> None:
         """Send one report, repeating it for REPORT_TIMEOUT_S; raises KvStreamsError."""
 

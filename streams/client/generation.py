@@ -87,6 +87,11 @@ class Booking:
         self.chosen_mode: str = answer["chosen_mode"]
 
     @property
+    def phase(self) -> str | None:
+        """Which part of the request is booked, `prefill` or `decode`; None for all of it."""
+        return self._key.phase
+
+    @property
     def ended(self) -> bool:
         """Whether the end of the request was reported."""
         return self._ended
@@ -128,6 +133,19 @@ class Booking:
         self._request = request
         self._prefill_reported = False
         self._take(answer)
+
+    async def move_to(self, worker_ids: list[int]) -> bool:
+        """Move the booking to the best of these workers, which reach what the request needs; returns whether it moved.
+
+        If none of them may be used, the booking stays where it is.
+        """
+        try:
+            answer = await self._client.reroute({**self._request, "allowed_worker_ids": worker_ids})
+        except KvStreamsError:
+            return False
+        self._prefill_reported = False
+        self._take(answer)
+        return True
 
     async def __aenter__(self) -> Booking:
         return self

@@ -129,12 +129,24 @@ class KvRouterClient(KvRouter):
 
         Raises RouterUnavailable, NotReady, Unauthorized, Forbidden: a token needs the right `read`.
         """
+        workers: list[dict[str, Any]] = (await self.registry())["workers"]
+        return workers
+
+    async def registry(self) -> dict[str, Any]:
+        """Return the whole answer of `GET /workers`: the workers, and the router's mode. Errors are as of `workers`."""
         try:
-            answer = await self._round("GET", "/workers", Attempt(), None, None, {})
+            return await self._round("GET", "/workers", Attempt(), None, None, {})
         except Refused as exc:
             raise exc.error from exc
-        workers: list[dict[str, Any]] = answer["workers"]
-        return workers
+
+    async def avoid(self, worker_id: int) -> bool:
+        """Let all routers avoid a worker for a short time; it is not repeated if all routers are away."""
+        try:
+            answer = await self._round("PUT", f"/workers/{worker_id}/avoid", Attempt(), None, None, {})
+        except Refused as exc:
+            raise exc.error from exc
+        avoided: bool = answer["avoided"]
+        return avoided
 
     async def _call(self, call: Call, fields: dict[str, Any], packed: bytes, attempt: Attempt) -> dict[str, Any]:
         fields = dict(fields)

@@ -15,6 +15,7 @@ import msgspec
 from streams.client.base import REPORT_TIMEOUT_S, RETRY_TIMEOUT_S, Attempt, Call, KvRouter, Refused
 from streams.client.engine import EngineOptions
 from streams.client.reports import BookingKey, Report
+from streams.core.ids import WorkerId
 from streams.core.loads.bookings import BookingPhase
 from streams.errors import NoEligibleWorker, NotReady, QueueTimeout
 from streams.interpreter import prefer_request_threads
@@ -143,6 +144,12 @@ class KvPushRouter(KvRouter):
             if router.stopping:
                 raise
             raise Refused(exc, exc.detail.get("retry_after_s", RETRY_AFTER_S)) from exc
+
+    async def avoid(self, worker_id: int) -> bool:
+        """Let all routers avoid a worker for a short time, this one at once."""
+        router, avoided = self._running(), WorkerId(worker_id)
+        await asyncio.to_thread(router.registry.avoid, avoided)
+        return router.view.avoided(avoided)[0]
 
     @staticmethod
     async def _wait_for_rank(

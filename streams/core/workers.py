@@ -1,4 +1,4 @@
-"""Workers, cordons and models as the registry has them.
+"""Workers, cordons, avoidances and models as the registry has them.
 
 What lives here: the records of the registry as values. What must not: Kafka, HTTP, which workers a request may go to
 (routing.eligibility), and who may write a model's record (model_registry).
@@ -24,6 +24,10 @@ DP_SIZE_MAX = 4096
 #: The list is part of every renewal of the worker's lease.
 LORA_NAMES_MAX = 1024
 LORA_NAME_CHARS_MAX = 512
+
+
+#: The longest time for which one record makes routers avoid a worker. What fails for longer is removed by other means.
+AVOID_MS_MAX = 600_000
 
 
 class Role(enum.StrEnum):
@@ -118,6 +122,25 @@ class Cordon:
 
     worker_id: WorkerId
     cordoned_at_ms: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Avoidance:
+    """A mark that requests avoid a worker for `ttl_ms`, since one that was sent there has failed.
+
+    avoided_at_ms: by the clock of the router that wrote it. It identifies the mark; readers count `ttl_ms` from when
+    they read it.
+    """
+
+    worker_id: WorkerId
+    avoided_at_ms: int
+    ttl_ms: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.ttl_ms <= AVOID_MS_MAX:
+            raise InvalidRequest(
+                f"worker {self.worker_id} is avoided for {self.ttl_ms} ms, but it must be 1 to {AVOID_MS_MAX}"
+            )
 
 
 @dataclass(frozen=True, slots=True)

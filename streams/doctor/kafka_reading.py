@@ -20,9 +20,11 @@ from confluent_kafka import IsolationLevel, KafkaError, KafkaException, Message,
 from confluent_kafka.admin import AdminClient, OffsetSpec  # type: ignore[attr-defined]
 
 from streams.codec import (
+    AVOID_KEY_PREFIX,
     CORDON_KEY_PREFIX,
     MODEL_KEY_PREFIX,
     PULSE_KEY_PREFIX,
+    decode_avoidance,
     decode_cordon,
     decode_metrics,
     decode_model,
@@ -335,6 +337,9 @@ class _Watch:
         elif key.startswith(CORDON_KEY_PREFIX):
             if record.value is not None:
                 decode_cordon(key, record.value, schema_ids)
+        elif key.startswith(AVOID_KEY_PREFIX):
+            if record.value is not None:
+                decode_avoidance(key, record.value, schema_ids)
         elif key.isdigit():
             worker_id = WorkerId(int(key))
             if record.value is None:

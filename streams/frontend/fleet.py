@@ -14,6 +14,7 @@ from typing import Any
 
 from streams.client.http import KvRouterClient
 from streams.errors import Forbidden, KvStreamsError, Unauthorized
+from streams.frontend.disaggregation import ModelRoles
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +34,9 @@ class Fleet:
         self._engines: dict[str, list[str]] = {}
         self._created_s: dict[str, int] = {}
         self._adapters: dict[str, str] = {}  # the model of each LoRA adapter
+        self._roles: dict[str, ModelRoles] = {}
+        #: Mode of the router that answered last; "" if it does not say.
+        self.router_mode = ""
         self._turn = 0
         self._read_s: float | None = None
         self._error = "the registry has not been read yet"
@@ -47,7 +51,7 @@ class Fleet:
     async def poll(self) -> None:
         """Read the registry once."""
         try:
-            workers = await self._router.workers()
+            registry = await self._router.registry()
         except (Unauthorized, Forbidden) as exc:
             if not self._forbidden:
                 log.warning("the list of models is empty, since the routers do not let the front read it: %s", exc)
@@ -57,10 +61,12 @@ class Fleet:
             self._error = str(exc)
         else:
             self._read_s = self._clock()
-            self._take(workers)
+            self.router_mode = str(registry.get("router_mode", ""))
+            self._take(registry["workers"])
 
     def _take(self, workers: list[dict[str, Any]]) -> None:
         engines: dict[str, list[str]] = {}
+        roles: dict[str, ModelRoles] = {}
         created: dict[str, int] = {}
         adapters: dict[str, str] = {}
         for worker in sorted(workers, key=lambda worker: str(worker["model"])):
@@ -70,7 +76,9 @@ class Fleet:
                 adapters.setdefault(adapter, model)
             if worker["url"] and worker["state"] == "active" and len(worker["silent_dp_ranks"]) < worker["dp_size"]:
                 engines.setdefault(model, []).append(worker["url"].rstrip("/"))
-        self._engines, self._created_s = engines, created
+                known = roles.get(model) or ModelRoles(block_size=worker["block_size"])
+                roles[model] = known.including(worker["worker_id"], worker["role"])
+        self._engines, self._created_s, self._roles = engines, created, roles
         self._adapters = {adapter: model for adapter, model in adapters.items() if adapter not in created}
 
     def not_ready(self) -> str | None:
@@ -100,6 +108,12 @@ class Fleet:
             return None
         self._turn += 1
         return urls[self._turn % len(urls)]
+
+    def roles(self, model: str | None) -> ModelRoles | None:
+        """Return which roles the engines of a model have. Without a model: if there is only one."""
+        if model is None and len(self._roles) == 1:
+            (model,) = self._roles
+        return self._roles.get(model or "")
 
     def page(self) -> dict[str, Any]:
         """Return the page of `GET /v1/models`."""

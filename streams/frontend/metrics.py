@@ -9,6 +9,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from streams.cxl.migration import Failure
+from streams.frontend.disaggregation import Split
 from streams.frontend.tokenizing import SOURCES
 from streams.metrics import Distribution, Label, Metric, counter, gauge, histogram
 
@@ -37,6 +38,7 @@ class FrontCounts:
     sources: Counter[str]
     characters: Counter[str]
     outcomes: Counter[str] = field(default_factory=Counter)
+    splits: Counter[Split] = field(default_factory=Counter)
     retries: int = 0
     engine_failures: Counter[str] = field(default_factory=Counter)
     migrations: int = 0
@@ -47,6 +49,7 @@ class FrontCounts:
     prompt_tokens: int = 0
     active: int = 0
     reports_lost: int = 0
+    failures_reported: int = 0
     tokenize_seconds: Distribution = field(default_factory=lambda: Distribution(*_SECONDS))
     route_seconds: Distribution = field(default_factory=lambda: Distribution(*_SECONDS))
     first_token_seconds: Distribution = field(default_factory=lambda: Distribution(*_SECONDS))
@@ -68,6 +71,15 @@ FRONT_METRICS: tuple[Metric[FrontCounts], ...] = (
         "kvstreams_front_retries_total",
         "Requests that were sent to another engine, since one had failed before its first token.",
         lambda counts: counts.retries,
+    ),
+    counter(
+        "kvstreams_front_split_requests_total",
+        "Requests of models with prefill workers, by what became of their prompts: `remote` ones were computed on a "
+        "prefill worker; the others on the decode worker, because it lacked too few tokens (`short`), the request "
+        "cannot be split (`unsuitable`), no prefill worker was idle enough (`busy`), one failed (`failed`), or the KV "
+        "cache did not become available to the decode worker (`not_transferred`).",
+        lambda counts: {split.value: counts.splits[split] for split in Split},
+        Label("outcome", tuple(split.value for split in Split)),
     ),
     counter(
         "kvstreams_front_engine_failures_total",
@@ -120,6 +132,12 @@ FRONT_METRICS: tuple[Metric[FrontCounts], ...] = (
         "kvstreams_front_reports_lost_total",
         "Reports on bookings that no router accepted; these bookings end by their TTL.",
         lambda counts: counts.reports_lost,
+    ),
+    counter(
+        "kvstreams_front_failed_engines_total",
+        "Failures of engines that were reported to a router, so that all routers avoid the engine for a while; at most "
+        "one per engine and second.",
+        lambda counts: counts.failures_reported,
     ),
     histogram(
         "kvstreams_front_tokenize_seconds", "Time to tokenize a prompt.", read=lambda counts: counts.tokenize_seconds

@@ -22,12 +22,23 @@ from streams.client.engine import RANK_HEADER
 from streams.client.generation import Booking
 from streams.client.http import KvRouterClient
 from streams.client.payloads import RouteOptions
-from streams.errors import EngineFailed, Forbidden, KvStreamsError, RouterUnavailable, Unauthorized
+from streams.errors import (
+    AllWorkersBusy,
+    EngineFailed,
+    Forbidden,
+    KvStreamsError,
+    NoEligibleWorker,
+    RouterUnavailable,
+    Unauthorized,
+)
 from streams.frontend import metrics
 from streams.frontend.answers import StreamWatch, completion_tokens, error_event, may_be_served_elsewhere
+from streams.frontend.disaggregation import decode_body
+from streams.frontend.failed_engines import FailedEngines
 from streams.frontend.fleet import Fleet
 from streams.frontend.metrics import FrontCounts
 from streams.frontend.moving import CONNECT_TIMEOUT_S, ENGINE_FAILURES, OUTPUT_REPORT_TOKENS, Mover, Moving
+from streams.frontend.prefilling import PrefillFailed, Prefilling, RemotePrefill
 from streams.frontend.requests import (
     DETAILS,
     REQUEST_ID,
@@ -64,6 +75,7 @@ class Exchange:
     n_tokens: of the answer, so far; reported_tokens, reported_s: what the router knows, and since when.
     writing_since_s: when the client began to be too slow for the bytes that it is being sent. moving: what is needed to
     move its stream, None if it is not moved. moved_tokens: of the answer, those that the booking counts as its prompt.
+    prefilled_on: the prefill worker, if its prompt is computed on one. answering: whether the client gets an answer.
     """
 
     http: web.Request
@@ -76,6 +88,8 @@ class Exchange:
     outcome: str = metrics.CLIENT_GONE
     moving: Moving | None = None
     moved_tokens: int = 0
+    prefilled_on: str | None = None
+    answering: bool = False
 
 
 @dataclass(slots=True)
@@ -115,9 +129,11 @@ class Proxy:
         self._fleet = fleet
         self._key_of = key_of
         self.counts = counts
+        self._failed_engines = FailedEngines(router)
+        self._prefilling = Prefilling(settings, router, fleet, counts, self._failed_engines.note)
         self._live: set[Exchange] = set()
         self._engines: aiohttp.ClientSession | None = None
-        self._mover = Mover(settings, tokenizing, fleet, counts, spans, self._session)
+        self._mover = Mover(settings, tokenizing, fleet, counts, spans, self._session, self._failed_engines.note)
 
     async def start(self) -> None:
         """Open the session for engines on the running loop."""
@@ -131,12 +147,18 @@ class Proxy:
 
     async def close(self) -> None:
         """Close all connections to engines."""
+        await self._failed_engines.close()
         if self._engines is not None:
             await self._engines.close()
             self._engines = None
 
     def __len__(self) -> int:
         return len(self._live)
+
+    @property
+    def failures_reported(self) -> int:
+        """Reports of failed engines that a router accepted."""
+        return self._failed_engines.n_reported
 
     def check(self) -> None:
         """Renew bookings of long requests, and disconnect clients that do not read. Called about once a second."""
@@ -192,6 +214,8 @@ class Proxy:
         prompt = await self._tokenizing.prompt(request, body, model, engine, self._session(), key)
         self.counts.tokenize_seconds.observe(loop.time() - at_s)
         self.counts.prompt_tokens += len(prompt.tokens) // 4
+        if self._prefilling.splits(options.get("model")):
+            options["phase"] = "decode"
         at_s = loop.time()
         with self._spans.child("route") as attributes:
             booking = exchange.booking = await self._book(prompt.tokens, {**options, **self._spans.context()})
@@ -199,8 +223,11 @@ class Proxy:
         self.counts.route_seconds.observe(loop.time() - at_s)
         request_id = headers.get(REQUEST_ID) or booking.request_id
         sent = engine_headers(headers, request_id, key)
+        remote: RemotePrefill | None = None
+        known = None if prompt.source == NONE else prompt.tokens
+        if booking.phase is not None:
+            remote = await self._prefilling.begin(booking, self._session(), request.kind, body, known, options, sent)
         if self._settings.front_migration and request.stream:
-            known = None if prompt.source == NONE else prompt.tokens
             exchange.moving = Moving(request.kind, body, sent, model, known)
         refusal: _Refusal | EngineFailed | None = None
         for attempt in range(self._settings.front_attempts_max):
@@ -210,12 +237,13 @@ class Proxy:
                 with self._spans.child("engine") as attributes:
                     attributes |= _booked(booking)
                     to_engine = {**sent, **self._spans.context()}
-                    answer = await self._attempt(exchange, request, body, to_engine, request_id)
+                    answer = await self._attempt_with(remote, exchange, request, body, to_engine, request_id)
             except EngineFailed as exc:
-                refusal = exc
+                self._failed_engines.note(booking.worker_id)
+                refusal, remote = exc, None
                 continue
             if isinstance(answer, _Refusal):
-                refusal = answer
+                refusal, remote = answer, None
                 continue
             return answer
         if isinstance(refusal, _Refusal):
@@ -228,7 +256,13 @@ class Proxy:
         if self._settings.front_queue:
             options["queue"] = "on"
         try:
-            return await self._router.book(token_ids, **cast(RouteOptions, options))
+            try:
+                return await self._router.book(token_ids, **cast(RouteOptions, options))
+            except NoEligibleWorker as exc:
+                if isinstance(exc, AllWorkersBusy) or options.pop("phase", None) is None:
+                    raise
+                # The decode workers are gone, and the front has not read that yet. One worker then does everything.
+                return await self._router.book(token_ids, **cast(RouteOptions, options))
         except (Unauthorized, Forbidden) as exc:
             # The client's token is not the problem, and must not seem to be.
             raise RouterUnavailable("the router refuses the front's token", remedy="Set --router-token-file") from exc
@@ -244,6 +278,26 @@ class Proxy:
             return False
         self.counts.retries += 1
         return True
+
+    async def _attempt_with(
+        self,
+        remote: RemotePrefill | None,
+        exchange: Exchange,
+        request: FrontRequest,
+        body: bytes,
+        sent: Mapping[str, str],
+        request_id: str,
+    ) -> web.StreamResponse | _Refusal:
+        """Send the request to the engine that is booked, which gets the KV cache of the prompt from elsewhere."""
+        if remote is not None:
+            exchange.prefilled_on = remote.worker
+            attempt = self._attempt(exchange, request, decode_body(body, remote.more), sent, request_id)
+            try:
+                return await remote.alongside(attempt, lambda: exchange.answering)
+            except PrefillFailed:
+                pass  # this engine gets the request again, and computes the prompt itself
+        exchange.prefilled_on = None
+        return await self._attempt(exchange, request, body, sent, request_id)
 
     async def _attempt(
         self, exchange: Exchange, request: FrontRequest, body: bytes, sent: Mapping[str, str], request_id: str
@@ -396,6 +450,7 @@ class Proxy:
     ) -> web.StreamResponse:
         """End an answer that its engine broke off: by an error event, or else by breaking the client's connection."""
         assert exchange.booking is not None
+        self._failed_engines.note(exchange.booking.worker_id)
         exchange.outcome = metrics.BROKEN
         if watch is not None and watch.at_boundary:
             silent = isinstance(exc, TimeoutError)
@@ -430,6 +485,7 @@ class Proxy:
     ) -> web.StreamResponse:
         booking = exchange.booking
         assert booking is not None
+        exchange.answering = True
         response = web.StreamResponse(status=status)
         for name, value in headers:
             response.headers.add(name, value)
@@ -438,6 +494,8 @@ class Proxy:
             response.headers["X-Kvstreams-Worker"] = f"{booking.worker_id}/{booking.dp_rank}"
             response.headers["X-Kvstreams-Overlap-Blocks"] = f"{booking.overlap_blocks}/{booking.request_blocks}"
             response.headers["X-Kvstreams-Mode"] = booking.chosen_mode
+            if exchange.prefilled_on is not None:
+                response.headers["X-Kvstreams-Prefill-Worker"] = exchange.prefilled_on
         return response
 
     def _session(self) -> aiohttp.ClientSession:

@@ -162,6 +162,7 @@ class Front:
 
     def _snapshot(self) -> FrontCounts:
         self.counts.reports_lost = self.router.reports_lost
+        self.counts.failures_reported = self.proxy.failures_reported
         return self.counts
 
     # -- the application -----------------------------------------------------------------------------------------------

@@ -1,11 +1,12 @@
 """`make demo`: the whole system as real processes on this machine, and how kv routing compares with other policies.
 
-What lives here: the two acts, and `make up`. What must not: how a process is started (stack), how requests are driven
-(drive), how figures are shown (report).
+What lives here: the three acts, and `make up`. What must not: how a process is started (stack, moving), how requests
+are driven (drive), how figures are shown (report).
 
 Act one: routing policies compared under equal conditions: the same trace and the same engines, whose caches are cleared
 before each policy. Each of them is also run by the laboratory (sim.lab), which has to find about the same reuse.
 Act two: the Faust worker is killed with SIGKILL and its RocksDB is deleted; everything is restored from the log.
+Act three: an engine is killed in the middle of an answer, which another engine goes on with from a CXL pool.
 """
 
 from __future__ import annotations
@@ -31,10 +32,11 @@ import numpy as np
 from rich.console import Console
 
 from streams.core.routing.selection import RouterMode
-from streams.errors import LocalKafkaError, SettingsError
+from streams.errors import LocalKafkaError, ProcessError, SettingsError
 from streams.interpreter import exempt_from_collection
 from streams.kafka import delete_topics
 from streams.local.drive import LiveOutcome, ModelClock, drive
+from streams.local.moving import PooledFleet, killed_midway
 from streams.local.processes import Children
 from streams.local.report import draw, explain, print_policies, summarise, summarise_live
 from streams.local.stack import Engine, RouterProcess, Stack, bearer, get_json, held_blocks, known_blocks, wait_workers
@@ -42,6 +44,8 @@ from streams.progress import shown
 from streams.settings import Settings
 from streams.sim.engine_config import EngineConfig
 from streams.sim.lab.mirrored import simulate_like
+from streams.sim.pool import PoolConfig
+from streams.sim.synthetic_tokens import greedy_tokens, unpack_tokens
 from streams.sim.trace import TraceRequest, generate, infinite_cache_hit_share, parse_trace, tokens_for
 from streams.topics import topics
 from streams.waiting import wait_for
@@ -57,6 +61,10 @@ AFTERWARDS_REQUESTS = 20
 
 #: Tokens of the turn that the explained decision is about.
 NEXT_TURN_TOKENS = 600
+
+#: Act three: the model seconds per second, so that 4,000 tokens at 20 ms take 4 s; the prompt and the answer.
+MOVING_SPEEDUP = 20.0
+MOVING_PROMPT_TOKENS, MOVING_TOKENS, KILLED_AT_TOKEN = 2000, 4000, 500
 
 #: Everything that was published must be visible within this time; otherwise something is wrong.
 CATCH_UP_TIMEOUT_S = 60.0
@@ -111,7 +119,7 @@ def require_extra(*packages: str) -> None:
 
 
 def run_demo(config: DemoConfig, start_kafka: StartKafka) -> dict[str, Any]:
-    """Run both acts; returns what is written to result.json. A Kafka that was running before is left running."""
+    """Run all acts; returns what is written to result.json. A Kafka that was running before is left running."""
     console = Console(width=None if sys.stdout.isatty() else LINE_CHARS)
     requests = _requests(config)
     speedup = config.speedup or SPEEDUP_PER_CORE * (os.cpu_count() or 1)
@@ -151,11 +159,15 @@ def run_demo(config: DemoConfig, start_kafka: StartKafka) -> dict[str, Any]:
         console.rule("[bold]Act two: recovery from the log")
         recovery = show.act_two(requests)
 
+        console.rule("[bold]Act three: an answer outlives its engine")
+        migration = show.act_three()
+
         result = {
             "policies": figures,
             "offline": offline,
             "bound": {"infinite_cache_hit_share": bound},
             "recovery": recovery,
+            "migration": migration,
             "decision": decision,
             "config": {
                 "trace": str(config.trace) if config.trace else "generated",
@@ -337,6 +349,67 @@ class _Show:
             "killed_to_exact_seconds": killed_to_exact_s,
         }
 
+    def act_three(self) -> dict[str, Any]:
+        """Kill an engine in the middle of an answer that uses experts, and compare the whole answer with another's."""
+        say, config = self._console.print, EngineConfig()
+        pool = PoolConfig("rack1", config.block_size)
+        fleet = PooledFleet(
+            self._stack,
+            self._worker,
+            "demo-cxl",
+            config,
+            pool=pool,
+            time_scale=MOVING_SPEEDUP,
+            first_worker_id=len(self._engines) + 1,
+            token=self._token,
+        )
+        with shown(self._console, "starting four engines, a CXL pool that three of them reach, a bridge and a front"):
+            fleet.start()
+            front = fleet.front("front", [self._worker], self._front_options())
+        prompt = [token % 50_000 for token in range(7, 7 + 13 * MOVING_PROMPT_TOKENS, 13)]
+        with shown(self._console, f"answering with {MOVING_TOKENS:,} tokens"):
+            move = killed_midway(fleet, front, prompt, n_tokens=MOVING_TOKENS, kill_at=KILLED_AT_TOKEN)
+            fleet.until_free()
+        streamed = move.streamed
+        packed = np.asarray(prompt, dtype="<u4").tobytes()
+        is_equal = streamed.token_ids == unpack_tokens(greedy_tokens(packed, MOVING_TOKENS))
+        figures = streamed.figures
+        if streamed.error is not None or not figures:
+            raise ProcessError(f"the answer ended after {len(streamed.token_ids)} tokens: {streamed.error}")
+        n_resumed = len(prompt) + KILLED_AT_TOKEN
+        load_ms = move.loaded // config.block_size * pool.load_ms_per_block
+        say(
+            f"A prompt of {len(prompt):,} tokens, {MOVING_TOKENS:,} to be generated. SIGKILL to engine {move.first} "
+            f"after {KILLED_AT_TOKEN}. [bold]Engine {move.second} went on[/bold]: the only other one that reaches the "
+            f"pool and has the experts that the request uses. Of {n_resumed:,} tokens, it had "
+            f"{n_resumed - move.loaded - move.computed} itself, loaded {move.loaded:,} from the pool and computed "
+            f"{move.computed}: {load_ms + config.prefill_ms(move.computed):.0f} ms of model time instead of "
+            f"{config.prefill_ms(n_resumed):.0f} for all of them."
+        )
+        say(
+            f"The client read one stream of {len(streamed.token_ids):,} tokens, "
+            f"{'equal to' if is_equal else '[red]different from[/red]'} those of an undisturbed engine, with a pause "
+            f"of {figures['lost_ms']:.0f} ms on this machine. No booking is left."
+        )
+        return {
+            "tokens": len(streamed.token_ids),
+            "equal": is_equal,
+            "first_worker": move.first,
+            "second_worker": move.second,
+            "tokens_loaded": move.loaded,
+            "tokens_computed": move.computed,
+            "stream": figures,
+        }
+
+    def _front_options(self) -> list[str]:
+        """The front's token for the router, where one is needed, in a file that only this user can read."""
+        if self._token is None:
+            return []
+        file = self._config.directory.resolve() / "front.token"
+        file.touch(mode=0o600)
+        file.write_text(self._token)
+        return ["--router-token-file", str(file)]
+
     def _drive(self, requests: Sequence[TraceRequest], url: str, name: str, text: str) -> list[LiveOutcome]:
         with shown(self._console, f"{text:>13}", len(requests), keep=True) as step:
             run_name = f"{name}-{uuid.uuid4().hex[:8]}"
@@ -388,7 +461,7 @@ def _with_token(console: Console, directory: Path) -> tuple[dict[str, Any], str]
     token = secrets.token_urlsafe(32)
     digest = hashlib.sha256(token.encode()).hexdigest()
     file = directory.resolve() / "tokens.toml"
-    file.write_text(f'[demo]\nsha256 = "{digest}"\nrights = ["route", "read", "operate"]\n')
+    file.write_text(f'[demo]\nsha256 = "{digest}"\nrights = ["generate", "route", "read", "operate"]\n')
     console.print(f"Calls of the HTTP API need a token of {file}")
     return {"tokens_file": str(file)}, token
 

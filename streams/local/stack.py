@@ -83,12 +83,15 @@ class Stack:
         self.directory = directory
         self._children = children
 
-    def pool(self, config: PoolConfig, model: str, time_scale: float, port: str = "0") -> PoolProcess:
-        """Start a pool that engines share."""
+    def pool(
+        self, config: PoolConfig, model: str, time_scale: float, port: str = "0", options: Sequence[str] = ()
+    ) -> PoolProcess:
+        """Start a pool that engines share. options: additional options of `kvstreams sim-pool`."""
         path = self._info_path(f"pool-{config.pool_id}")
         arguments = [
             *("-m", "streams.cli", "sim-pool", "--model", model, "--time-scale", str(time_scale)),
             *("--port", port, "--info", str(path)),
+            *options,
         ]
         for name, value in asdict(config).items():
             arguments += [f"--{name.replace('_', '-')}", str(value)]
@@ -105,11 +108,20 @@ class Stack:
         time_scale: float,
         first_worker_id: int = 1,
         options: Sequence[str] = (),
+        own_options: Mapping[int, Sequence[str]] | None = None,
     ) -> list[Engine]:
-        """Start n engines at once. options: additional options of `kvstreams sim`, for each of them."""
+        """Start n engines at once.
+
+        options: additional options of `kvstreams sim`, for each of them. own_options: more of them, by worker id.
+        """
         ids = range(first_worker_id, first_worker_id + n)
+        own = own_options or {}
         started = [
-            (worker_id, self._start_engine(worker_id, config, model, time_scale, options=options)) for worker_id in ids
+            (
+                worker_id,
+                self._start_engine(worker_id, config, model, time_scale, options=[*options, *own.get(worker_id, ())]),
+            )
+            for worker_id in ids
         ]
         return [self._await_engine(worker_id, child) for worker_id, child in started]
 
@@ -137,6 +149,10 @@ class Stack:
             *("-m", "streams.cli", "sim", "--worker", str(worker_id), "--model", model),
             *("--port", http, "--events-port", events, "--replay-port", replay),
             *("--block-size", str(config.block_size), "--blocks", str(config.n_blocks)),
+            *("--prefill-ms-base", str(config.prefill_ms_base)),
+            *("--prefill-us-per-token", str(config.prefill_us_per_token)),
+            *("--decode-ms-per-token", str(config.decode_ms_per_token)),
+            *("--in-place-us-per-token", str(config.in_place_us_per_token)),
             *("--time-scale", str(time_scale)),
             *("--info", str(self._info_path(worker_id))),
             *options,
@@ -150,13 +166,18 @@ class Stack:
         info = json.loads(path.read_text())
         return Engine(worker_id, child, info["http"], info["events"], info["replay"])
 
-    def bridge(self, engines: list[Engine]) -> Child:
-        """Start one bridge for these engines; it is ready when they are in the registry (`wait_workers`)."""
+    def bridge(self, engines: Sequence[Engine], name: str = "bridge", roles: Mapping[int, str] | None = None) -> Child:
+        """Start one bridge for these engines; it is ready when they are in the registry (`wait_workers`).
+
+        roles: of engines by worker id; the others have both roles.
+        """
         arguments = ["-m", "streams.cli", "bridge"]
         for engine in engines:
             address = f"id={engine.worker_id},url={engine.url},events={engine.events},replay={engine.replay}"
+            if roles and engine.worker_id in roles:
+                address += f",role={roles[engine.worker_id]}"
             arguments += ["--engine", address]
-        return self._start("bridge", arguments, as_environ(self.settings))
+        return self._start(name, arguments, as_environ(self.settings))
 
     def worker(self, name: str = "worker", router: bool = True, env: Mapping[str, str] | None = None) -> RouterProcess:
         """Start a Faust worker, with or without a router in its process."""

@@ -21,7 +21,8 @@ class RouteAnswer(NamedTuple):
     trust that any eligible rank deserves. chosen_trust: that of the chosen rank alone. moe_filter_applied: whether only
     ranks with matching labels were candidates; None if the request does not ask for that, or repeats an id.
     candidates: every candidate's terms, if the request asks for them. queued_ms: how long the request waited; None
-    if it did not. block_size: tokens of a block of the model, only with candidates.
+    if it did not. pooled_blocks: blocks after the overlap that the rank reads in a CXL pool. block_size: tokens of a
+    block of the model, only with candidates.
     """
 
     request_id: str
@@ -35,4 +36,5 @@ class RouteAnswer(NamedTuple):
     moe_filter_applied: bool | None = None
     candidates: tuple[RankTerms, ...] | None = None
     queued_ms: float | None = None
+    pooled_blocks: int = 0
     block_size: int | None = None

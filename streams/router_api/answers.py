@@ -61,6 +61,7 @@ class RouteAnswerBody(TypedDict):
     degraded_because: NotRequired[DegradedReason]
     chosen_degraded_because: NotRequired[DegradedReason]
     moe_filter_applied: NotRequired[bool]
+    pooled_blocks: NotRequired[int]
     queued_ms: NotRequired[float]
     block_size: NotRequired[int]
     candidates: NotRequired[list[Candidate]]
@@ -207,13 +208,24 @@ class WorkerAnswer(TypedDict):
     model_block_size: int | None
     wrong_block_size_dp_ranks: list[int]
     silent_dp_ranks: list[int]
+    avoided: bool
+    avoided_ms: int
     metrics: list[ReportedMetrics]
 
 
 class WorkersAnswer(TypedDict):
-    """The registered workers, in order of id."""
+    """The registered workers, in order of id. router_mode: of this router."""
 
     workers: list[WorkerAnswer]
+    router_mode: RouterMode
+
+
+class AvoidedAnswer(TypedDict):
+    """Whether requests avoid a worker, and for how long they were asked to; see docs/http.md."""
+
+    worker_id: int
+    avoided: bool
+    avoided_ms: int
 
 
 class RemovedAnswer(TypedDict):

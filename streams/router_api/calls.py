@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from streams.router_api.answers import (
+    AvoidedAnswer,
     BookingAnswer,
     HealthAnswer,
     LiveAnswer,
@@ -208,6 +209,15 @@ CALLS: tuple[Call, ...] = (
         Right.OPERATE,
         "Let a worker get new requests again",
         UncordonedAnswer,
+    ),
+    Call(
+        "PUT",
+        "/workers/{worker_id}/avoid",
+        "avoid",
+        Tag.WORKERS,
+        Right.ROUTE,
+        "Let requests avoid a worker for a short time",
+        AvoidedAnswer,
     ),
     Call("GET", "/pools", "pools", Tag.POOLS, Right.READ, "Return the registered CXL pools", PoolsAnswer),
     Call(

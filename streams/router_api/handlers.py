@@ -285,7 +285,8 @@ class Handlers:
 
     async def workers(self, request: web.Request) -> web.Response:  # noqa: ARG002
         """Return the registered workers."""
-        return _json({"workers": [self._worker_json(worker) for worker in self._router.registry.workers()]})
+        workers = [self._worker_json(worker) for worker in self._router.registry.workers()]
+        return _json({"workers": workers, "router_mode": self._router.policy.mode})
 
     async def put_worker(self, request: web.Request) -> web.Response:
         """Register a worker, or change it."""
@@ -303,6 +304,16 @@ class Handlers:
     async def cordon(self, request: web.Request) -> web.Response:
         """Keep new requests from a worker."""
         return _json(self._worker_json(await asyncio.to_thread(self._router.registry.cordon, _worker_id(request))))
+
+    async def avoid(self, request: web.Request) -> web.Response:
+        """Let requests avoid a worker for a short time."""
+        worker_id, router = _worker_id(request), self._router
+        await asyncio.to_thread(router.registry.avoid, worker_id)
+        return _json({"worker_id": worker_id, **self._avoided_json(worker_id)})
+
+    def _avoided_json(self, worker_id: WorkerId) -> dict[str, Any]:
+        avoided, remaining_ms = self._router.view.avoided(worker_id)
+        return {"avoided": avoided, "avoided_ms": remaining_ms}
 
     async def _short_body(self, request: web.Request) -> bytes:
         """Read a JSON body without tokens or hashes."""
@@ -324,6 +335,7 @@ class Handlers:
             "model_block_size": None if served is None else served.block_size,
             "wrong_block_size_dp_ranks": view.ranks_of_wrong_block_size(worker),
             "silent_dp_ranks": view.silent_ranks(worker.worker_id),
+            **self._avoided_json(worker.worker_id),
             "metrics": [report_json(report) for report in view.reports_of(worker)],
         }
 

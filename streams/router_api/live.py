@@ -167,6 +167,8 @@ class Live:
             return "wrong_block_size", None
         if view.silent_ranks(worker.worker_id):
             return "silent", None
+        if view.avoided(worker.worker_id)[0]:
+            return "avoided", None
         ranks: tuple[RankId, ...] = tuple(worker.ranks())
         trust = view.trust(ranks)
         return trust.mode, trust.reason

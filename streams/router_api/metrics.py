@@ -64,7 +64,7 @@ RANK_DEGRADED_REASONS = (
     DegradedReason.OWNER_BEHIND,
 )
 
-_RANK_STATES = ("registered", "cordoned", "wrong_block_size", "silent", "degraded", "approximate")
+_RANK_STATES = ("registered", "cordoned", "wrong_block_size", "silent", "avoided", "degraded", "approximate")
 _ERROR_CODES = tuple(sorted({*(error.code for error in API_ERRORS), *HTTP_CODES.values(), HTTP_ERROR}))
 _PLAIN_TOPICS = topics(Settings())
 _WORKER = Label("worker", values_max=VALUES_MAX)
@@ -102,6 +102,7 @@ class RouterSnapshot:
             ranks.cordoned,
             ranks.wrong_block_size,
             ranks.silent,
+            ranks.avoided,
             ranks.degraded.total(),
             ranks.approximate,
         )
@@ -329,10 +330,15 @@ ROUTER_METRICS: tuple[Metric[RouterSnapshot], ...] = (
     gauge(
         "kvstreams_ranks",
         "Ranks of registered workers by state. `registered` counts all ranks; a rank may also be in several other "
-        "states. No request goes to a `cordoned`, `wrong_block_size` or `silent` rank. Answers that involve a "
-        "`degraded` or `approximate` rank have that mode",
+        "states. No request goes to a `cordoned`, `wrong_block_size` or `silent` rank, and none to an `avoided` "
+        "one while there is another. Answers that involve a `degraded` or `approximate` rank have that mode",
         RouterSnapshot.ranks_by_state,
         Label("state", _RANK_STATES),
+    ),
+    counter(
+        "kvstreams_avoidances_total",
+        "Records read that make routers avoid a worker for a while, since a request that was sent there failed",
+        lambda now: now.router.view.avoidances.n_read,
     ),
     gauge(
         "kvstreams_degraded_ranks",

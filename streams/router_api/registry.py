@@ -1,22 +1,32 @@
-"""The calls that change the registry: workers, cordons and CXL pools.
+"""The calls that change the registry: workers, cordons, avoidances and CXL pools.
 
-What lives here: one method per call, each of which returns after Kafka has taken the change. What must not: HTTP,
-decisions (router), and the epochs of pools (cxl.pool_registry).
+What lives here: one method per call. Each of them, except for `avoid`, returns after Kafka has taken the change. What
+must not: HTTP, decisions (router), and the epochs of pools (cxl.pool_registry).
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from confluent_kafka import KafkaError, KafkaException, Producer
 
-from streams.codec import cordon_key, encode_batch, encode_cordon, encode_model, encode_worker, model_key
+from streams.codec import (
+    avoid_key,
+    cordon_key,
+    encode_avoidance,
+    encode_batch,
+    encode_cordon,
+    encode_model,
+    encode_worker,
+    model_key,
+)
 from streams.core.events import EngineBatch, WorkerRemoved
 from streams.core.ids import DpRank, RankId, WorkerId
-from streams.core.workers import Cordon, Worker, WorkerState
+from streams.core.workers import Avoidance, Cordon, Worker, WorkerState
 from streams.cxl.events import CxlPool
 from streams.cxl.pool_registry import next_epoch, registered_pool, write_pool_change
 from streams.cxl.records import encode_pool, pool_key
@@ -28,6 +38,12 @@ from streams.router_api.wire import PoolBody, pool_members
 from streams.settings import Settings
 from streams.topics import topics
 from streams.waiting import wait_for
+
+log = logging.getLogger(__name__)
+
+#: An avoidance is written at most once in this time for each worker. When an engine dies, every request that it had
+#: fails at the same moment, and every front reports it.
+AVOID_AGAIN_MS = 1000
 
 #: How long a call that changes the registry waits for Kafka to take the change.
 PUBLISH_TIMEOUT_S = 10.0
@@ -55,6 +71,7 @@ class Registry:
         self._kafka: Producer | None = None
         self._creating = threading.Lock()
         self._removals_unknown: dict[WorkerId, None] = {}  # in order of the calls
+        self._avoidances: dict[WorkerId, Avoidance] = {}  # those that this router wrote last, until they are over
 
     def poll(self) -> None:
         """Take what the client reports; call it about every half second.
@@ -127,6 +144,38 @@ class Registry:
         if registered is not None and registered.state is WorkerState.CORDONED:
             # An earlier version cordoned the worker in the worker's own record.
             self._publish_registry(worker_key(worker_id), encode_worker(replace(registered, state=WorkerState.ACTIVE)))
+
+    def avoid(self, worker_id: WorkerId) -> None:
+        """Let requests avoid a worker for router_avoid_s, on this router at once.
+
+        The other routers follow as soon as they read the record. The call does not wait for Kafka: while Kafka is away,
+        only this router avoids the worker. Raises UnknownId.
+        """
+        self.worker(worker_id)
+        ttl_ms = int(self._settings.router_avoid_s * 1000)
+        if not ttl_ms or self._view.avoided(worker_id)[1] > max(0, ttl_ms - AVOID_AGAIN_MS):
+            return
+        avoidance = Avoidance(worker_id, _now_ms(), ttl_ms)
+        self._view.fold_worker(avoid_key(worker_id), encode_avoidance(avoidance))
+        self._avoidances[worker_id] = avoidance
+        self._check_topics()
+        self._send(avoid_key(worker_id), encode_avoidance(avoidance))
+
+    def forget(self, avoidances: Iterable[Avoidance]) -> None:
+        """Delete the records of avoidances that are over, as far as this router wrote them."""
+        for each in avoidances:
+            if self._avoidances.get(each.worker_id) == each:
+                del self._avoidances[each.worker_id]
+                self._send(avoid_key(each.worker_id), None)
+
+    def _send(self, key: bytes, value: bytes | None) -> None:
+        """Publish a record of the registry without waiting. It is lost if Kafka is away for longer than seconds."""
+        kafka = self._producer()
+        try:
+            kafka.produce(self._topics.workers.name, key=key, value=value)
+            kafka.poll(0.0)
+        except (BufferError, KafkaException) as exc:
+            log.warning("a record of the registry is lost: %s", exc)
 
     def delete_worker(self, worker_id: WorkerId) -> None:
         """Remove a worker from the registry, and from the index in order with its events. Its cordon stays."""

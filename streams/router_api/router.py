@@ -54,7 +54,7 @@ from streams.router_api.loads_sync import READ_INTERVAL_S, LoadsSync
 from streams.router_api.prompt_matches import PromptMatches
 from streams.router_api.registry import PUBLISH_TIMEOUT_S, Registry
 from streams.router_api.request_ids import RequestIds
-from streams.router_api.topic_readers import Feed, Feeds, key_and_value, one_by_one
+from streams.router_api.topic_readers import Feed, Feeds, key_and_value, one_by_one, one_by_one_live
 from streams.router_api.trust import FALLBACK, NOT_IN_SYNC, AnswerMode, Trust
 from streams.router_api.view import View
 from streams.router_api.wire import (
@@ -181,7 +181,7 @@ class Router:
         feeds = {
             "workers": Feed(
                 self._topics.workers,
-                one_by_one(lambda record: self.view.fold_worker(record.key, record.value)),
+                one_by_one_live(lambda record, live: self.view.fold_worker(record.key, record.value, live)),
             ),
             # Read from its end, because bridges soon report every engine again.
             "metrics": Feed(
@@ -246,8 +246,11 @@ class Router:
         return self.loads.unacknowledged
 
     def tick(self) -> None:
-        """Serve delivery reports, expire bookings, and let policies learn; call it about every half second."""
+        """Serve delivery reports, expire bookings and avoidances, and let policies learn; call it every half second."""
         self.loads.poll()
+        over = self.view.expire_avoidances()
+        if over:
+            self.registry.forget(over)
         self.registry.poll()
         for _ in range(LEARNT_MAX // LEARNT_TOGETHER_MAX):
             with self.loads.locked() as loads:
@@ -458,6 +461,7 @@ class Router:
             chosen_trust,
             prepared.moe_filter_applied,
             decision.candidates if request.explain else None,
+            pooled_blocks=chosen.cxl_accessible_scores,
             block_size=prepared.block_size if request.explain else None,
         )
 

@@ -60,12 +60,17 @@ class Feed:
 
 def one_by_one(fold: Callable[[Record], None]) -> Fold:
     """Make a fold from a function that takes one record and raises BadRecord for one that cannot be used."""
+    return one_by_one_live(lambda record, _: fold(record))
 
-    def fold_all(messages: Sequence[Message], live: bool) -> list[tuple[int, BadRecord]]:  # noqa: ARG001
+
+def one_by_one_live(fold: Callable[[Record, bool], None]) -> Fold:
+    """The same for a function that is also given whether the record was written after the end was first reached."""
+
+    def fold_all(messages: Sequence[Message], live: bool) -> list[tuple[int, BadRecord]]:
         bad = []
         for position, message in enumerate(messages):
             try:
-                fold(as_record(message))
+                fold(as_record(message), live)
             except BadRecord as exc:
                 bad.append((position, exc))
         return bad

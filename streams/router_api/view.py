@@ -22,11 +22,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from streams.codec import (
+    AVOID_KEY_PREFIX,
     CORDON_KEY_PREFIX,
     MODEL_KEY_PREFIX,
+    decode_avoidance,
     decode_cordon,
     decode_model,
     decode_worker,
+    parse_avoid_key,
     parse_cordon_key,
 )
 from streams.core.block_facts.fact_sets import CompiledFactSets, FactSets, PythonFactSets, RankNumbering
@@ -38,17 +41,19 @@ from streams.core.index.predicted_index import PredictedPrefixIndex
 from streams.core.index.run_fold import PlainRunFold, RunFold
 from streams.core.kernels.available import kernels_available
 from streams.core.reducer.ordering import Health, Progress
+from streams.core.routing.avoidance import avoided_workers
 from streams.core.routing.busy import BlocksInUse
 from streams.core.routing.decision import FleetState
 from streams.core.routing.eligibility import EligibleRanks, FilterReason, WorkerFilter, eligible_ranks, refusals
 from streams.core.routing.supplementary import SupplementaryMatches, locked_holders
-from streams.core.workers import ServedModel, Worker, WorkerState, differs_in_lease_only
+from streams.core.workers import Avoidance, ServedModel, Worker, WorkerState, differs_in_lease_only
 from streams.cxl.events import CxlPool
 from streams.cxl.pooled_view import PooledBlock
 from streams.cxl.records import POOL_KEY_PREFIX
 from streams.errors import BadRecord, IndexFull, UnknownModel
 from streams.kafka import worker_key
 from streams.model_registry import block_size_contradicted
+from streams.router_api.avoidances import Avoidances
 from streams.router_api.engine_reports import EngineReports
 from streams.router_api.supplementary_facts import SupplementaryFacts
 from streams.router_api.trust import APPROXIMATE, FALLBACK, DegradedReason, Trust, TrustTracker
@@ -100,6 +105,7 @@ LabelsOf = Callable[["RunColumns", int, int], "dict[int, list[LabelledBlock]]"]
 
 _NO_SCORES = OverlapScores({})
 _NO_RANKS: frozenset[RankId] = frozenset()
+_NO_WORKERS: frozenset[WorkerId] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +116,7 @@ class RankCounts:
     cordoned: int
     wrong_block_size: int
     silent: int
+    avoided: int
     approximate: int
     degraded: Counter[DegradedReason]
 
@@ -198,6 +205,8 @@ class View:
         self._eventless: dict[WorkerId, frozenset[RankId]] = {}
         self._eventless_ranks: frozenset[RankId] = _NO_RANKS
         self._cordons: set[WorkerId] = set()
+        self.avoidances = Avoidances()
+        self._avoided: frozenset[WorkerId] | None = _NO_WORKERS  # those within the limit; None if not known
         self._served: dict[str, ServedModel] = {}  # the registry's models
         self._wrong_size: set[RankId] = set()  # ranks whose events have another block size than the scope's
         self._trust = TrustTracker(
@@ -217,7 +226,8 @@ class View:
         self._models: frozenset[str] | None = None
         self._eligible: dict[WorkerFilter, Sequence[RankId]] = {}
         self._lists_adapters: bool | None = None  # whether any worker lists its LoRA adapters; None if not known
-        self._eligible_tables: dict[WorkerFilter, EligibleRanks] = {}  # by the part that many filters share
+        # By the part that many filters share, and the workers that are left out because they are avoided.
+        self._eligible_tables: dict[tuple[WorkerFilter, frozenset[WorkerId]], EligibleRanks] = {}
         self.cached_filters_bytes = 0  # about how much memory these filters take
         self._silent: set[RankId] = set()  # ranks that were not heard from within their lease
         self.records_over_capacity = 0
@@ -373,8 +383,11 @@ class View:
             (self._silent.add if silent else self._silent.discard)(rank)
             self._forget_eligible()
 
-    def fold_worker(self, key: bytes, value: bytes | None) -> None:
-        """Fold one record of the registry: a worker, a cordon, a model or a CXL pool. Raises BadRecord."""
+    def fold_worker(self, key: bytes, value: bytes | None, live: bool = True) -> None:
+        """Fold one record of the registry: a worker, a cordon, an avoidance, a model or a CXL pool. Raises BadRecord.
+
+        live: as in `fold_index`.
+        """
         if key.startswith(POOL_KEY_PREFIX):
             self._facts.fold_pool(key, value)
             return
@@ -383,6 +396,9 @@ class View:
             return
         if key.startswith(MODEL_KEY_PREFIX):
             self._fold_model(key, value)
+            return
+        if key.startswith(AVOID_KEY_PREFIX):
+            self._fold_avoidance(key, value, live)
             return
         try:
             worker_id = WorkerId(int(key))
@@ -425,6 +441,44 @@ class View:
             if registered is not None:
                 self.workers[worker_id] = self._with_cordon(registered)
                 self._forget_eligible()
+
+    def _fold_avoidance(self, key: bytes, value: bytes | None, live: bool) -> None:
+        """Fold an avoidance. It ends by its time; its tombstone only lets Kafka forget the record."""
+        if value is None:
+            parse_avoid_key(key)
+            return
+        avoidance = decode_avoidance(key, value, self._settings.schema_ids)
+        if not live:
+            return
+        with self._lock:
+            if self.avoidances.add(avoidance, self._now_ms()):
+                self._forget_eligible()
+
+    def expire_avoidances(self) -> list[Avoidance]:
+        """Let requests go again to workers that have been avoided for long enough; returns what is over."""
+        if not len(self.avoidances):
+            return []
+        with self._lock:
+            over = self.avoidances.expire(self._now_ms())
+            if over:
+                self._forget_eligible()
+        return over
+
+    def avoided(self, worker_id: WorkerId) -> tuple[bool, int]:
+        """Return whether requests avoid a worker, and for how many ms they are asked to; 0 if they are not.
+
+        Requests do not avoid it, although they are asked to, if too much of its model would be avoided.
+        """
+        with self._lock:
+            return worker_id in self._avoided_now(), self.avoidances.remaining_ms(worker_id, self._now_ms())
+
+    def _avoided_now(self) -> frozenset[WorkerId]:
+        """The workers that requests avoid. Called under the lock."""
+        avoided = self._avoided
+        if avoided is None:
+            unusable = self._silent | self._wrong_size
+            avoided = self._avoided = avoided_workers(self.avoidances, self.workers, unusable)
+        return avoided
 
     def _with_cordon(self, worker: Worker) -> Worker:
         if worker.worker_id not in self._cordons or worker.state is WorkerState.CORDONED:
@@ -536,17 +590,23 @@ class View:
         if ranks is not None:
             return ranks
         with self._lock:
-            shared = worker_filter.shared()
-            table = self._eligible_tables.get(shared)
-            if table is None:
-                if len(self._eligible_tables) >= _CACHED_TABLES_MAX:
-                    self._eligible_tables.clear()
-                ranks = eligible_ranks(self.workers, shared, self._silent, self._wrong_size)
-                table = self._table_of(tuple(ranks), shared)
-                self._eligible_tables[shared] = table
-            ranks = table.narrowed(worker_filter)
+            avoided = self._avoided_now()
+            ranks = self._eligible_table(worker_filter.shared(), avoided).narrowed(worker_filter)
+            if avoided and not ranks:  # avoiding a worker never refuses a request
+                ranks = self._eligible_table(worker_filter.shared(), _NO_WORKERS).narrowed(worker_filter)
             self._cache_eligible(worker_filter, ranks)
             return ranks
+
+    def _eligible_table(self, shared: WorkerFilter, avoided: frozenset[WorkerId]) -> EligibleRanks:
+        """Return the ranks that pass shared filters, without those of avoided workers. Called under the lock."""
+        table = self._eligible_tables.get((shared, avoided))
+        if table is None:
+            if len(self._eligible_tables) >= _CACHED_TABLES_MAX:
+                self._eligible_tables.clear()
+            ranks = eligible_ranks(self.workers, shared, self._silent, self._wrong_size, avoided)
+            table = self._table_of(tuple(ranks), shared)
+            self._eligible_tables[shared, avoided] = table
+        return table
 
     def _table_of(self, ranks: tuple[RankId, ...], shared: WorkerFilter) -> EligibleRanks:
         """Return a table of ranks, for adapters that the same ranks serve the same one: columns belong to a table."""
@@ -567,6 +627,7 @@ class View:
     def _forget_eligible(self) -> None:
         """Drop the cached ranks, since the registry or a rank's state has changed. Called under the lock."""
         self.changes += 1
+        self._avoided = None if len(self.avoidances) else _NO_WORKERS
         self._eligible.clear()
         self._eligible_tables.clear()
 
@@ -751,6 +812,7 @@ class View:
             n_approximate = len(ranks.ranks)
         with self._lock:
             workers = list(self.workers.values())
+            avoided = self._avoided_now()
             return RankCounts(
                 registered=len(ranks.ranks),
                 cordoned=sum(worker.dp_size for worker in workers if worker.state is WorkerState.CORDONED),
@@ -758,6 +820,7 @@ class View:
                     self._has_wrong_size(worker, rank) for worker in workers for rank in worker.ranks()
                 ),
                 silent=sum(rank in ranks.number for rank in self._silent),
+                avoided=sum(self.workers[worker_id].dp_size for worker_id in avoided),
                 approximate=n_approximate,
                 degraded=degraded,
             )

@@ -549,6 +549,8 @@ def answer_json(answer: RouteAnswer) -> dict[str, Any]:
         fields["chosen_degraded_because"] = chosen_trust.reason
     if answer.moe_filter_applied is not None:
         fields["moe_filter_applied"] = answer.moe_filter_applied
+    if answer.pooled_blocks:
+        fields["pooled_blocks"] = answer.pooled_blocks
     if answer.queued_ms is not None:
         fields["queued_ms"] = answer.queued_ms
     if answer.candidates is not None:

@@ -7,11 +7,14 @@ What lives here: values only, and the hashing of a prompt. What must not: rules 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 from streams.core.hashing import hash_seed, local_hashes, sequence_hashes
 from streams.core.ids import EngineHash, HashArray
 from streams.sim.synthetic_tokens import BYTES_PER_TOKEN, answer_tokens
+
+#: Where blocks are: on the GPU, or in a shared pool whose blocks a running request reads in place.
+Medium = Literal["GPU", "SHARED"]
 
 
 class PromptHashes(NamedTuple):
@@ -38,7 +41,8 @@ class ModelRequest:
     output_seed: u64; together with the position it determines each token of the answer. answer: these tokens as u32 LE
     [n_output_tokens], if the caller has chosen them otherwise. hashes: `hash_prompt` of this
     prompt with the engine's block size and this adapter, if the caller has it; otherwise computed by `submit`.
-    reports_reuse: whether the cached blocks that the request reuses are reported (`KvReused`).
+    reports_reuse: whether the cached blocks that the request reuses are reported (`KvReused`). n_transferred_blocks:
+    leading blocks of the prompt that another engine has computed, and that are transferred from it.
     """
 
     request_id: str
@@ -49,6 +53,7 @@ class ModelRequest:
     hashes: PromptHashes | None = None
     reports_reuse: bool = False
     answer: bytes | None = None
+    n_transferred_blocks: int = 0
 
     def answered(self, start: int, end: int) -> bytes:
         """Return the answer's tokens start..end as u32 LE."""
@@ -62,7 +67,9 @@ class KvStored:
     """Consecutive full blocks can now be found in the cache.
 
     parent: engine hash of the preceding block, None at the root. engine, local, sequence: uint64[n].
-    tokens: u32 LE of the n blocks. start: position of the first block on its chain, in blocks.
+    tokens: u32 LE of the n blocks. start: position of the first block on its chain, in blocks. generated: whether they
+    filled while an answer was generated, and are not all of a prompt. medium: of blocks that a request reads in place,
+    SHARED; nothing has changed in the cache then, and the blocks count until their removal.
     """
 
     at_ms: float
@@ -73,6 +80,8 @@ class KvStored:
     tokens: bytes
     start: int
     lora_name: str | None
+    generated: bool = False
+    medium: Medium = "GPU"
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,10 +99,14 @@ class KvReused:
 
 @dataclass(frozen=True, slots=True)
 class KvRemoved:
-    """Hashed blocks were evicted. engine: uint64[n], one entry per physical copy, in the order of eviction."""
+    """Hashed blocks were evicted. engine: uint64[n], one entry per physical copy, in the order of eviction.
+
+    medium: SHARED if a request has ended that read them in place.
+    """
 
     at_ms: float
     engine: HashArray
+    medium: Medium = "GPU"
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +179,8 @@ class EngineStats:
     n_running: prefilling and decoding. n_waiting: submitted, not started. n_blocks_used: held by a running request.
     n_blocks_cached: can be found, held by none. queried_tokens: prompt tokens of all started requests. Of these,
     hit_tokens were cached and loaded_tokens came from the shared pool; the others are computed. pool_queried_tokens:
-    tokens that the shared pool was asked for.
+    tokens that the shared pool was asked for. n_blocks_used_max: most blocks used at a time since the start.
+    in_place_tokens: of loaded_tokens, those that were read in the pool and took no blocks.
     """
 
     n_running: int
@@ -178,6 +192,8 @@ class EngineStats:
     queried_tokens: int
     loaded_tokens: int = 0
     pool_queried_tokens: int = 0
+    n_blocks_used_max: int = 0
+    in_place_tokens: int = 0
 
     @property
     def computed_tokens(self) -> int:

@@ -20,6 +20,7 @@ import xxhash
 import zmq
 import zmq.asyncio
 
+from streams.core.cxl_memory import CxlMemoryState
 from streams.core.events import MoeLabels
 from streams.core.ids import EngineHash
 from streams.errors import SettingsError
@@ -60,7 +61,8 @@ class WireForm:
     names; `map_batch` if the batch has field names too, as in vLLM's main branch; `sglang_array` and `sglang_map` as
     SGLang wrote them until 0.5.17 and writes them since 0.5.20; `trtllm` for TensorRT-LLM's JSON. page_size: tokens of
     a page of SGLang and TensorRT-LLM, which divides the block size; 0 for whole blocks. moe: labels of every stored
-    block, which only vLLM's events with field names can carry. Raises SettingsError.
+    block, which only vLLM's events with field names can carry. accessible_workers: those that can read the blocks that
+    this engine writes to a shared pool; () for all members of the pool. Raises SettingsError.
     """
 
     block_size: int
@@ -70,6 +72,7 @@ class WireForm:
     lora_names: tuple[str, ...] = ()
     moe: MoeLabels | None = None
     page_size: int = 0
+    accessible_workers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.hash_dialect not in get_args(HashDialect):
@@ -103,16 +106,20 @@ class WireForm:
             case KvRemoved():
                 # One event per block, as vLLM's block pool emits them.
                 hashes = self._hashes(event.engine.tolist())
-                return [self._tagged("BlockRemoved", {"block_hashes": [each], "medium": MEDIUM}) for each in hashes]
+                medium = event.medium
+                return [self._tagged("BlockRemoved", {"block_hashes": [each], "medium": medium}) for each in hashes]
             case KvCleared():
                 return [self._tagged("AllBlocksCleared", {})]
             case CxlChanged():
-                moved = {
+                moved: dict[str, Any] = {
                     "event_id": event_id,
                     "block_hashes": self._hashes(event.engine.tolist()),
                     "new_state": event.state.value,
                     "pool_id": event.pool_id,
                 }
+                # Later states keep the workers that this one names.
+                if self.accessible_workers and event.state is CxlMemoryState.IN_TRANSIT:
+                    moved["accessible_workers"] = list(self.accessible_workers)
                 return [self._tagged("CxlStateTransition", moved)]
             case _:
                 assert_never(event)
@@ -125,7 +132,7 @@ class WireForm:
     def _paged_events(self, event: BlockEvent) -> list[Any]:
         """Return the events of SGLang or TensorRT-LLM, whose pages may be smaller than the model's blocks.
 
-        They report no reuse, and no copies of a block (see CopyCounter).
+        They report no reuse, and no copies of a block (see CopyCounter). They read no blocks in place.
         """
         match event:
             case KvStored():
@@ -207,7 +214,7 @@ class WireForm:
             "token_ids": unpack_tokens(event.tokens),
             "block_size": self.block_size,
             "lora_id": None if name is None else self.lora_names.index(name) + 1,
-            "medium": MEDIUM,
+            "medium": event.medium if isinstance(event, KvStored) else MEDIUM,
             "lora_name": name,
         }
         if self.moe is not None:

@@ -1,7 +1,8 @@
 """A simulated engine's journal: every change of its cache with the time at which it happened.
 
 What lives here: writing the file (`Journal`), and reading it as intervals of time (`CacheHistory`). What must not: the
-cache (block_cache). A check of a router compares its answers with this file, which survives SIGKILL of the engine.
+cache (block_cache). A check of a router compares its answers with this file, which survives SIGKILL of the engine. It
+also has what each prefill computed. A pool writes such a file too: what it holds, and what it has given.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import IO, Self
 
-from streams.sim.engine_messages import KvCleared, KvRemoved, KvStored
+from streams.sim.engine_messages import FirstToken, KvCleared, KvRemoved, KvStored
 
 #: End of an interval that has not ended yet.
 _OPEN_NS = (1 << 63) - 1
@@ -31,12 +32,33 @@ class Journal:
         """Write those of an engine's events that change its cache."""
         for event in events:
             match event:
-                case KvStored():
+                case KvStored(medium="GPU"):
                     self._write({"stored": [event.engine.tolist(), event.sequence.tolist()]})
-                case KvRemoved():
+                case KvRemoved(medium="GPU"):
                     self._write({"removed": event.engine.tolist()})
                 case KvCleared():
                     self._write({"cleared": True})
+
+    def note_prefill(self, request: str | None, first: FirstToken) -> None:
+        """Write what a prefill computed. request: the client's id of it."""
+        self._write(
+            {
+                "prefilled": {
+                    "request": request,
+                    "prompt_tokens": first.prompt_tokens,
+                    "cached_tokens": first.cached_tokens,
+                    "pooled_tokens": first.pooled_tokens,
+                }
+            }
+        )
+
+    def note_sent(self, request: str | None) -> None:
+        """Write that the first tokens of a stream are being sent."""
+        self._write({"sent": request})
+
+    def note_pool(self, change: str, keys: Sequence[int], n_given: int | None = None) -> None:
+        """Write a change of a pool's content, or with n_given, how many of the keys asked for it has given."""
+        self._write({change: [str(key) for key in keys], **({} if n_given is None else {"n_given": n_given})})
 
     def close(self) -> None:
         """Close the file."""
@@ -84,6 +106,8 @@ class CacheHistory:
             case {"removed": list(engine)}:
                 for name in engine:
                     self._remove(name, at_ns)
+            case {"prefilled": _} | {"sent": _}:
+                pass
             case _:
                 self.clear(at_ns)
 

@@ -14,7 +14,10 @@ block; here a request starts only when its whole answer is sure to fit, so nothi
 
 With a shared pool (`use_pool`), a request that starts puts out `PoolAsked`, which asks how far its prefix continues in
 the pool. The caller replies with `pool_answered`, and the prefill begins by loading. Offloading, and the transitions
-that are reported for it, belong to `pool`.
+that are reported for it, belong to `pool`. An engine may also read these blocks in the pool for as long as the request
+runs, without blocks of its own for them. It reports them as blocks of the medium SHARED, so that consumers of the
+events know the parents of the blocks that it stores after them. Blocks that a request has on another engine are loaded
+in the same way.
 """
 
 from __future__ import annotations
@@ -38,6 +41,7 @@ from streams.sim.engine_messages import (
     KvRemoved,
     KvReused,
     KvStored,
+    Medium,
     ModelRequest,
     Output,
     PoolAsked,
@@ -81,6 +85,7 @@ class _Job:
         "n_blocks_total",
         "n_hashed",
         "n_hit",
+        "n_in_place",
         "n_loaded",
         "n_prompt",
         "order",
@@ -88,6 +93,8 @@ class _Job:
         "sequence",
         "sequence_list",
         "start_ms",
+        "step_ms",
+        "takes_later",
     )
 
     def __init__(self, request: ModelRequest, hashes: PromptHashes, arrival_ms: float, order: int, block_size: int):
@@ -95,20 +102,24 @@ class _Job:
         self.arrival_ms = arrival_ms
         self.order = order
         self.n_prompt = len(request.tokens) // BYTES_PER_TOKEN
-        # The last token of an answer is never fed back, so it takes no space in the cache.
+        # Blocks of this engine. The last token of an answer is never fed back, so it takes no space in the cache.
         self.n_blocks_total = -(-(self.n_prompt + request.n_output_tokens - 1) // block_size)
         self.local = hashes.local  # uint64[n]; of the prompt, and of prompt and answer once the prefill has ended
         self.sequence = hashes.sequence  # as local
         self.sequence_list: list[int] = hashes.sequence.tolist()  # as sequence; dict keys are Python integers
-        self.blocks: list[int] = []  # block table: physical ids by position, empty while waiting
-        self.n_hashed = 0  # leading entries of `blocks` that are hashed: hits, then the blocks that this job stored
+        self.blocks: list[int] = []  # block table: physical ids by position without those in place, empty while waiting
+        self.n_hashed = 0  # leading positions that are hashed: hits, those in place, then the blocks that it stored
         self.n_hit = 0
-        self.n_loaded = 0  # blocks after the hits that came from the shared pool; stored here like computed ones
+        # Blocks after the hits that came from the shared pool or another engine; stored here like computed ones.
+        self.n_loaded = 0
+        self.n_in_place = 0  # of the loaded blocks: n_loaded if they are read in the pool, otherwise 0
+        self.takes_later = False  # whether it takes blocks once the pool has answered, since it reads in place
         self.engine_tail: EngineHash | None = None  # engine hash of block n_hashed - 1
         self.chain: HashArray = hashes.sequence[:0]  # engine hashes of the blocks after the hits, in order
         self.answer = b""  # the prompt's partial block and the answer without its last token, u32 LE
         self.start_ms = float("inf")  # of the prefill, loading included
         self.first_ms = float("inf")  # end of the prefill
+        self.step_ms = 0.0  # of one decode step
         self.cancelled = False  # while its prefill was running
         self.blocked_at = _NEVER  # number of releases when it last found too few blocks; it retries after the next one
 
@@ -134,7 +145,8 @@ class EngineModel:
         self._due: list[tuple[float, _Due, int, _Job, str]] = []  # heap; at most one entry per running job
         self._prefilling = False
         self._asked: _Job | None = None  # the prefilling job while it waits for the pool's answer
-        self._uses_pool = False
+        self._uses_pool = self._reads_in_place = False
+        self._later: list[Output] = []  # of calls that return none; put out by the next `advance`
         self._gpu_free_ms = float("-inf")  # end of the last prefill
         self._reserved = 0  # blocks promised to running jobs and not taken yet; always <= allocatable
         self._n_releases = 0
@@ -144,6 +156,8 @@ class EngineModel:
         self._queried_tokens = 0
         self._loaded_tokens = 0
         self._pool_queried_tokens = 0
+        self._in_place_tokens = 0
+        self._n_blocks_used_max = 0
 
     # -- in ------------------------------------------------------------------------------------------------------------
 
@@ -205,7 +219,7 @@ class EngineModel:
         else:
             self._due = [entry for entry in self._due if entry[3] is not job]
             heapq.heapify(self._due)
-            self._release(now_ms, job)
+            self._release(now_ms, job, self._later)
 
     def clear(self, now_ms: float) -> list[Output]:
         """Reset the prefix cache in its state after the last `advance`.
@@ -217,9 +231,12 @@ class EngineModel:
         self._cache.clear()
         return [KvCleared(now_ms)]
 
-    def use_pool(self, uses: bool) -> None:
-        """Set whether requests that start from now on ask a shared pool. The caller answers each `PoolAsked`."""
-        self._uses_pool = uses
+    def use_pool(self, uses: bool, in_place: bool = False) -> None:
+        """Set whether requests that start from now on ask a shared pool. The caller answers each `PoolAsked`.
+
+        in_place: whether they read what it has there instead of loading it.
+        """
+        self._uses_pool, self._reads_in_place = uses, in_place
 
     def pool_answered(self, request_id: str, n_blocks: int, wait_ms: float) -> None:
         """Begin the prefill of the request that asked the pool.
@@ -240,6 +257,12 @@ class EngineModel:
         self._asked = None
         job.n_loaded = n_blocks
         self._loaded_tokens += n_blocks * self.config.block_size
+        if job.takes_later:
+            job.n_in_place = n_blocks
+            job.n_blocks_total -= n_blocks
+            self._reserved -= n_blocks
+            self._in_place_tokens += n_blocks * self.config.block_size
+            self._take_for_prompt(job.start_ms, job, self._later)
         self._prefill(job.start_ms + (wait_ms if n_blocks else 0.0), job)
 
     # -- time ----------------------------------------------------------------------------------------------------------
@@ -254,7 +277,7 @@ class EngineModel:
 
     def advance(self, to_ms: float) -> list[Output]:
         """Let everything happen that is due at or before `to_ms`, in the order of time. Returns the outputs."""
-        out: list[Output] = []
+        out, self._later = self._later, []
         while True:
             start_ms = self._start_ms()
             # Among equal times a start is last (see _Due), so it goes first only if it is strictly earlier.
@@ -285,9 +308,9 @@ class EngineModel:
         job = self._running.get(request_id)
         if job is None or at_ms < job.first_ms:
             return 0
-        if self.config.decode_ms_per_token == 0.0:
+        if job.step_ms == 0.0:
             return job.request.n_output_tokens
-        n_steps = int((at_ms - job.first_ms) / self.config.decode_ms_per_token)
+        n_steps = int((at_ms - job.first_ms) / job.step_ms)
         return min(1 + n_steps, job.request.n_output_tokens)
 
     def cached_blocks(self) -> CachedBlocks:
@@ -306,6 +329,8 @@ class EngineModel:
             queried_tokens=self._queried_tokens,
             loaded_tokens=self._loaded_tokens,
             pool_queried_tokens=self._pool_queried_tokens,
+            n_blocks_used_max=self._n_blocks_used_max,
+            in_place_tokens=self._in_place_tokens,
         )
 
     def check(self) -> None:
@@ -358,22 +383,37 @@ class EngineModel:
             out.append(KvReused(at_ms, self._cache.engine[hits], tokens, job.request.lora_name))
         self._cache.hold(hits)
         job.start_ms = at_ms
-        n_new_now = -(-job.n_prompt // block_size) - len(hits)
-        job.blocks = hits + self._take(n_new_now, at_ms, out)
-        self._reserved += n_new_total - n_new_now
+        job.blocks = list(hits)
+        self._reserved += n_new_total
+        n_transferred = max(0, min(job.request.n_transferred_blocks, n_hits_max) - len(hits))
+        asks = self._uses_pool and len(hits) < n_hits_max and not n_transferred
+        job.takes_later = asks and self._reads_in_place
+        if not job.takes_later:
+            self._take_for_prompt(at_ms, job, out)
         job.n_hit = job.n_hashed = len(hits)
         job.engine_tail = EngineHash(int(self._cache.engine[hits[-1]])) if hits else None
         self._running[job.request.request_id] = job
         self._prefilling = True
         self._hit_tokens += len(hits) * block_size
         self._queried_tokens += job.n_prompt
-        if self._uses_pool and len(hits) < n_hits_max:
+        if n_transferred:
+            job.n_loaded = n_transferred
+            self._loaded_tokens += n_transferred * block_size
+            self._prefill(at_ms + self.config.transfer_ms(n_transferred * block_size), job)
+            return
+        if asks:
             keys = tuple(job.sequence_list[len(hits) : n_hits_max])
             self._pool_queried_tokens += len(keys) * block_size
             self._asked = job
             out.append(PoolAsked(job.request.request_id, at_ms, keys))
             return
         self._prefill(at_ms, job)
+
+    def _take_for_prompt(self, at_ms: float, job: _Job, out: list[Output]) -> None:
+        """Take the blocks of the prompt that are neither hits nor read in place, out of the reservation."""
+        n_new = -(-job.n_prompt // self.config.block_size) - len(job.blocks) - job.n_in_place
+        job.blocks += self._take(n_new, at_ms, out)
+        self._reserved -= n_new
 
     def _prefill(self, at_ms: float, job: _Job) -> None:
         """Begin to compute the tokens that are neither cached nor loaded."""
@@ -385,6 +425,8 @@ class EngineModel:
         """Store the prompt's new full blocks, put out the first token, and begin to decode."""
         self._prefilling = False
         self._gpu_free_ms = job.first_ms = at_ms
+        job.step_ms = self.config.decode_ms(job.n_in_place * self.config.block_size)
+        self._n_blocks_used_max = max(self._n_blocks_used_max, self._cache.n_used)
         request = job.request
         n_full = len(job.sequence_list)
         # The answer's blocks are all hashed here at once; when one of them fills, it is only registered.
@@ -405,14 +447,17 @@ class EngineModel:
             job.engine_tail,
             adapter_seed(self.config.engine_seed, request.lora_name),
         )
-        self._store(at_ms, job, n_full - job.n_hit, prompt_new, out)
+        if job.n_in_place:
+            out.append(self._next_stored(at_ms, job, job.n_in_place, prompt_new[: job.n_in_place * width], "SHARED"))
+        n_before = job.n_hit + job.n_in_place
+        self._store(at_ms, job, n_full - n_before, prompt_new[job.n_in_place * width :], out)
         if job.cancelled:
-            self._release(at_ms, job)
+            self._release(at_ms, job, out)
             return
         n_pooled = job.n_loaded * self.config.block_size
         n_cached = job.n_hit * self.config.block_size + n_pooled
         out.append(FirstToken(request.request_id, at_ms, at_ms - job.arrival_ms, n_cached, job.n_prompt, n_pooled))
-        if len(job.blocks) == n_full and len(job.blocks) < job.n_blocks_total:
+        if len(job.blocks) + job.n_in_place == n_full and len(job.blocks) < job.n_blocks_total:
             self._grow(at_ms, job, out)  # the prompt ended with its block: the first decode step needs another
         self._schedule(job)
 
@@ -420,14 +465,14 @@ class EngineModel:
         """Store the block that this decode step filled, and take the next one if the answer continues into it."""
         width = self.config.block_size * BYTES_PER_TOKEN
         at = (job.n_hashed - job.n_prompt // self.config.block_size) * width
-        self._store(at_ms, job, 1, job.answer[at : at + width], out)
+        self._store(at_ms, job, 1, job.answer[at : at + width], out, generated=True)
         if len(job.blocks) < job.n_blocks_total:
             self._grow(at_ms, job, out)
         self._schedule(job)
 
     def _finish(self, at_ms: float, job: _Job, out: list[Output]) -> None:
         """Release the blocks and put out the request's figures."""
-        self._release(at_ms, job)
+        self._release(at_ms, job, out)
         out.append(
             Finished(
                 request_id=job.request.request_id,
@@ -441,8 +486,10 @@ class EngineModel:
             )
         )
 
-    def _release(self, at_ms: float, job: _Job) -> None:
-        """Release the blocks of a running request, and those that were promised to it."""
+    def _release(self, at_ms: float, job: _Job, out: list[Output]) -> None:
+        """Release the blocks of a running request, those that were promised to it, and those that it read in place."""
+        if job.n_in_place:
+            out.append(KvRemoved(at_ms, job.chain[: job.n_in_place], "SHARED"))
         self._cache.release(job.blocks)
         self._reserved -= job.n_blocks_total - len(job.blocks)
         del self._running[job.request.request_id]
@@ -456,26 +503,38 @@ class EngineModel:
         n_steps = (job.n_hashed + 1) * self.config.block_size - job.n_prompt
         n_steps_end = job.request.n_output_tokens - 1
         due = _Due.BLOCK if n_steps <= n_steps_end else _Due.FINISH
-        at_ms = job.first_ms + min(n_steps, n_steps_end) * self.config.decode_ms_per_token
+        at_ms = job.first_ms + min(n_steps, n_steps_end) * job.step_ms
         heapq.heappush(self._due, (at_ms, due, job.order, job, ""))
 
-    def _store(self, at_ms: float, job: _Job, n_blocks: int, tokens: bytes, out: list[Output]) -> None:
+    def _store(
+        self, at_ms: float, job: _Job, n_blocks: int, tokens: bytes, out: list[Output], *, generated: bool = False
+    ) -> None:
         """Register the job's next `n_blocks` in the cache and put out one `KvStored`. tokens: those of the blocks."""
         if not n_blocks:
             return
+        stored = self._next_stored(at_ms, job, n_blocks, tokens, "GPU", generated=generated)
+        start, end = stored.start, stored.start + n_blocks
+        blocks = job.blocks[start - job.n_in_place : end - job.n_in_place]
+        self._cache.register(blocks, job.sequence_list[start:end], stored.engine, stored.sequence, start)
+        out.append(stored)
+
+    def _next_stored(
+        self, at_ms: float, job: _Job, n_blocks: int, tokens: bytes, medium: Medium, *, generated: bool = False
+    ) -> KvStored:
+        """Return the store of the job's next `n_blocks`, and count them as hashed."""
         start, end = job.n_hashed, job.n_hashed + n_blocks
         engine = job.chain[start - job.n_hit : end - job.n_hit]
         local, sequence = job.local[start:end], job.sequence[start:end]
-        self._cache.register(job.blocks[start:end], job.sequence_list[start:end], engine, sequence, start)
         parent = job.engine_tail
         job.engine_tail = EngineHash(int(engine[-1]))
         job.n_hashed = end
-        out.append(KvStored(at_ms, parent, engine, local, sequence, tokens, start, job.request.lora_name))
+        return KvStored(at_ms, parent, engine, local, sequence, tokens, start, job.request.lora_name, generated, medium)
 
     def _grow(self, at_ms: float, job: _Job, out: list[Output]) -> None:
         """Take the decoding job's next block out of its reservation."""
         job.blocks += self._take(1, at_ms, out)
         self._reserved -= 1
+        self._n_blocks_used_max = max(self._n_blocks_used_max, self._cache.n_used)
 
     def _take(self, n_blocks: int, at_ms: float, out: list[Output]) -> list[int]:
         """Take blocks, and put out the evictions that this needed."""

@@ -19,7 +19,8 @@ from streams.core.hashing import pack_tokens
 from streams.core.ids import U64_MASK
 from streams.errors import InvalidRequest, UnknownModel
 from streams.sim.chat_template import render
-from streams.sim.engine_messages import Finished, ModelRequest
+from streams.sim.engine_messages import Finished, FirstToken, ModelRequest
+from streams.sim.kv_transfer import NO_TRANSFER, KvTransfer, parse_transfer
 from streams.sim.synthetic_tokens import BYTES_PER_TOKEN, answer_tokens, greedy_tokens, unpack_tokens
 
 #: OpenAI's default for completions.
@@ -49,10 +50,11 @@ class CompletionCall:
     """A checked request for a completion or a chat completion.
 
     tokens: u32 LE. answer: u32 LE [n_output_tokens]. n_text: characters of the answer's text, which ends before a stop
-    string. finish_reason, stop_reason: as in vLLM. tool: the function that the answer calls, None for text.
-    lora_name: None for the model itself. arrival_ms: on the client's time axis, None for now. report_mode: which of
-    its blocks are reported, None for the engine's default. held_back: characters of a stream's text that follow later,
-    since they may begin a stop string; as in vLLM, one fewer than the longest of them has.
+    string. with_continuous_usage: whether each chunk has the usage so far. finish_reason, stop_reason: as in vLLM.
+    tool: the function that the answer calls, None for text. lora_name: None for the model itself. arrival_ms: on the
+    client's time axis, None for now. report_mode: which of its blocks are reported, None for the engine's default.
+    held_back: characters of a stream's text that follow later, since they may begin a stop string: as in vLLM, one
+    fewer than the longest of them has. transfer: of its prompt's KV cache, to or from another engine.
     """
 
     tokens: bytes
@@ -71,6 +73,8 @@ class CompletionCall:
     n_text: int = 0
     finish_reason: Literal["length", "stop", "tool_calls"] = "length"
     stop_reason: str | int | None = None
+    transfer: KvTransfer = NO_TRANSFER
+    with_continuous_usage: bool = False
 
     @property
     def id_prefix(self) -> str:
@@ -180,6 +184,8 @@ def _parse(
         n_text=n_text,
         finish_reason="tool_calls" if tool else "length" if stop_reason is None else "stop",
         stop_reason=stop_reason,
+        transfer=parse_transfer(body),
+        with_continuous_usage=isinstance(options, dict) and bool(options.get("continuous_usage_stats")),
     )
 
 
@@ -347,13 +353,19 @@ def _quoted(text: str) -> str:
     return orjson.dumps(text)[1:-1].decode()
 
 
-def usage(finished: Finished) -> dict[str, Any]:
-    """Return the token counts of a request."""
+def usage(prefilled: FirstToken | Finished, n_output_tokens: int, has_pool: bool) -> dict[str, Any]:
+    """Return the token counts of a request, after n_output_tokens of its answer.
+
+    has_pool: whether to say how many of the cached tokens came from a shared pool, which vLLM does not say.
+    """
+    details = {"cached_tokens": prefilled.cached_tokens}
+    if has_pool:
+        details["pooled_tokens"] = prefilled.pooled_tokens
     return {
-        "prompt_tokens": finished.prompt_tokens,
-        "total_tokens": finished.prompt_tokens + finished.n_output_tokens,
-        "completion_tokens": finished.n_output_tokens,
-        "prompt_tokens_details": {"cached_tokens": finished.cached_tokens},
+        "prompt_tokens": prefilled.prompt_tokens,
+        "total_tokens": prefilled.prompt_tokens + n_output_tokens,
+        "completion_tokens": n_output_tokens,
+        "prompt_tokens_details": details,
     }
 
 

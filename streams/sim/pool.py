@@ -11,16 +11,19 @@ evicts them in the meantime. Content is stored once: an engine that offloads a b
 transit, becomes one more owner of it and uses no bandwidth.
 
 The link is full duplex, as in CXL. In each direction, transfers follow each other at the full bandwidth; a transfer
-arrives as a whole, `latency_us` after its last byte. Blocks in transit count towards the capacity. When the capacity is
-short, the pool evicts the least recently used blocks that are neither in transit nor being loaded; of a chain that was
-written or used together, the tail goes first. If that is not enough, the rest of an offload is refused.
+arrives as a whole, `latency_us` after its last byte. All engines share one link, or each has its own. Blocks in transit
+count towards the capacity. When the capacity is short, the pool evicts the least recently used blocks that are neither
+in transit nor being loaded; of a chain that was written or used together, the tail goes first. If that is not enough,
+the rest of an offload is refused.
 """
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 
@@ -41,8 +44,9 @@ class PoolConfig:
     """Size and speed of a pool; the defaults are 128 GiB behind a CXL 2.0 device with eight PCIe 5 lanes.
 
     block_size: tokens per block, the same as in its engines. offload_gb_per_s, load_gb_per_s: 10^9 bytes per second,
-    for all engines together. latency_us: of each transfer, in addition to the time for its bytes. latency_class: the
-    value for its registration. Raises SettingsError, and InvalidRequest for an invalid name.
+    for all engines together, or with link `own` for each of them. latency_us: of each transfer, in addition to the time
+    for its bytes. latency_class: the value for its registration. Raises SettingsError, and InvalidRequest for an
+    invalid name.
     """
 
     pool_id: str = "pool"
@@ -53,6 +57,7 @@ class PoolConfig:
     load_gb_per_s: float = 25.0
     latency_us: float = 20.0  # to set up a copy; the latency of the memory itself, about 0.3 us, is negligible
     latency_class: str = "default"
+    link: Literal["shared", "own"] = "shared"
 
     def __post_init__(self) -> None:
         for name, value, most in (
@@ -67,6 +72,8 @@ class PoolConfig:
                 raise SettingsError(f"{name} is {rate}; it must be finite and above 0")
         if not 0.0 <= self.latency_us < float("inf"):
             raise SettingsError(f"latency_us is {self.latency_us}; it must be finite and not negative")
+        if self.link not in ("shared", "own"):
+            raise SettingsError(f"link is {self.link!r}, not shared or own")
         CxlPool(self.pool_id, self.latency_class)  # refuses the names that the registry would refuse
 
     @property
@@ -149,6 +156,10 @@ class _Block:
     an_owner_left: bool = False
 
 
+def _end_ms(write: _Write) -> float:
+    return write.end_ms
+
+
 class SharedPool:
     """One pool. Every call first brings it to `at_ms`; `advance` returns the events up to its time."""
 
@@ -158,7 +169,10 @@ class SharedPool:
         self._pooled: OrderedDict[int, None] = OrderedDict()  # keys that have arrived, the next to be evicted first
         self._writes: deque[_Write] = deque()  # by their ends
         self._owned: dict[str, dict[int, None]] = {}  # keys by owner; an owner without keys has no entry
-        self._write_free_ms = self._read_free_ms = self._now_ms = float("-inf")
+        # By engine if each has a link of its own, otherwise under "": when the link will have sent what it was given.
+        self._write_free_ms: dict[str, float] = {}
+        self._read_free_ms: dict[str, float] = {}
+        self._now_ms = float("-inf")
         self._events: list[PoolEvent] = []
         self._offloaded = self._joined = self._loaded = self._evicted = self._unreported = self._refused = 0
 
@@ -183,17 +197,21 @@ class SharedPool:
         self._refused += len(refused)
         self._emit(owner, CxlMemoryState.LOCAL_GPU, refused)
         if taken:
-            begin_ms = max(self._now_ms, self._write_free_ms)
-            self._write_free_ms = begin_ms + len(taken) * self.config.offload_ms_per_block
-            write = _Write(self._write_free_ms + self.config.latency_ms, owner, taken)
-            self._writes.append(write)
+            duration_ms = len(taken) * self.config.offload_ms_per_block
+            end_ms = self._occupy(self._write_free_ms, owner, duration_ms) + self.config.latency_ms
+            write = _Write(end_ms, owner, taken)
+            # With links of their own, an engine's small transfer overtakes another one's large transfer.
+            insort(self._writes, write, key=_end_ms)
             for key in taken:
                 self._blocks[key] = _Block(write)
                 self._own(key, owner)
             self._offloaded += len(taken)
 
-    def load(self, at_ms: float, keys: Sequence[int]) -> PoolLoad:
-        """Load the leading blocks that have arrived; blocks in transit cannot be loaded yet."""
+    def load(self, at_ms: float, keys: Sequence[int], engine: str = "", *, in_place: bool = False) -> PoolLoad:
+        """Load the leading blocks that have arrived; blocks in transit cannot be loaded yet.
+
+        in_place: the engine reads them where they are, so that nothing is transferred before it begins.
+        """
         self._advance_to(at_ms)
         found: list[int] = []
         for key in keys:
@@ -203,9 +221,10 @@ class SharedPool:
             found.append(key)
         if not found:
             return PoolLoad(0, self._now_ms)
-        begin_ms = max(self._now_ms, self._read_free_ms)
-        self._read_free_ms = begin_ms + len(found) * self.config.load_ms_per_block
-        end_ms = self._read_free_ms + self.config.latency_ms
+        end_ms = self._now_ms + self.config.latency_ms
+        if not in_place:
+            end_ms = self._occupy(self._read_free_ms, engine, len(found) * self.config.load_ms_per_block)
+            end_ms += self.config.latency_ms
         for key in found:
             block = self._blocks[key]
             block.loading_until_ms = max(block.loading_until_ms, end_ms)
@@ -219,6 +238,9 @@ class SharedPool:
         Transfers that follow on the link keep their times.
         """
         self._advance_to(at_ms)
+        if self.config.link == "own":
+            self._write_free_ms.pop(owner, None)
+            self._read_free_ms.pop(owner, None)
         for write in self._writes:
             if write.writer == owner:
                 self._drop(write.keys)
@@ -295,6 +317,12 @@ class SharedPool:
         require(n_left >= 0, "there are more blocks than were offloaded")
 
     # -- steps ---------------------------------------------------------------------------------------------------------
+
+    def _occupy(self, free_ms: dict[str, float], engine: str, duration_ms: float) -> float:
+        """Use an engine's link for this long, once it is free; returns when that ends."""
+        link = engine if self.config.link == "own" else ""
+        end_ms = free_ms[link] = max(self._now_ms, free_ms.get(link, float("-inf"))) + duration_ms
+        return end_ms
 
     def _own(self, key: int, owner: str) -> None:
         self._blocks[key].owners[owner] = None

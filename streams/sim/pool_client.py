@@ -73,6 +73,7 @@ class PoolLink:
         self._blocks = EnginePoolBlocks("")
         self._offloads: asyncio.Queue[tuple[int, ...]] = asyncio.Queue(OFFLOADS_WAITING_MAX)
         self._failed: asyncio.Future[None] | None = None
+        self._attached_once = asyncio.Event()
         self.not_offloaded = 0
         self.sessions_lost = 0
 
@@ -80,6 +81,12 @@ class PoolLink:
     def attached(self) -> bool:
         """Whether there is a session."""
         return self._session is not None
+
+    async def wait_attached(self, timeout_s: float) -> None:
+        """Wait until there is a session, at most this long."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._attached_once.wait()
 
     def info(self) -> dict[str, Any]:
         """Return the pool's URL, whether it answers, and how many of this engine's blocks are pooled or in transit."""
@@ -105,13 +112,16 @@ class PoolLink:
             self._offloads.put_nowait(keys)
         return changed
 
-    async def load(self, keys: Sequence[int]) -> tuple[int, float]:
-        """Load leading blocks; returns how many there are, and the wait in model ms. (0, 0.0) without a session."""
+    async def load(self, keys: Sequence[int], *, in_place: bool = False) -> tuple[int, float]:
+        """Load leading blocks, or with in_place begin to read them where they are.
+
+        Returns how many there are, and the wait in model ms; (0, 0.0) without a session.
+        """
         session = self._session
         if session is None:
             return 0, 0.0
         try:
-            answer = await self._call("load", session=session, keys=keys)
+            answer = await self._call("load", session=session, keys=keys, in_place=in_place)
             with _valid_answer("load"):
                 n_blocks, wait_ms = int(answer["n_blocks"]), float(answer["wait_ms"])
                 if not (0 <= n_blocks <= len(keys) and 0.0 <= wait_ms < float("inf")):
@@ -152,6 +162,7 @@ class PoolLink:
             self._blocks = EnginePoolBlocks(str(answer["pool_id"]))
             self._session = str(answer["session"])
         log.info("%s: attached to pool %s at %s", config.worker, answer["pool_id"], self._url)
+        self._attached_once.set()
         self._emit(None, True)
 
     async def _hold(self) -> None:

@@ -18,14 +18,17 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import orjson
 from aiohttp import web
 
+from streams.core.cxl_memory import CxlMemoryState
 from streams.core.ids import U64_MASK
 from streams.errors import InvalidRequest, KvStreamsError, SettingsError
 from streams.sim.clock import STEP_WALL_S, ScaledClock, check_time_scale, run_until_signalled
+from streams.sim.journal import Journal
 from streams.sim.pool import PoolConfig, PoolEvent, SharedPool
 
 log = logging.getLogger(__name__)
@@ -40,6 +43,10 @@ SESSIONS_MAX = 4096
 EVENT_BLOCKS_MAX = 1 << 20
 #: One call has at most the blocks of the longest prompt: 1,000,000 tokens in blocks of one token, 20 digits each.
 BODY_BYTES_MAX = 32 << 20
+
+
+#: The changes of an owner's blocks that a journal has.
+_NOTED = {CxlMemoryState.CXL_POOLED: "pooled", CxlMemoryState.EVICTED: "gone"}
 
 
 class UnknownSession(KvStreamsError):
@@ -67,7 +74,8 @@ class PoolFull(KvStreamsError):
 class PoolServerConfig:
     """One pool process. A port of 0 is chosen by the system. model, time_scale: those of all its engines.
 
-    Raises SettingsError.
+    journal: file to which every change of its content is appended, and what it gives (journal). It lacks the eviction
+    of blocks whose owners have all left. Raises SettingsError.
     """
 
     host: str = "127.0.0.1"
@@ -75,6 +83,7 @@ class PoolServerConfig:
     model: str = "sim-model"
     pool: PoolConfig = field(default_factory=PoolConfig)
     time_scale: float = 1.0
+    journal: Path | None = None
 
     def __post_init__(self) -> None:
         check_time_scale(self.time_scale)
@@ -106,6 +115,7 @@ class PoolServer:
         self._clock = ScaledClock(config.time_scale)
         self._sessions: dict[str, _Session] = {}
         self._wake = asyncio.Event()
+        self._journal = None if config.journal is None else Journal(config.journal)
         self._runner: web.AppRunner | None = None
         self._task: asyncio.Task[None] | None = None
 
@@ -132,6 +142,9 @@ class PoolServer:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
             self._task = None
+        if self._journal is not None:
+            self._journal.close()
+            self._journal = None
 
     def routes(self) -> list[web.RouteDef]:
         """Return the HTTP routes."""
@@ -168,6 +181,8 @@ class PoolServer:
     def _step(self) -> None:
         """Advance the pool to now, and keep its events for the engines that they concern."""
         for event in self.pool.advance(self._clock.now_ms()):
+            if self._journal is not None and event.state in _NOTED:
+                self._journal.note_pool(_NOTED[event.state], event.keys)
             session = self._sessions.get(event.owner)
             if session is not None:
                 session.n_events += 1
@@ -215,10 +230,12 @@ class PoolServer:
 
     async def _load(self, http: web.Request) -> web.Response:
         body = await _body(http)
-        self._session(body)
-        now_ms = self._clock.now_ms()
-        load = self.pool.load(now_ms, _keys(body))
+        name, _ = self._session(body)
+        now_ms, keys = self._clock.now_ms(), _keys(body)
+        load = self.pool.load(now_ms, keys, name, in_place=body.get("in_place") is True)
         self._step()
+        if self._journal is not None:
+            self._journal.note_pool("asked", keys, load.n_blocks)
         return _json({"n_blocks": load.n_blocks, "wait_ms": max(0.0, load.end_ms - now_ms)})
 
     async def _serve_events(self, http: web.Request) -> web.Response:

@@ -1,9 +1,9 @@
 """The live simulated engine: OpenAI's completions over HTTP, vLLM's KV events over ZMQ, one `EngineModel` inside.
 
-What lives here: the process. It turns wall time into model time, routes HTTP calls, and hands the model's outputs to
-waiting requests, the event publisher and the shared pool. What must not: the rules of the engine (model) or of a pool
-(pool), the shapes of requests and answers (openai), the form of events (event_publisher), calls to a pool
-(pool_client).
+What lives here: the process. It turns wall time into model time, routes HTTP calls, hands the model's outputs to
+waiting requests, the event publisher and the shared pool, and performs the failures that it is asked for. What must
+not: the rules of the engine (model) or of a pool (pool), the shapes of requests and answers (openai), the form of
+events (event_publisher), calls to a pool (pool_client), and which stream meets a failure (faults).
 
 One asyncio loop owns everything. The model advances only inside `SimServer._step`, which runs to its end without
 awaiting, so events are sent in the order in which they happened.
@@ -14,12 +14,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import os
+import signal
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, assert_never
+from typing import Any, Literal, assert_never
 
 import numpy as np
 import orjson
@@ -27,7 +29,7 @@ from aiohttp import web
 
 from streams.core.events import MoeLabels
 from streams.errors import InvalidRequest, KvStreamsError, SettingsError
-from streams.sim import metrics, openai
+from streams.sim import kv_transfer, metrics, openai
 from streams.sim.clock import STEP_WALL_S, ScaledClock, check_time_scale, run_until_signalled
 from streams.sim.engine_config import EngineConfig
 from streams.sim.engine_messages import (
@@ -51,6 +53,7 @@ from streams.sim.event_publisher import (
     KvCacheReportMode,
     WireForm,
 )
+from streams.sim.faults import Fault, FaultKind, Faults, parse_fault
 from streams.sim.journal import Journal
 from streams.sim.model import EngineModel
 from streams.sim.pool import CxlChanged
@@ -64,8 +67,13 @@ STREAM_CHUNK_WALL_S = 0.02
 LIVE_REQUESTS_MAX = 4096
 #: A prompt of 1,000,000 tokens is about 8 MB of JSON.
 BODY_BYTES_MAX = 32 << 20
+#: How long a start waits for the pool. Without one, the engine serves requests and attaches when the pool comes.
+ATTACH_WAIT_S = 1.0
 #: How long open streams may take to end when the server stops.
 SHUTDOWN_S = 1.0
+
+PoolWrites = Literal["all", "prompt", "none"]
+PoolReads = Literal["load", "in-place"]
 
 _Parse = Callable[[dict[str, Any], openai.ServedModels], openai.CompletionCall]
 
@@ -75,11 +83,13 @@ class SimServerConfig:
     """One simulated engine process. Ports of 0 are chosen by the system.
 
     time_scale: model ms per wall ms. lora_names: adapters served in addition to `model`, each addressed as a model, as
-    in vLLM. hash_dialect, event_dialect, page_size, moe: see WireForm. damage_every: see EventPublisher. Ports are
-    bound as given: vLLM adds an offset for `dp_rank`, which is left to the caller. pool: URL of a shared pool
-    (pool_server). kv_cache_report_mode: for requests that do not set it; `full` also reports the cached blocks that a
-    request reuses, in the form of a store, as in vLLM. journal: file that every change of the cache is appended to
-    (journal). Raises SettingsError.
+    in vLLM. hash_dialect, event_dialect, page_size, moe, accessible_workers: see WireForm. damage_every: see
+    EventPublisher. Ports are bound as given: vLLM adds an offset for `dp_rank`, which is left to the caller. pool: URL
+    of a shared pool (pool_server). pool_writes: which full blocks are written to it: those of prompts and answers, of
+    prompts alone, or none. pool_reads: whether a request loads the pooled blocks of its prompt, or reads them in place
+    while it runs. fault: armed from the start (faults). kv_cache_report_mode: for requests that do not set it; `full`
+    also reports the cached blocks that a request reuses, in the form of a store, as in vLLM. journal: file that every
+    change of the cache is appended to (journal). Raises SettingsError.
     """
 
     host: str = "127.0.0.1"
@@ -102,6 +112,10 @@ class SimServerConfig:
     moe: MoeLabels | None = None
     kv_cache_report_mode: KvCacheReportMode = "incremental"
     journal: Path | None = None
+    accessible_workers: tuple[int, ...] = ()
+    pool_writes: PoolWrites = "all"
+    pool_reads: PoolReads = "load"
+    fault: Fault | None = None
 
     def __post_init__(self) -> None:
         check_time_scale(self.time_scale)
@@ -111,7 +125,8 @@ class SimServerConfig:
             raise SettingsError(f"dp_rank is {self.dp_rank}; it must not be negative")
         if self.pool is not None and not self.pool.startswith("http://"):
             raise SettingsError(f"pool is {self.pool!r}, not http://HOST:PORT")
-        self.wire_form()
+        if self.wire_form().is_paged and self.pool_reads == "in-place":
+            raise SettingsError("events of this dialect cannot carry blocks that are read in place")
 
     def wire_form(self) -> WireForm:
         """Return the form of the events. Raises SettingsError."""
@@ -123,6 +138,7 @@ class SimServerConfig:
             page_size=self.page_size,
             lora_names=self.lora_names,
             moe=self.moe,
+            accessible_workers=self.accessible_workers,
         )
 
 
@@ -138,6 +154,13 @@ class StoppingError(KvStreamsError):
 
     code = "stopping"
     http_status = 503
+
+
+class RefusedError(KvStreamsError):
+    """The stream met a fault that ends it."""
+
+    code = "refused"
+    http_status = 500
 
 
 class ResetRefusedError(KvStreamsError):
@@ -190,12 +213,17 @@ class _Clock(ScaledClock):
 
 
 class _Call:
-    """One HTTP request that waits for the model. Owned by its handler; the server sets `first` and `done`."""
+    """One HTTP request that waits for the model. Owned by its handler; the server sets the rest.
 
-    __slots__ = ("done", "first", "request")
+    client_id: the id that the client gave the request, for the journal.
+    """
 
-    def __init__(self, request: ModelRequest) -> None:
+    __slots__ = ("client_id", "done", "first", "prefilled", "request")
+
+    def __init__(self, request: ModelRequest, client_id: str | None) -> None:
         self.request = request
+        self.client_id = client_id
+        self.prefilled: FirstToken | None = None  # set before `first`, if there is a token
         self.first = asyncio.Event()  # the first token is out, or there will be none
         self.done: asyncio.Future[Finished] = asyncio.get_running_loop().create_future()
 
@@ -229,6 +257,10 @@ class SimServer:
         self._n_finished = 0
         self._link: PoolLink | None = None
         self._asking: asyncio.Task[None] | None = None  # prefills are serial, so at most one waits for the pool
+        self._faults = Faults(config.fault)
+        self._unstalled = asyncio.Event()
+        self._unstalled.set()
+        self.die: Callable[[], None] = _die_as_by_sigkill  # tests that run the server in their process replace it
         self._metrics = metrics.EngineMetrics(
             config.engine, config.model, config.dp_rank, self._started_at_s, self._engine_figures
         )
@@ -247,6 +279,11 @@ class SimServer:
         )
         self.events_endpoint = self._publisher.events_endpoint
         self.replay_endpoint = self._publisher.replay_endpoint
+        if config.pool is not None:
+            # Before it listens: a request that comes at once uses the pool.
+            self._link = PoolLink(config.pool, config, self._on_pool_change)
+            self._tasks.append(asyncio.create_task(self._link.run(), name=f"{config.worker}-pool"))
+            await self._link.wait_attached(ATTACH_WAIT_S)
         app = web.Application(client_max_size=BODY_BYTES_MAX, middlewares=[_errors_as_openai])
         app.add_routes(self.routes())
         self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=SHUTDOWN_S)
@@ -256,13 +293,10 @@ class SimServer:
         except OSError as exc:
             raise SettingsError(f"cannot listen on {config.host}:{config.port}: {exc}") from exc
         self.http_url = f"http://{config.host}:{self._runner.addresses[0][1]}"
-        self._tasks = [
+        self._tasks += [
             asyncio.create_task(self._run_engine(), name=f"{config.worker}-engine"),
             asyncio.create_task(self._publisher.serve_replays(), name=f"{config.worker}-replay"),
         ]
-        if config.pool is not None:
-            self._link = PoolLink(config.pool, config, self._on_pool_change)
-            self._tasks.append(asyncio.create_task(self._link.run(), name=f"{config.worker}-pool"))
         for task in self._tasks:
             task.add_done_callback(self._task_ended)
         log.info("%s: http %s events %s replay %s", config.worker, *self.info().values())
@@ -299,6 +333,7 @@ class SimServer:
             web.post("/reset_prefix_cache", self._serve_reset),
             web.get("/sim/cache", self._serve_cache),
             web.get("/sim/info", self._serve_info),
+            web.post("/sim/fault", self._serve_fault),
         ]
 
     def info(self) -> dict[str, str]:
@@ -344,10 +379,14 @@ class SimServer:
             if not isinstance(output, KvStored | KvReused | KvRemoved | KvCleared):
                 continue
             yield output
-            if self._link is not None and isinstance(output, KvStored):
+            if self._link is not None and isinstance(output, KvStored) and self._writes_to_pool(output):
                 changed = self._link.stored(output)
                 if changed is not None:
                     yield changed
+
+    def _writes_to_pool(self, stored: KvStored) -> bool:
+        writes = self.config.pool_writes
+        return stored.medium == "GPU" and (writes == "all" or (writes == "prompt" and not stored.generated))
 
     def _publish(self, events: Sequence[BlockEvent]) -> None:
         if self._journal is not None:
@@ -357,13 +396,13 @@ class SimServer:
 
     def _on_pool_change(self, changed: CxlChanged | None, attached: bool) -> None:
         """Publish what became of pooled blocks. attached: whether requests may ask the pool from now on."""
-        self.model.use_pool(attached)
+        self.model.use_pool(attached, self.config.pool_reads == "in-place")
         if changed is not None:
             self._publish([changed])
 
     async def _ask_pool(self, link: PoolLink, asked: PoolAsked) -> None:
         """Answer the request that waits for the pool; without a session, the answer is that it has no blocks."""
-        n_blocks, wait_ms = await link.load(asked.keys)
+        n_blocks, wait_ms = await link.load(asked.keys, in_place=self.config.pool_reads == "in-place")
         self.model.pool_answered(asked.request_id, n_blocks, wait_ms)
         self._wake.set()
 
@@ -377,8 +416,12 @@ class SimServer:
                 )
                 self._asking.add_done_callback(self._load_ended)
             case FirstToken():
-                if output.request_id in self._calls:
-                    self._calls[output.request_id].first.set()
+                call = self._calls.get(output.request_id)
+                if call is not None:
+                    call.prefilled = output
+                    call.first.set()
+                    if self._journal is not None:
+                        self._journal.note_prefill(call.client_id, output)
             case Finished():
                 self._generated_tokens += output.n_output_tokens
                 self._n_finished += 1
@@ -407,7 +450,7 @@ class SimServer:
         if not task.cancelled() and task.exception() is not None:
             self._task_ended(task)
 
-    def _submit(self, asked: openai.CompletionCall) -> _Call:
+    def _submit(self, asked: openai.CompletionCall, client_id: str | None) -> _Call:
         """Queue a checked completion request."""
         request = ModelRequest(
             f"{asked.id_prefix}{uuid.uuid4().hex}",
@@ -417,8 +460,9 @@ class SimServer:
             asked.lora_name,
             reports_reuse=(asked.report_mode or self.config.kv_cache_report_mode) == "full",
             answer=asked.answer,
+            n_transferred_blocks=asked.transfer.n_blocks,
         )
-        call = _Call(request)
+        call = _Call(request, client_id)
         self.model.submit(self._clock.arrival_ms(asked.arrival_ms), request)
         self._calls[request.request_id] = call
         self._wake.set()
@@ -440,15 +484,20 @@ class SimServer:
         if len(self._calls) >= LIVE_REQUESTS_MAX:
             raise OverloadedError(f"{len(self._calls)} requests are active, which is the limit")
         asked = parse(body, self._served)
-        call = self._submit(asked)
+        call = self._submit(asked, http.headers.get("X-Request-Id"))
         try:
             frame = openai.frame(call.request, asked, asked.lora_name or self.config.model, int(time.time()))
             if asked.stream:
                 return await self._stream(http, call, frame, asked)
             finished = await call.done
+            await self._unstalled.wait()
         finally:
             self._cancel(call)
-        figures = {"usage": openai.usage(finished), "kvstreams": self._figures(finished)}
+        usage = openai.usage(finished, finished.n_output_tokens, self._link is not None)
+        figures = {"usage": usage, "kvstreams": self._figures(finished)}
+        if asked.transfer.is_read_later:
+            n_blocks = finished.prompt_tokens // self.config.engine.block_size
+            figures[kv_transfer.FIELD] = kv_transfer.answered_transfer(self.config.worker, self.http_url, n_blocks)
         return _json({**frame, **openai.whole_answer(call.request, asked), **figures})
 
     def _cancel(self, call: _Call) -> None:
@@ -466,32 +515,78 @@ class SimServer:
         await response.prepare(http)
         request = call.request
         n_sent = 0
+        is_noted = self._journal is None
+
+        async def send(n_out: int, more: Mapping[str, Any] | None = None) -> None:
+            """Send the tokens up to n_out, unless the stream meets a fault before or after them."""
+            nonlocal n_sent, is_noted
+            await self._unstalled.wait()
+            fault_at = None if more else self._faults.tokens_before(n_sent, n_out)
+            end = n_out if fault_at is None else fault_at
+            if end > n_sent and not is_noted and self._journal is not None:
+                self._journal.note_sent(call.client_id)
+                is_noted = True
+            if end > n_sent:
+                page = openai.chunk(request, asked, n_sent, end)
+                if asked.with_continuous_usage and call.prefilled is not None:
+                    page["usage"] = openai.usage(call.prefilled, end, self._link is not None)
+                await response.write(openai.stream_event({**frame, **page, **(more or {})}))
+                n_sent = end
+            if fault_at is not None:
+                await self._fail(http)
+
         try:
             await call.first.wait()
+            await self._unstalled.wait()
             for page in openai.first_chunks(request, asked):
                 await response.write(openai.stream_event({**frame, **page}))
             while not call.done.done():
                 # The last token is kept for the chunk that carries the finish reason.
-                n_out = min(self.model.n_decoded(request.request_id, self._clock.now_ms()), request.n_output_tokens - 1)
-                if n_out > n_sent:
-                    page = openai.chunk(request, asked, n_sent, n_out)
-                    await response.write(openai.stream_event({**frame, **page}))
-                    n_sent = n_out
+                await send(
+                    min(self.model.n_decoded(request.request_id, self._clock.now_ms()), request.n_output_tokens - 1)
+                )
                 await asyncio.wait([call.done], timeout=STREAM_CHUNK_WALL_S)
             finished = call.done.result()
+            figures = {"kvstreams": self._figures(finished)}
+            if self._faults.armed is not None:
+                await send(finished.n_output_tokens - 1)
+            await send(finished.n_output_tokens, figures)
         except KvStreamsError as exc:
             # The HTTP status has been sent, so the error is an event of its own, as in vLLM.
             await response.write(openai.stream_event(openai.error(exc.http_status, str(exc))))
         else:
-            page = openai.chunk(request, asked, n_sent, finished.n_output_tokens)
-            figures = {"kvstreams": self._figures(finished)}
-            await response.write(openai.stream_event({**frame, **page, **figures}))
             if asked.with_usage:
-                usage = {"choices": [], "usage": openai.usage(finished)}
-                await response.write(openai.stream_event({**frame, **usage, **figures}))
+                counts = openai.usage(finished, finished.n_output_tokens, self._link is not None)
+                await response.write(openai.stream_event({**frame, "choices": [], "usage": counts, **figures}))
         await response.write(openai.STREAM_END)
         await response.write_eof()
         return response
+
+    async def _fail(self, http: web.Request) -> None:
+        """Begin the fault that a stream has met, and return if that stream may go on. Raises RefusedError."""
+        match self._faults.begin():
+            case FaultKind.DIE:
+                # What was written to the stream reaches its client, as it would if the engine died a moment later.
+                while http.transport is not None and http.transport.get_write_buffer_size():
+                    await asyncio.sleep(0)
+                self.die()
+            case FaultKind.STALL:
+                self._unstalled.clear()
+                await self._unstalled.wait()
+            case FaultKind.REFUSE:
+                raise RefusedError("the engine refuses to go on")
+
+    async def _serve_fault(self, http: web.Request) -> web.Response:
+        """Arm a fault, begin one, or end it."""
+        fault = parse_fault(openai.parse_body(await http.read()))
+        begun = self._faults.arm(fault)
+        self._unstalled.set()
+        if begun is FaultKind.STALL:
+            self._faults.begin()
+            self._unstalled.clear()
+        elif begun is FaultKind.DIE:
+            self.die()
+        return _json({"armed": self._faults.armed is not None, "stalled": self._faults.stalled})
 
     async def _serve_tokenize(self, http: web.Request) -> web.Response:
         return _json(openai.tokenize(openai.parse_body(await http.read()), self._served))
@@ -555,9 +650,18 @@ class SimServer:
             "model_ms": self._clock.reported_ms(self._clock.now_ms()),
             "computed_tokens": stats.computed_tokens,
             "loaded_tokens": stats.loaded_tokens,
+            "in_place_tokens": stats.in_place_tokens,
+            "fault": {"armed": self._faults.armed is not None, "stalled": self._faults.stalled},
+            "n_blocks_used": stats.n_blocks_used,
+            "n_blocks_used_max": stats.n_blocks_used_max,
             "pool": None if self._link is None else self._link.info(),
         }
         return _json(page)
+
+
+def _die_as_by_sigkill() -> None:
+    """End this process at once, without a farewell to anyone."""
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 @web.middleware

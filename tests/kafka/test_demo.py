@@ -15,11 +15,11 @@ from tests.helpers.commands import Start
 
 
 @pytest.mark.long_running
-def test_the_demo_shows_both_acts_and_writes_its_figures(
+def test_the_demo_shows_all_acts_and_writes_its_figures(
     kafka: KafkaState, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Every request is served, kv routing reuses more than round robin, the laboratory finds the same reuse for each
-    policy, and recovery leaves no difference.
+    policy, and recovery leaves no difference. An answer of 4,000 tokens survives the engine that began it.
     """
     trace = tmp_path / "trace.jsonl"
     # Ten conversations of four turns: each turn's prompt is the previous one and another block of 512 tokens.
@@ -65,8 +65,14 @@ def test_the_demo_shows_both_acts_and_writes_its_figures(
     assert recovery["differences"] == recovery["second_router_differences"] == 0
     assert recovery["differences_after_more_requests"] == 0
     assert "Worker" in result["decision"]
-    # What is printed about the recovery is what is written.
+    migration = result["migration"]
+    assert (migration["tokens"], migration["equal"], migration["stream"]["migrations"]) == (4000, True, 1)
+    assert (migration["first_worker"], migration["second_worker"]) == (4, 5)
+    assert migration["tokens_loaded"] > 2000
+    assert migration["tokens_computed"] < 300
+    # What is printed about the recovery and the migration is what is written.
     printed = " ".join(capsys.readouterr().out.split())
+    assert f"loaded {migration['tokens_loaded']:,} from the pool" in printed
     assert f"back in {recovery['seconds']:.1f} s, 0 differences" in printed
     assert f"0 differences, {recovery['killed_to_exact_seconds']:.1f} s after the kill" in printed
 
@@ -84,6 +90,7 @@ def test_the_demo_runs_on_a_kafka_that_requires_credentials_and_with_tokens(tmp_
     result = json.loads((tmp_path / "demo" / "result.json").read_text())
     assert {name: row["requests"] for name, row in result["policies"].items()} == {"kv": 20, "random": 20}
     assert result["recovery"]["differences"] == result["recovery"]["differences_after_more_requests"] == 0
+    assert result["migration"]["equal"]
     assert "with TLS, SASL and ACLs" in out
     properties = (folder / "server.properties").read_text()
     assert "PLAINTEXT" not in properties

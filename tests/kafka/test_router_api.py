@@ -688,6 +688,7 @@ def test_records_that_cannot_be_used_are_counted_and_skipped(scope: Settings) ->
             (b"B" + bytes(20) + b"pool", b"\xc3\x01"),
             (b"pool/", b"\xc3\x01"),
             (b"cordon/x", b"\xc3\x01"),
+            (b"avoid/x", b"\xc3\x01"),
             (b"model/m", b"\xc3\x01"),
             (b"Z", struct.pack(">I", 1)),
         )

@@ -58,7 +58,8 @@ def test_ranks_are_counted_by_state_and_degraded_ones_by_reason(scope: Settings)
     with served(settings) as api, agents.keeping_fresh():
         ids = [*agents.worker_ids(4, fresh[0]), *agents.worker_ids(1, stale)]
         body = {"url": "http://e", "model": "m", "block_size": BLOCK_SIZE}
-        none = dict.fromkeys(("registered", "cordoned", "wrong_block_size", "silent", "degraded", "approximate"), 0)
+        states = ("registered", "cordoned", "wrong_block_size", "silent", "avoided", "degraded", "approximate")
+        none = dict.fromkeys(states, 0)
         await_ranks(api, none, {})
         for worker_id in ids:
             api.call("PUT", f"/workers/{worker_id}", body).given()

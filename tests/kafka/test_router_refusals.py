@@ -322,7 +322,14 @@ def test_a_block_size_that_is_not_the_models_is_refused(fleet: Fleet) -> None:
 
 
 @pytest.mark.parametrize(
-    "call", ["PUT /workers/{}", "DELETE /workers/{}", "PUT /workers/{}/cordon", "DELETE /workers/{}/cordon"]
+    "call",
+    [
+        "PUT /workers/{}",
+        "DELETE /workers/{}",
+        "PUT /workers/{}/cordon",
+        "DELETE /workers/{}/cordon",
+        "PUT /workers/{}/avoid",
+    ],
 )
 @pytest.mark.parametrize("worker_id", ["-1", "x", str(1 << 64), "9" * 1000, "1.5", "0x1", "%C2%B2", "%ff", "1%20"])
 def test_a_worker_id_is_a_u64(call: str, worker_id: str, fleet: Fleet) -> None:
@@ -337,6 +344,7 @@ def test_a_worker_that_is_not_registered_is_404(fleet: Fleet) -> None:
     fleet.main.call("DELETE", "/workers/5").refused(404, "unknown_id")
     fleet.main.call("PUT", "/workers/5/cordon").refused(404, "unknown_id")
     fleet.main.call("DELETE", "/workers/5/cordon").refused(404, "unknown_id")
+    fleet.main.call("PUT", "/workers/5/avoid").refused(404, "unknown_id")
     fleet.main.call("POST", "/loads/r", {"worker_id": 5, "token_ids": [1]}).refused(404, "unknown_id")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -33,7 +34,7 @@ from streams.sim.pool import PoolConfig
 from streams.sim.pool_server import PoolServer, PoolServerConfig
 from streams.sim.pool_server import serve as serve_pool
 from streams.sim.server import SimServerConfig, serve
-from tests.processes.test_sim_server import ENGINE, FAST, PATIENCE_S, PROMPT, Client, started
+from tests.processes.test_sim_server import ENGINE, FAST, PATIENCE_S, PROMPT, Client, prompt_hashes, started
 
 #: 1 ms of model time per block in either direction, and 0.5 ms per transfer.
 POOL = PoolConfig("p", block_size=4, bytes_per_token=250_000, offload_gb_per_s=1.0, load_gb_per_s=1.0, latency_us=500.0)
@@ -163,7 +164,7 @@ def test_an_engine_loads_what_another_one_computed() -> None:
         for client, computed, loaded in ((first, 14, 0), (second, 2, 12)):
             info = await client.get("/sim/info")
             assert (info["computed_tokens"], info["loaded_tokens"]) == (computed, loaded)
-        assert again["usage"]["prompt_tokens_details"] == {"cached_tokens": 12}
+        assert again["usage"]["prompt_tokens_details"] == {"cached_tokens": 12, "pooled_tokens": 12}
         info = await at.info()
         assert (info["loaded"], info["n_owners"]) == (N_FULL, 2)
         assert info["offloaded"] == (len(PROMPT) + 15) // 4  # the second engine joins the blocks of the first
@@ -188,6 +189,101 @@ def test_a_transition_directly_follows_its_store_and_the_pools_event_comes_later
         assert_all(await reported(client), CxlMemoryState.CXL_POOLED, N_FULL)
 
     live(scenario)
+
+
+@pytest.mark.parametrize("dialect", ["array", "map"])
+def test_transitions_name_the_workers_that_can_read_the_blocks(dialect: Any) -> None:
+    """The first transition of each block says it, for blocks of the answer as well, and a bridge reads it."""
+
+    async def scenario(at: Fleet) -> None:
+        client = await at.engine(replace(FAST, event_dialect=dialect, accessible_workers=(7, 9)))
+        await client.complete(max_tokens=8)
+        n_blocks = (len(PROMPT) + 7) // ENGINE.block_size
+        await until(lambda: pooled(client, n_blocks))
+        decoded = [
+            event
+            for _, payload in await client.replay(0)
+            for event in decode_payload(payload, ENGINE.block_size).events
+            if isinstance(event, CxlStateChanged)
+        ]
+        named = [event.accessible_workers for event in decoded if event.state is CxlMemoryState.IN_TRANSIT]
+        assert len(named) > 1
+        assert set(named) == {(7, 9)}
+        assert_all(await reported(client), CxlMemoryState.CXL_POOLED, n_blocks)
+
+    live(scenario)
+
+
+@pytest.mark.parametrize(("writes", "n_blocks"), [("all", 7), ("prompt", N_FULL), ("none", 0)])
+def test_an_engine_writes_the_blocks_that_it_is_told_to(writes: Any, n_blocks: int) -> None:
+    """Those of prompt and answer, of the prompt alone, or none."""
+
+    async def scenario(at: Fleet) -> None:
+        client = await at.engine(replace(FAST, pool_writes=writes))
+        await client.complete(max_tokens=17)
+        await until(lambda: pooled(client, n_blocks))
+        assert (await at.info())["offloaded"] == n_blocks
+
+    live(scenario)
+
+
+def test_an_engine_that_reads_in_place_takes_fewer_blocks_and_its_events_have_no_gap() -> None:
+    """A bridge finds the parent of every block, the answer is the same, and what it generates is pooled as well."""
+
+    async def scenario(at: Fleet) -> None:
+        first = await at.engine()
+        in_place = await at.engine(replace(FAST, pool_reads="in-place"))
+        page = await first.complete(max_tokens=12)
+        n_pooled = (len(PROMPT) + 11) // ENGINE.block_size
+        await until(lambda: pooled(first, n_pooled))
+        again = await in_place.complete(max_tokens=12)
+        assert again["choices"] == page["choices"]
+        assert again["usage"]["prompt_tokens_details"] == {"cached_tokens": 12, "pooled_tokens": 12}
+        used = [(await each.get("/sim/info"))["n_blocks_used_max"] for each in (first, in_place)]
+        assert used == [n_pooled + 1, n_pooled + 1 - N_FULL]
+        await until(lambda: pooled(in_place, n_pooled - N_FULL))
+        ledger = Ledger(VLLM.counts_copies)
+        for _, payload in await in_place.replay(0):
+            for event in decode_payload(payload, ENGINE.block_size).events:
+                if not isinstance(event, CxlStateChanged):
+                    ledger.apply(event)
+        assert (ledger.unknown_parents, ledger.unknown_removals) == (0, 0)
+        assert len(ledger) == len((await in_place.get("/sim/cache"))["sequence_hashes"]) == n_pooled - N_FULL
+        assert_all(await reported(in_place), CxlMemoryState.CXL_POOLED, n_pooled - N_FULL)
+
+    live(scenario)
+
+
+def test_the_journals_of_a_pool_and_its_engines_say_what_was_given(tmp_path: Path) -> None:
+    """Each question of an engine is answered with the leading blocks that had arrived, and its figures say so."""
+    journal = tmp_path / "pool.jsonl"
+
+    async def scenario(at: Fleet) -> None:
+        first = await at.engine()
+        second = await at.engine(replace(FAST, journal=tmp_path / "second.jsonl"))
+        await first.complete(max_tokens=1)
+        await until(lambda: pooled(first, N_FULL))
+        async with at.http.post(
+            f"{second.server.http_url}/v1/completions",
+            json={"prompt": PROMPT, "max_tokens": 1},
+            headers={"X-Request-Id": "r-1"},
+        ) as response:
+            assert response.status == 200
+        prefilled = [
+            line["prefilled"]
+            for line in map(json.loads, (tmp_path / "second.jsonl").read_text().splitlines())
+            if "prefilled" in line
+        ]
+        assert prefilled == [{"request": "r-1", "prompt_tokens": 14, "cached_tokens": 12, "pooled_tokens": 12}]
+        keys = prompt_hashes(PROMPT)
+        lines = [json.loads(line) for line in journal.read_text().splitlines()]
+        of_first, asked = [line for line in lines if "asked" in line]
+        assert [int(key) for key in of_first["asked"]] == [int(key) for key in asked["asked"]] == keys
+        assert (of_first["n_given"], asked["n_given"]) == (0, N_FULL)
+        pooled_before = {int(key) for line in lines[: lines.index(asked)] for key in line.get("pooled", ())}
+        assert pooled_before == set(keys)
+
+    live(scenario, replace(POOL_SERVER, journal=journal))
 
 
 def test_an_eviction_is_reported_even_if_the_gpu_evicted_the_block_before() -> None:

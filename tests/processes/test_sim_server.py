@@ -437,6 +437,149 @@ def test_the_addresses_and_the_health_are_served() -> None:
     live(scenario)
 
 
+# -- failures on command -----------------------------------------------------------------------------------------------
+
+
+async def streamed(url: str, http: aiohttp.ClientSession, **body: Any) -> AsyncIterator[dict[str, Any]]:
+    """Give the chunks of a stream of 60 tokens."""
+    asked = {"prompt": PROMPT, "max_tokens": 60, "stream": True, "return_token_ids": True, **body}
+    async with http.post(f"{url}/v1/completions", json=asked) as response:
+        async for line in response.content:
+            if line.startswith(b"data: {"):
+                yield json.loads(line[len(b"data: ") :])
+
+
+async def chunks_of(client: Client, **body: Any) -> list[dict[str, Any]]:
+    return [chunk async for chunk in streamed(client.server.http_url, client.http, **body)]
+
+
+async def until_broken(url: str, http: aiohttp.ClientSession) -> list[dict[str, Any]]:
+    """Return the chunks of a stream that ends with a broken connection."""
+    got: list[dict[str, Any]] = []
+    try:
+        async for chunk in streamed(url, http):
+            got.append(chunk)  # noqa: PERF401 - those before the failure are kept
+    except aiohttp.ClientError:
+        return got
+    raise AssertionError("the stream came to its end")
+
+
+def ids(chunks: list[dict[str, Any]]) -> list[int]:
+    return [token for chunk in chunks for choice in chunk.get("choices", ()) for token in choice["token_ids"]]
+
+
+@pytest.mark.parametrize("time_scale", [20.0, 1000.0])
+@pytest.mark.parametrize("n_tokens", [0, 1, 37, 59])
+def test_an_engine_dies_after_exactly_so_many_tokens_of_a_stream(n_tokens: int, time_scale: float) -> None:
+    """Whether tokens come one by one or all at once, these and no others have reached the client."""
+
+    async def scenario(client: Client) -> None:
+        whole = (await client.complete(max_tokens=60, return_token_ids=True))["choices"][0]["token_ids"]
+        died: list[bool] = []
+
+        def die() -> None:
+            died.append(True)
+            runner = client.server._runner
+            assert runner is not None and runner.server is not None
+            for connection in runner.server.connections:
+                assert connection.transport is not None
+                connection.transport.abort()
+
+        client.server.die = die
+        status, page = await client.post("/sim/fault", {"kind": "die", "after_tokens": n_tokens})
+        assert (status, page) == (200, {"armed": True, "stalled": False})
+        got = await until_broken(client.server.http_url, client.http)
+        assert died
+        assert ids(got) == whole[:n_tokens]
+        assert all(chunk["choices"][0]["finish_reason"] is None for chunk in got)
+
+    live(scenario, SimServerConfig(engine=ENGINE, time_scale=time_scale))
+
+
+def test_a_stalled_engine_sends_nothing_until_it_is_asked_to_go_on() -> None:
+    """Its connection stays open, requests that come meanwhile wait, and all tokens come in the end, once each."""
+
+    async def scenario(client: Client) -> None:
+        whole = (await client.complete(max_tokens=60, return_token_ids=True))["choices"][0]["token_ids"]
+        await client.post("/sim/fault", {"kind": "stall", "after_tokens": 10})
+        chunks = aiter(streamed(client.server.http_url, client.http))
+        got: list[dict[str, Any]] = []
+        while len(ids(got)) < 10:
+            got.append(await anext(chunks))
+        following = asyncio.ensure_future(anext(chunks))
+        late = asyncio.ensure_future(client.complete(max_tokens=1))
+        while client.server.model.stats().n_running:
+            await asyncio.sleep(0.005)
+        await asyncio.sleep(0.1)
+        assert not following.done() and not late.done()
+        assert ids(got) == whole[:10]
+        assert (await client.get("/sim/info"))["worker"] == "sim-0"
+        assert await client.post("/sim/fault", {"kind": "none"}) == (200, {"armed": False, "stalled": False})
+        got.append(await following)
+        got += [chunk async for chunk in chunks]
+        assert ids(got) == whole
+        await late
+
+    live(scenario, SimServerConfig(engine=ENGINE, time_scale=20.0))
+
+
+def test_a_refusal_ends_one_stream_with_an_error_event() -> None:
+    """It comes after the number of tokens; the next stream is whole, and no block stays in use."""
+
+    async def scenario(client: Client) -> None:
+        await client.post("/sim/fault", {"kind": "refuse", "after_tokens": 8})
+        got = await chunks_of(client)
+        assert len(ids(got)) == 8
+        assert got[-1]["error"]["code"] == 500
+        assert len(ids(await chunks_of(client))) == 60
+        assert client.server.model.stats().n_blocks_used == 0
+
+    live(scenario)
+
+
+def test_an_impossible_fault_gets_400() -> None:
+    """The message names what is wrong."""
+
+    async def scenario(client: Client) -> None:
+        status, page = await client.post("/sim/fault", {"kind": "sleep"})
+        assert (status, "kind" in page["error"]["message"]) == (400, True)
+
+    live(scenario)
+
+
+def test_an_engine_that_dies_is_killed_as_by_sigkill() -> None:
+    """With the options of the command, the process ends with the signal, after exactly so many tokens."""
+    command = [sys.executable, "-m", "streams.cli", "sim", "--port", "0", "--events-port", "0", "--replay-port", "0"]
+    command += ["--time-scale", "20", "--fault", "die", "--fault-after-tokens", "9", "--decode-ms-per-token", "40"]
+
+    async def scenario(url: str) -> list[dict[str, Any]]:
+        async with aiohttp.ClientSession() as http:
+            return await until_broken(url, http)
+
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        assert process.stdout is not None
+        try:
+            url = json.loads(process.stdout.readline())["http"]
+            assert len(ids(asyncio.run(scenario(url)))) == 9
+            assert process.wait(PATIENCE_S) == -signal.SIGKILL
+        finally:
+            process.kill()
+
+
+def test_each_chunk_has_the_usage_so_far_if_a_client_asks_for_it() -> None:
+    """As with vLLM's `continuous_usage_stats`; the cached tokens are known from the first chunk on."""
+
+    async def scenario(client: Client) -> None:
+        await client.complete()
+        options = {"include_usage": True, "continuous_usage_stats": True}
+        got = await chunks_of(client, stream_options=options)
+        counts = [len(ids(got[: at + 1])) for at in range(len(got))]
+        assert [chunk["usage"]["completion_tokens"] for chunk in got] == counts
+        assert {chunk["usage"]["prompt_tokens_details"]["cached_tokens"] for chunk in got} == {12}
+
+    live(scenario, SimServerConfig(engine=ENGINE, time_scale=20.0))
+
+
 # -- start and stop ----------------------------------------------------------------------------------------------------
 
 

@@ -20,8 +20,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streams.codec import (
+    avoid_key,
     codec,
     cordon_key,
+    decode_avoidance,
     decode_batch,
     decode_cordon,
     decode_load,
@@ -30,6 +32,7 @@ from streams.codec import (
     decode_pulse,
     decode_resync,
     decode_worker,
+    encode_avoidance,
     encode_batch,
     encode_batch_by_schema,
     encode_cordon,
@@ -80,7 +83,7 @@ from streams.core.loads.bookings import Booking, BookingId, BookingPhase
 from streams.core.loads.observations import NO_FORECAST, Forecast
 from streams.core.reducer.ordering import Health, Progress
 from streams.core.runs import RUN_BLOCKS_MAX, Run, RunKey
-from streams.core.workers import DP_SIZE_MAX, Cordon, Role, ServedModel, Worker, WorkerState
+from streams.core.workers import DP_SIZE_MAX, Avoidance, Cordon, Role, ServedModel, Worker, WorkerState
 from streams.cxl.events import BlockAddress, CxlPool, CxlTransition, addressed
 from streams.cxl.records import (
     BlockKey,
@@ -342,6 +345,7 @@ HEARTBEAT = replace(BATCH, body=Heartbeat("bridge", 6000), feed=FeedState.UNPROV
 RESYNC = ResyncRequest(RANK, Incarnation(U64_MASK), -1, 2, "gap", 9)
 WORKER = Worker(WorkerId(1), "http://w", "model", 16, taints=("a", "b"), kv_total_blocks=5, events_endpoint="tcp://w:1")
 CORDON = Cordon(WorkerId(U64_MASK), 9)
+AVOIDANCE = Avoidance(WorkerId(U64_MASK), 9, 5_000)
 MODEL = ServedModel("modèle", 16, "bridge host:1", 9)
 METRICS = MetricsReport(RANK, WorkerMetrics(0.5, 1, 2, 3, 4, 5), 3000, 6, 7)
 BOOKING = Booking(RANK, "model", 100, pack_hashes([1, U64_MASK]), 2, 9, 50, 1)
@@ -408,6 +412,11 @@ GOOD: dict[str, tuple[str, bytes, Callable[[bytes | None], Any]]] = {
     "resync": ("kv-control", encode_resync(RESYNC), decode_resync),
     "worker": ("workers", encode_worker(WORKER), decode_worker),
     "cordon": ("cordons", encode_cordon(CORDON), lambda raw: decode_cordon(cordon_key(CORDON.worker_id), raw)),
+    "avoidance": (
+        "avoidances",
+        encode_avoidance(AVOIDANCE),
+        lambda raw: decode_avoidance(avoid_key(AVOIDANCE.worker_id), raw),
+    ),
     "model": ("models", encode_model(MODEL), lambda raw: decode_model(model_key(MODEL.name), raw)),
     "metrics": ("worker-metrics", encode_metrics(METRICS), decode_metrics),
     "pulse": ("bridge-pulses", encode_pulse(BridgePulse("host:1:ab", 7)), decode_pulse),

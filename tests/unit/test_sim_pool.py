@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ from streams.core.routing.selection import RouterMode
 from streams.cxl.states import NOT_POOLED, Refused, transition
 from streams.errors import InvalidRequest, KvStreamsError, SettingsError
 from streams.sim.engine_config import EngineConfig
-from streams.sim.engine_messages import EngineStats, FirstToken, KvStored, Output, PoolAsked
+from streams.sim.engine_messages import EngineStats, Finished, FirstToken, KvRemoved, KvStored, Output, PoolAsked
 from streams.sim.model import EngineModel
 from streams.sim.offline import Outcome, simulate
 from streams.sim.pool import CxlChanged, EnginePoolBlocks, PoolConfig, PoolEvent, PoolLoad, SharedPool
@@ -322,6 +322,33 @@ def test_an_invalid_pool_is_refused(wrong: dict[str, Any]) -> None:
         PoolConfig(**wrong)
 
 
+def test_with_links_of_their_own_engines_do_not_wait_for_each_other() -> None:
+    """Two engines each write and read two blocks at the same time, as fast as one alone; over one link, in turns."""
+    cases: list[tuple[Literal["own", "shared"], float, float]] = [("own", 4.5, 102.5), ("shared", 8.5, 104.5)]
+    for link, second_ms, load_ms in cases:
+        pool = SharedPool(replace(POOL, link=link))
+        pool.offload(0.0, "a", [1, 2])
+        pool.offload(0.0, "b", [3, 4])
+        assert events_until(pool, 50.0) == [(4.5, "a", POOLED, (1, 2)), (second_ms, "b", POOLED, (3, 4))]
+        assert pool.load(100.0, [1, 2], "c").end_ms == 102.5
+        assert pool.load(100.0, [1, 2], "d").end_ms == load_ms
+
+
+def test_on_links_of_their_own_a_small_write_overtakes_a_large_one() -> None:
+    """The one block of the second engine arrives first, and the events are in the order of time."""
+    pool = SharedPool(replace(POOL, link="own"))
+    pool.offload(0.0, "a", [1, 2, 3])
+    pool.offload(1.0, "b", [4])
+    assert events_until(pool, 50.0) == [(3.5, "b", POOLED, (4,)), (6.5, "a", POOLED, (1, 2, 3))]
+
+
+def test_blocks_that_are_read_in_place_are_not_transferred() -> None:
+    """They take only the latency, and the link stays free for others."""
+    pool = holding([1, 2, 3, 4])
+    assert pool.load(200.0, [1, 2, 3, 4], "c", in_place=True) == PoolLoad(4, 200.5)
+    assert pool.load(200.0, [1, 2], "d").end_ms == 202.5
+
+
 # -- an engine that loads ----------------------------------------------------------------------------------------------
 
 
@@ -422,6 +449,104 @@ def test_times_do_not_depend_on_when_the_pools_answer_came(asked: Asked, latenes
     assert len(immediate) == len(asked)
     assert sum(token.pooled_tokens for token in immediate) == stats.loaded_tokens
     assert sum(token.prompt_tokens - token.cached_tokens for token in immediate) == stats.computed_tokens
+
+
+# -- an engine that reads in place -------------------------------------------------------------------------------------
+
+
+def reading_in_place(in_place: bool, **changes: Any) -> tuple[EngineModel, list[Output]]:
+    """Let an engine answer 14 tokens with 6, of which the pool gives two blocks, and return its outputs."""
+    engine = EngineModel(replace(CONFIG, **changes))
+    engine.use_pool(True, in_place)
+    engine.submit(100.0, ask("a", range(14), 6))
+    engine.advance(FOREVER)
+    engine.check()
+    engine.pool_answered("a", 2, 3.0)
+    out = engine.advance(FOREVER)
+    engine.check()
+    return engine, out
+
+
+def test_a_prompt_that_is_read_in_place_takes_no_blocks_of_the_engine() -> None:
+    """The request needs 5 blocks, of which it takes 3; the tokens and their times are the same otherwise."""
+    loading, loaded = reading_in_place(False)
+    in_place, read = reading_in_place(True)
+    assert only(read, FirstToken) == only(loaded, FirstToken) == [FirstToken("a", 119.0, 19.0, 8, 14, 8)]
+    assert only(read, Finished) == only(loaded, Finished)
+    assert (loading.stats().n_blocks_used_max, in_place.stats().n_blocks_used_max) == (5, 3)
+    assert (loading.stats().in_place_tokens, in_place.stats().in_place_tokens) == (0, 8)
+    assert (loading.stats().loaded_tokens, in_place.stats().loaded_tokens) == (8, 8)
+
+
+def test_blocks_that_are_read_in_place_are_reported_until_the_request_ends() -> None:
+    """The stores name each other's blocks as parents without a gap, and only those of the pool end with the request."""
+    engine, out = reading_in_place(True)
+    first, *own = only(out, KvStored)
+    assert (first.medium, first.start, len(first.engine), first.parent) == ("SHARED", 0, 2, None)
+    assert [(stored.medium, stored.start, len(stored.engine), stored.generated) for stored in own] == [
+        ("GPU", 2, 1, False),
+        ("GPU", 3, 1, True),
+    ]
+    assert [stored.parent for stored in own] == [first.engine[-1], own[0].engine[-1]]
+    (removed,) = only(out, KvRemoved)
+    assert (removed.medium, removed.engine.tolist()) == ("SHARED", first.engine.tolist())
+    assert sorted(engine.cached_blocks().position.tolist()) == [2, 3]
+    # A copy that is loaded is stored as one, whose blocks have the same names.
+    _, loaded = reading_in_place(False)
+    (copied, *_) = only(loaded, KvStored)
+    assert copied.engine.tolist() == [*first.engine.tolist(), *own[0].engine.tolist()]
+
+
+def test_each_decode_step_reads_the_blocks_in_place_again() -> None:
+    """Eight tokens at 500 us add 4 ms to each of 5 steps of 1 ms."""
+    _, out = reading_in_place(True, in_place_us_per_token=500.0)
+    assert only(out, Finished)[0].at_ms == 119.0 + 5 * (1.0 + 4.0)
+    _, out = reading_in_place(False, in_place_us_per_token=500.0)
+    assert only(out, Finished)[0].at_ms == 119.0 + 5 * 1.0
+
+
+def test_a_cancelled_request_reports_that_it_no_longer_reads_in_place() -> None:
+    """The removal comes with the next outputs, and the request's own blocks are free or cached."""
+    engine = EngineModel(CONFIG)
+    engine.use_pool(True, True)
+    engine.submit(0.0, ask("a", range(14), 40))
+    engine.advance(0.0)
+    engine.pool_answered("a", 3, 1.0)
+    engine.advance(25.0)
+    engine.cancel(25.0, "a")
+    engine.check()
+    (removed,) = only(engine.advance(25.0), KvRemoved)
+    assert (removed.medium, len(removed.engine), engine.stats().n_blocks_used) == ("SHARED", 3, 0)
+
+
+@settings(max_examples=120, deadline=None)
+@given(requests_, st.integers(0, 2))
+def test_reading_in_place_keeps_every_invariant_and_needs_no_more_blocks(asked: Asked, n_missing: int) -> None:
+    """In a small cache, with any requests, the same ones finish, and blocks that are in use never exceed the others."""
+
+    def run(in_place: bool) -> tuple[set[str], EngineStats]:
+        engine = EngineModel(CONFIG)
+        engine.use_pool(True, in_place)
+        submit_all(engine, asked)
+        out: list[Output] = []
+        mapped = 0
+        while (due_ms := engine.next_event_ms()) is not None:
+            outputs = engine.advance(due_ms)
+            engine.check()
+            for question in only(outputs, PoolAsked):
+                n_given = max(0, len(question.keys) - n_missing)
+                engine.pool_answered(question.request_id, n_given, 2.0 * n_given)
+                engine.check()
+            out += outputs
+        for each in out:
+            if isinstance(each, KvStored | KvRemoved) and each.medium == "SHARED":
+                mapped += len(each.engine) if isinstance(each, KvStored) else -len(each.engine)
+        assert mapped == 0
+        return {each.request_id for each in only(out, Finished)}, engine.stats()
+
+    (loading, load_stats), (reading, read_stats) = run(False), run(True)
+    assert loading == reading
+    assert read_stats.n_blocks_used == load_stats.n_blocks_used == 0
 
 
 # -- traces ------------------------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from streams.core.ids import DpRank, Int64Array, RankId, WorkerId
 from streams.core.workers import Role, Worker, WorkerState
 
 _NO_RANKS: frozenset[RankId] = frozenset()
+_NO_WORKERS: frozenset[WorkerId] = frozenset()
 
 
 class WorkerFilter(NamedTuple):
@@ -200,16 +201,18 @@ def eligible_ranks(
     worker_filter: WorkerFilter,
     silent: Set[RankId] = _NO_RANKS,
     wrong_size: Set[RankId] = _NO_RANKS,
+    avoided: Set[WorkerId] = _NO_WORKERS,
 ) -> list[RankId]:
     """List the ranks that pass every filter.
 
     They are ordered by worker and rank, so that candidates have the same positions on every router. silent: ranks that
     were not heard from within their lease. wrong_size: ranks whose events have blocks of another size than the scope's.
+    avoided: workers that are left out as well.
     """
     ranks: list[RankId] = []
     for worker_id in sorted(workers):
         worker = workers[worker_id]
-        if first_refusal(worker, worker_filter) is None:
+        if worker_id not in avoided and first_refusal(worker, worker_filter) is None:
             ranks.extend(
                 rank for rank in worker.ranks() if rank_refusal(rank, worker_filter, silent, wrong_size) is None
             )
