@@ -5,13 +5,16 @@ second each; the bytes on Kafka, and the time from an engine's event to its reco
 records (pipeline).
 
 The engines are sockets in a process of their own. Each batch stores 4 blocks and, once the cache is full, removes the 4
-oldest, as an engine that decodes does. Exits 1 if the bridge did not publish every batch.
+oldest, as an engine that decodes does. Batches are made before the measurement, and records are decoded after it, since
+all processes share the machine. The time of a record is that at which the broker appends it. Exits 1 if the bridge did
+not publish every batch.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import struct
 import subprocess
 import sys
 import time
@@ -26,7 +29,8 @@ import numpy as np
 import psutil
 import zmq
 from aiohttp import web
-from confluent_kafka import OFFSET_END, TopicPartition
+from confluent_kafka import OFFSET_END, Message, TopicPartition
+from confluent_kafka.admin import AlterConfigOpType, ConfigEntry, ConfigResource  # type: ignore[attr-defined]
 from rich.console import Console
 
 from benchmarks.machinery import Machinery, cpu_seconds, machinery
@@ -37,7 +41,7 @@ from streams.core.ids import DpRank, Incarnation, RankId, WorkerId
 from streams.engines.dialects.registry import DIALECTS
 from streams.engines.publisher import RankWriter, event_producer
 from streams.engines.replay import END_MARKER, SEQUENCE
-from streams.kafka import reader
+from streams.kafka import admin, reader
 from streams.local.processes import Child
 from streams.settings import as_environ
 from streams.topics import topics
@@ -55,8 +59,12 @@ DP_SIZE = 8
 CHAIN_BLOCKS = 256
 CACHE_BLOCKS = 2048
 
-FIRST_PORT = 21_000
+#: Ranges of ports that are tried for the engines' sockets.
+FIRST_PORT, LAST_PORT, PORTS_STEP = 21_000, 60_000, 500
 READY_TIMEOUT_S = 120.0
+
+#: Where a payload has its time, a double: after the header of the array, and the double's own first byte.
+TIME, TIME_AT = struct.Struct(">d"), 2
 
 #: The bars of the issue.
 US_MAX = 1.5
@@ -93,17 +101,31 @@ class _Cache:
 class _RankSockets:
     """The sockets of one rank, and what it has sent."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], number: int, port: int, replay_port: int) -> None:
-        self.cache = _Cache(number, np.random.default_rng(number))
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], number: int, port: int, replay_port: int, n_batches: int
+    ) -> None:
         self.events, self.replay = context.socket(zmq.PUB), context.socket(zmq.ROUTER)
         self.events.setsockopt(zmq.SNDHWM, 100_000)
-        self.events.bind(f"tcp://127.0.0.1:{port}")
-        self.replay.bind(f"tcp://127.0.0.1:{replay_port}")
+        try:
+            self.events.bind(f"tcp://127.0.0.1:{port}")
+            self.replay.bind(f"tcp://127.0.0.1:{replay_port}")
+        except zmq.ZMQError:
+            self.close()
+            raise
+        cache = _Cache(number, np.random.default_rng(number))
+        self.payloads = [bytearray(cache.payload()) for _ in range(n_batches)]
         self.sent: deque[tuple[int, bytes]] = deque(maxlen=10_000)
         self.n_sent = 0
 
+    def close(self) -> None:
+        """Free the ports."""
+        self.events.close(linger=0)
+        self.replay.close(linger=0)
+
     def publish(self) -> None:
-        payload = self.cache.payload()
+        made = self.payloads[self.n_sent]
+        TIME.pack_into(made, TIME_AT, time.time())
+        payload = bytes(made)
         self.sent.append((self.n_sent, payload))
         self.events.send_multipart([b"", SEQUENCE.pack(self.n_sent), payload])
         self.n_sent += 1
@@ -121,14 +143,31 @@ class _RankSockets:
         self.replay.send_multipart([client, b"", END_MARKER, b""])
 
 
-async def _generate(n_engines: int, dp_size: int, out: str) -> None:
+def _bound(
+    context: zmq.Context[zmq.Socket[bytes]], n_engines: int, dp_size: int, n_batches: int
+) -> tuple[int, list[_RankSockets]]:
+    """Bind the sockets of all ranks; return the first port of a range in which no port is in use, and the ranks."""
+    for first_port in range(FIRST_PORT, LAST_PORT, PORTS_STEP):
+        ranks: list[_RankSockets] = []
+        try:
+            for engine in range(n_engines):
+                base, first = first_port + engine * 2 * dp_size, engine * dp_size
+                ranks.extend(
+                    _RankSockets(context, first + n, base + n, base + dp_size + n, n_batches) for n in range(dp_size)
+                )
+            return first_port, ranks
+        except zmq.ZMQError:
+            for rank in ranks:
+                rank.close()
+    raise RuntimeError("no range of ports is free")
+
+
+async def _generate(n_engines: int, dp_size: int, seconds: float, out: str) -> None:
     """Be the engines: wait for the line `start SECONDS`, send, and print how many batches were sent."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
     context.set(zmq.MAX_SOCKETS, 4096)
-    ranks: list[_RankSockets] = []
-    for engine in range(n_engines):
-        base = FIRST_PORT + engine * 2 * dp_size
-        ranks += [_RankSockets(context, len(ranks), base + n, base + dp_size + n) for n in range(dp_size)]
+    n_batches = int(seconds * BATCHES_PER_S) + 1
+    first_port, ranks = _bound(context, n_engines, dp_size, n_batches)
     page = f"process_start_time_seconds {time.time()}\n".encode()
     models = json.dumps({"data": [{"id": MODEL}]}).encode()
 
@@ -144,7 +183,7 @@ async def _generate(n_engines: int, dp_size: int, out: str) -> None:
     by_socket = {rank.replay: rank for rank in ranks}
     for socket in by_socket:
         poller.register(socket, zmq.POLLIN)
-    Path(out).write_text(str(runner.addresses[0][1]))
+    Path(out).write_text(f"{runner.addresses[0][1]} {first_port}")
     loop = asyncio.get_running_loop()
     command = loop.run_in_executor(None, sys.stdin.readline)
     until_s, turn, began_s = 0.0, 0, 0.0
@@ -160,7 +199,7 @@ async def _generate(n_engines: int, dp_size: int, out: str) -> None:
             command = loop.run_in_executor(None, sys.stdin.readline)
         now_s = time.monotonic()
         if now_s < until_s:
-            due = int((now_s - began_s) * BATCHES_PER_S * len(ranks))
+            due = min(int((now_s - began_s) * BATCHES_PER_S * len(ranks)), n_batches * len(ranks))
             for _ in range(due - turn):  # the ranks by turns, so that their batches are spread over each interval
                 ranks[turn % len(ranks)].publish()
                 turn += 1
@@ -168,7 +207,7 @@ async def _generate(n_engines: int, dp_size: int, out: str) -> None:
             until_s = 0.0
             sys.stdout.write(f"{sum(rank.n_sent for rank in ranks)}\n")
             sys.stdout.flush()
-        await asyncio.sleep(0.002)
+        await asyncio.sleep(0.001)
     await runner.cleanup()
     context.destroy(linger=0)
 
@@ -202,6 +241,16 @@ def _per_block(machine: Machinery, samples: Samples, n_blocks: int, n_batches: i
     samples.add(case, "processor time", "us per block", OURS, cpu_s * 1e6 / total)
 
 
+def _use_append_times(machine: Machinery) -> None:
+    """Let records of kv-events have the time at which the broker appends them, instead of their producer's."""
+    entry = ConfigEntry("message.timestamp.type", "LogAppendTime", incremental_operation=AlterConfigOpType.SET)
+    name = topics(machine.settings).kv_events.name
+    resource = ConfigResource(ConfigResource.Type.TOPIC, name, incremental_configs=[entry])
+    client = admin(machine.settings)
+    for future in client.incremental_alter_configs([resource]).values():
+        future.result(READY_TIMEOUT_S)
+
+
 def _fleet(machine: Machinery, samples: Samples, n_engines: int, dp_size: int, seconds: float, profile: bool) -> bool:
     """Measure a real bridge; return whether it published every batch."""
     settings, case = machine.settings, f"{n_engines} engines with dp {dp_size}"
@@ -209,7 +258,7 @@ def _fleet(machine: Machinery, samples: Samples, n_engines: int, dp_size: int, s
     folder.mkdir()
     port_file = folder / "port"
     generator = subprocess.Popen(
-        [sys.executable, "-m", "benchmarks.bridge", "--be-engines", f"{n_engines},{dp_size},{port_file}"],
+        [sys.executable, "-m", "benchmarks.bridge", "--be-engines", f"{n_engines},{dp_size},{seconds},{port_file}"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -218,9 +267,9 @@ def _fleet(machine: Machinery, samples: Samples, n_engines: int, dp_size: int, s
     bridge: Child | None = None
     try:
         wait_for(lambda: port_file.exists() and port_file.read_text() != "", READY_TIMEOUT_S, "the engines")
-        port, tables = port_file.read_text(), []
+        (port, first_port), tables = port_file.read_text().split(), []
         for engine in range(n_engines):
-            base = FIRST_PORT + engine * 2 * dp_size
+            base = int(first_port) + engine * 2 * dp_size
             tables.append(
                 f'[[engine]]\nid = {n_engines * 10_000 + engine}\nurl = "http://127.0.0.1:{port}/{engine}"\n'
                 f'events = "tcp://127.0.0.1:{base}"\nreplay = "tcp://127.0.0.1:{base + dp_size}"\ndp = {dp_size}\n'
@@ -245,7 +294,7 @@ def _fleet(machine: Machinery, samples: Samples, n_engines: int, dp_size: int, s
         generator.stdin.flush()
         began_s, cpu_s = time.monotonic(), cpu_seconds(bridge.pid)
         while time.monotonic() < began_s + seconds:
-            records.read()
+            records.keep()
         used = (cpu_seconds(bridge.pid) - cpu_s) / (time.monotonic() - began_s)
         sent = int(generator.stdout.readline())
         wait_for(lambda: records.read() and records.n_batches >= sent, READY_TIMEOUT_S, f"{sent} batches on Kafka")
@@ -277,13 +326,20 @@ class _Records:
         topic = topics(settings).kv_events.name
         self._consumer.assign([TopicPartition(topic, n, OFFSET_END) for n in range(settings.partitions)])
         self._first_worker = first_worker
+        self._kept: list[Message] = []
         self.live: set[RankId] = set()
         self.n_batches = self.n_blocks = self.n_bytes = self.heartbeat_bytes = 0
         self.latencies_ms: list[int] = []
 
+    def keep(self) -> None:
+        """Keep the records that have arrived for the next call of `read`."""
+        self._kept += self._consumer.consume(2000, 0.2)
+
     def read(self) -> bool:
         """Take the records that have arrived."""
-        for message in self._consumer.consume(2000, 0.05):
+        self.keep()
+        kept, self._kept = self._kept, []
+        for message in kept:
             value = message.value()
             if message.error() is not None or value is None:
                 continue
@@ -311,12 +367,13 @@ class _Records:
 def main(seconds: float, quick: bool, profile: bool, json_path: Path | None, be_engines: str | None) -> None:
     """Measure what a bridge costs."""
     if be_engines is not None:
-        numbers = be_engines.split(",", 2)
-        asyncio.run(_generate(int(numbers[0]), int(numbers[1]), numbers[2]))
+        numbers = be_engines.split(",", 3)
+        asyncio.run(_generate(int(numbers[0]), int(numbers[1]), float(numbers[2]), numbers[3]))
         return
     samples, complete = Samples(), True
     with machinery() as machine:
-        for n_blocks, n_batches in ((BLOCKS_PER_BATCH, 20_000), (128, 2_000)):
+        _use_append_times(machine)
+        for n_blocks, n_batches in ((BLOCKS_PER_BATCH, 20_000), (128, 6_000)):
             _per_block(machine, samples, n_blocks, n_batches // (10 if quick else 1))
         for n_engines, dp_size in ((N_RANKS, 1), (N_RANKS // DP_SIZE, DP_SIZE)):
             complete &= _fleet(machine, samples, n_engines, dp_size, 4.0 if quick else seconds, profile)

@@ -68,7 +68,7 @@ class Engine:
         self.n_blocks = 0
         self._random = np.random.default_rng(seed)
         empty = EngineBatch(self.rank, MODEL, BLOCK_SIZE, Incarnation(1), 0, 0, 0, EngineEvents(()))
-        self._head = encode_batch(empty)[: -1 - 8 - 4]
+        self._head = encode_batch(empty)[: -1 - _DIGEST_BYTES - len(_AFTER_DIGEST) - 1]
         self._random_pairs: list[tuple[int, int]] = []
         self._runs = [_Run() for _ in range(n_runs)]
         self._prompts: deque[HashArray] = deque()
@@ -114,7 +114,7 @@ class Engine:
 
     def _record(self, events: list[bytes]) -> bytes:
         # Encoded by hand, since the codec would make the preparation ten times as long; `_check` compares the two.
-        parts = [self._head, _long(self.sequence), bytes(8), b"\x00\x00\x00"]
+        parts = [self._head, _long(self.sequence), bytes(_DIGEST_BYTES), _AFTER_DIGEST]
         if events:
             parts += [_long(len(events)), *events]
         self.sequence += 1
@@ -125,6 +125,10 @@ class Engine:
         self._random_pairs = [(name, local) for name, local in pairs]
         return self._random_pairs.pop()
 
+
+#: Between a batch's digest and its events: time, n_unindexed, incomplete, feed, and which body it has; all of them 0.
+_DIGEST_BYTES = 8
+_AFTER_DIGEST = bytes(5)
 
 #: Device tier, no labels, no pool.
 _LAST = b"\x00\x00\x00"
@@ -154,13 +158,16 @@ def _removed(names: HashArray) -> bytes:
 
 
 def _check(engine: Engine) -> None:
-    """Raise AssertionError if a record encoded by hand differs from the codec's."""
-    for value in (
+    """Raise AssertionError if a record encoded by hand differs from the codec's, or is not the next one of its rank."""
+    values = (
         engine.begin(),
         *(engine.large()[0] for _ in range(2)),
         *(engine.decode_steps()[0] for _ in range(3)),
-    ):
-        assert encode_batch(decode_batch(value)) == value
+    )
+    for number, value in enumerate(values, -1):
+        batch = decode_batch(value)
+        assert encode_batch(batch) == value
+        assert (batch.rank, batch.sequence, batch.digest) == (engine.rank, number, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,6 +215,7 @@ class Fleet:
     def __init__(self, parts: Machinery, n_engines: int, seed: int, *, router_in_worker: bool = False) -> None:
         """router_in_worker: the Faust worker's own process serves the router, and there is no other one."""
         self._parts = parts
+        _check(Engine(n_engines + 1, 1, 0))
         self.engines = [Engine(n + 1, LIVE_RUNS // n_engines, seed + n) for n in range(n_engines)]
         self.topics = topics(parts.settings)
         self.kafka: Producer = producer(parts.settings, **{"linger.ms": 2, "queue.buffering.max.messages": 1_000_000})
@@ -348,7 +356,6 @@ def main(
     partitions: int,
 ) -> None:
     """Measure throughput and latency from engine events to a router's view."""
-    _check(Engine(2, 1, 0))
     samples, report = Samples(), Report("pipeline", {}, [])
     console, wanted = Console(), _cases(cases)
     with machinery(partitions=partitions, block_size=BLOCK_SIZE) as parts:

@@ -2,16 +2,18 @@
 
 What lives here: which runs are compared, and the limits of their ratios. What must not: the simulation
 (streams.sim.lab). Prints Markdown and exits 1 if a limit is exceeded. All of it takes about twenty minutes of one core;
---only runs one part.
+--only runs one part, --demo compares the demo's live runs with the laboratory, and --plots draws (quality_plots).
 """
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -34,6 +36,39 @@ AGENTIC_MAX, GENERATED_MAX, TUNED_MAX, POOLED_MAX = 0.6, 1.02, 1.02, 0.4
 GENERATED = ("uniform", "hot", "cold", "bursts", "agentic")
 
 Check = tuple[str, float, float]  # what, ratio, limit
+
+#: The demo's live runs and the laboratory agree on the share of prompt tokens found in caches within this.
+LIVE_POINTS_MAX = 2.0
+
+
+class Figures:
+    """What the parts that were run found, for plots."""
+
+    def __init__(self) -> None:
+        self.conversation: dict[str, dict[str, float]] = {}
+        self.pools: dict[tuple[bool, bool], dict[int, float]] = {}
+        self.without_pool_ms = 0.0
+        self.lengths: list[tuple[int, float, float]] = []
+        self.live: dict[str, Any] = {}
+
+    def draw(self, folder: Path) -> list[Path]:
+        """Draw what there is; return the files."""
+        from benchmarks import quality_plots
+
+        folder.mkdir(parents=True, exist_ok=True)
+        drawn = []
+        if self.conversation:
+            drawn.append(quality_plots.conversation(folder, self.conversation))
+        if self.pools:
+            drawn.append(quality_plots.pools(folder, self.without_pool_ms, self.pools))
+        if self.lengths:
+            drawn.append(quality_plots.lengths(folder, self.lengths))
+        if self.live:
+            drawn.append(quality_plots.live(folder, self.live))
+        return drawn
+
+
+FIGURES = Figures()
 
 
 def row(values: Iterable[object]) -> None:
@@ -82,6 +117,9 @@ def conversation(trace: Path | None) -> list[Check]:
         for policy, each in runs.items():
             row([load, f"`{policy}`", *figures_of(each)])
         ours, preset = runs[OURS].figures, runs["dynamo-agentic"].figures
+        FIGURES.conversation[load] = {
+            policy: each.figures.mean_ttft_ms / preset.mean_ttft_ms for policy, each in runs.items()
+        }
         tuned = runs["dynamo-tuned"].figures
         checks += [
             (f"{load}: mean TTFT, preset", ours.mean_ttft_ms / preset.mean_ttft_ms, limit),
@@ -118,6 +156,7 @@ def pools() -> list[Check]:
     config = replace(FLEET, concurrency=64)
     policy = OURS_AT_ONCE + ":pool_gb_per_s=64"
     without = run_policy(workload, config, policy)
+    FIGURES.without_pool_ms = without.figures.mean_ttft_ms
     head("pool", "link", "router", "mean / p99 TTFT ms", "ITL ms", "requests/s", "reuse", "loaded")
     row(["none", "", "", *figures_of(without), "0"])
     for is_shared in (False, True):
@@ -125,6 +164,7 @@ def pools() -> list[Check]:
             for is_credited in (True, False):
                 pool = LabPoolConfig(size * N_WORKERS * ENGINE.n_blocks, 64.0, is_shared, is_credited)
                 each = run_policy(workload, replace(config, pool=pool), policy)
+                FIGURES.pools.setdefault((is_shared, is_credited), {})[size] = each.figures.mean_ttft_ms
                 link = "64 GB/s for all" if is_shared else "64 GB/s per engine"
                 credited = "credits it" if is_credited else "does not know it"
                 row([f"{size} x device", link, credited, *figures_of(each), f"{each.figures.loaded:.3f}"])
@@ -166,8 +206,22 @@ def lengths() -> list[Check]:
         ]
         result = run_policy(build("length", raw, 64, 64), replace(FLEET, n_workers=1), "kv").result
         first, second = result.ttft_ms.tolist()
+        FIGURES.lengths.append((n_in, first, second))
         row([f"{n_in:,} tokens", f"{first:.0f}", f"{second:.0f}", f"{1 - second / first:.0%}"])
     return []
+
+
+def live(result: Path) -> list[Check]:
+    """The demo's live runs next to the laboratory's of the same requests. result: the demo's result.json."""
+    FIGURES.live = found = json.loads(result.read_text())
+    head("policy", "live", "laboratory", "difference, points")
+    checks = []
+    for name, each in found["policies"].items():
+        ours, simulated = each["hit_share"], found["offline"][name]["hit_share"]
+        points = 100.0 * (ours - simulated)
+        row([f"`{name}`", f"{ours:.1%}", f"{simulated:.1%}", f"{points:+.1f}"])
+        checks.append((f"live and laboratory, {name}: points", abs(points), LIVE_POINTS_MAX))
+    return checks
 
 
 PARTS: dict[str, Callable[[Path | None], list[Check]]] = {
@@ -179,12 +233,20 @@ PARTS: dict[str, Callable[[Path | None], list[Check]]] = {
 @click.command()
 @click.argument("trace", type=click.Path(path_type=Path, exists=True), required=False)
 @click.option("--only", type=click.Choice(list(PARTS)), multiple=True, help="Parts to run; all without this.")
-def main(trace: Path | None, only: tuple[str, ...]) -> None:
+@click.option("--demo", type=click.Path(path_type=Path, exists=True), help="The demo's result.json, for the part live.")
+@click.option("--plots", type=click.Path(path_type=Path), help="Folder for plots of the parts that were run.")
+def main(trace: Path | None, only: tuple[str, ...], demo: Path | None, plots: Path | None) -> None:
     """Print the tables of docs/quality.md. TRACE: conversation_trace.jsonl."""
     checks: list[Check] = []
-    for name in only or PARTS:
+    for name in only or (() if demo else PARTS):
         click.echo(f"\n## {name}")
         checks += PARTS[name](trace)
+    if demo is not None:
+        click.echo("\n## live")
+        checks += live(demo)
+    if plots is not None:
+        for path in FIGURES.draw(plots):
+            click.echo(f"\nplot: {path}", err=True)
     head("ratio", "is", "at most", "")
     for what, ratio, limit in checks:
         row([what, f"{ratio:.3f}", f"{limit:.3f}", "" if ratio <= limit else "exceeded"])

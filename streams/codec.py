@@ -58,6 +58,7 @@ from streams.core.loads.bookings import Booking, BookingId, BookingPhase
 from streams.core.loads.observations import Forecast
 from streams.core.workers import BridgeLease, Cordon, Role, ServedModel, Worker, WorkerState
 from streams.errors import BadRecord, InvalidEvent, InvalidRequest, KvStreamsError
+from streams.event_encoding import datum_of
 
 #: Folders in that of the schemas: of the last release, and of earlier forms.
 RELEASED = "released"
@@ -181,7 +182,12 @@ def from_hash(value: bytes | None) -> int | None:
 
 def encode_batch(batch: EngineBatch) -> bytes:
     """Encode one record of kv-events."""
-    body = batch.body
+    datum = datum_of(batch)
+    return encode_batch_by_schema(batch) if datum is None else codec("kv-events").header + datum
+
+
+def encode_batch_by_schema(batch: EngineBatch) -> bytes:
+    """Encode one record of kv-events with fastavro; the bytes are the same. Raises what RecordCodec.encode raises."""
     return codec("kv-events").encode(
         {
             "worker_id": to_long(batch.rank.worker_id),
@@ -195,7 +201,7 @@ def encode_batch(batch: EngineBatch) -> bytes:
             "n_unindexed": batch.n_unindexed,
             "incomplete": batch.incomplete,
             "feed": batch.feed.name.lower(),
-            "body": _body_datum(body),
+            "body": _body_datum(batch.body),
         }
     )
 
@@ -208,9 +214,7 @@ def decode_batch(raw: bytes | None, schema_ids: Mapping[str, int] | None = None)
     if datum["n_unindexed"] < 0:
         raise BadRecord("bad_count", f"the number of unindexed blocks is {datum['n_unindexed']}")
     body = _body(datum["body"])
-    has_no_events = isinstance(body, Heartbeat) or (isinstance(body, EngineEvents) and not body.events)
-    announces_incarnation = has_no_events and datum["sequence"] == BEFORE_FIRST
-    if datum["sequence"] < 0 and not announces_incarnation:
+    if datum["sequence"] < 0 and not (datum["sequence"] == BEFORE_FIRST and _has_no_blocks(body)):
         raise BadRecord("bad_sequence", f"sequence is {datum['sequence']}")
     return EngineBatch(
         rank=_rank(datum),
@@ -225,6 +229,21 @@ def decode_batch(raw: bytes | None, schema_ids: Mapping[str, int] | None = None)
         incomplete=datum["incomplete"],
         feed=FeedState[datum["feed"].upper()],
     )
+
+
+def _has_no_blocks(body: Body) -> bool:
+    """Whether a record can come before the first batch of an incarnation, in which the rank holds nothing."""
+    match body:
+        case EngineEvents():
+            return not body.events
+        case RestatementChunk():
+            return not body.runs
+        case Heartbeat():
+            return True
+        case WorkerRemoved():
+            return False
+        case _:
+            assert_never(body)
 
 
 def decode_batch_or_error(value: bytes | None, schema_ids: Mapping[str, int] | None = None) -> EngineBatch | BadRecord:

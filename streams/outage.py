@@ -1,12 +1,17 @@
-"""When to log that something does not answer: Kafka, or a part of an engine (pure; the clock is an argument).
+"""When to log what may happen without end, such as that Kafka does not answer (pure; the clock is an argument).
 
 What lives here: the limit of such lines. What must not: logging, and what follows (engines.feed, streams.kafka_log).
 """
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+
 #: Time between two lines about the same outage. An engine may be away for days, and a fleet has hundreds of engines.
 REMIND_S = 60.0
+
+#: Things whose lines are counted: the ranks of a partition, with some reasons each.
+REPETITIONS_MAX = 10_000
 
 
 class Outage:
@@ -41,6 +46,35 @@ class Outage:
         return None if since_s is None else now_s - since_s
 
 
+class Repetitions:
+    """Things that may happen many times a second: each is reported at once, then once a minute with its number."""
+
+    def __init__(self) -> None:
+        self._logged_at_s: dict[Hashable, float] = {}
+        self._n: dict[Hashable, int] = {}  # how often each has happened since its last line
+
+    def happened(self, what: Hashable, now_s: float) -> int | None:
+        """Note that it happened; return how often it did since the last line, or None if nothing is to be logged.
+
+        Once REPETITIONS_MAX things are known, all of them are forgotten.
+        """
+        n = self._n.get(what, 0) + 1
+        logged_at_s = self._logged_at_s.get(what)
+        if logged_at_s is not None and now_s - logged_at_s < REMIND_S:
+            self._n[what] = n
+            return None
+        if logged_at_s is None and len(self._logged_at_s) >= REPETITIONS_MAX:
+            self._logged_at_s.clear()
+            self._n.clear()
+        self._logged_at_s[what], self._n[what] = now_s, 0
+        return n
+
+
 def lasting(seconds: float) -> str:
     """Return how long an outage has lasted, to be appended to its line; empty for one that has just begun."""
     return f" (for {seconds:.0f} s)" if seconds else ""
+
+
+def repeated(n: int) -> str:
+    """Return how often something happened, to be appended to its line; empty for once."""
+    return "" if n == 1 else f" ({n} times since the last such line)"

@@ -429,6 +429,28 @@ class Settings:
         False,
         "send an OpenTelemetry trace of every decision by OTLP; needs kvstreams[otel]; OTEL_* variables configure it",
     )
+    decision_log: bool = _setting(
+        False, "record every decision with its terms on the topic router-decisions (docs/decisions.md)"
+    )
+    decision_log_share: float = _setting(
+        1.0,
+        "share of the requests whose decisions are recorded, chosen by request id; a recorded trace needs all of them",
+        low=0.0,
+        high=1.0,
+    )
+    decision_log_candidates: int = _setting(
+        4, "how many of the cheapest ranks are recorded with their terms, in addition to the chosen one", low=0, high=64
+    )
+    decision_log_retention_ms: int = _setting(86_400_000, "retention of router-decisions", low=60_000)
+    decision_log_bytes_max: int = _setting(
+        2 * 1024 * 1024 * 1024,
+        "most bytes of router-decisions before the oldest are deleted, all partitions together, without replicas",
+        low=1024 * 1024 * 1024 // 16,
+    )
+    decision_log_salt: str = _secret(
+        "secret with which families of prompts are hashed in the decision log, the same for all routers of a scope; "
+        "without it, the scope's name is used"
+    )
     log_level: str = _setting("info", "debug, info, warning or error")
     log_json: bool = _setting(False, "write logs as JSON, one object per line")
 

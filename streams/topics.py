@@ -45,6 +45,14 @@ PARKED_CHUNK_BYTES_MAX = 1536 * 1024
 #: unchanged in a changelog, which has the broker's default limit of 1 MB; a larger record would stop its partition.
 CXL_EVENT_BYTES_MAX = 256 * 1024
 
+#: Bytes of one record of router-decisions: 128 decisions with the longest request ids, the most candidates and the most
+#: families have less than 2 MiB (streams.decision_log.records).
+DECISION_BYTES_MAX = 4 * 1024 * 1024
+
+#: Kafka deletes whole segments, and never the one that is written. With these bounds, a partition of the decision log
+#: has at most a quarter more than its share, and a segment is not smaller than a record.
+_DECISION_SEGMENT_BYTES_MIN, _DECISION_SEGMENT_BYTES_MAX = 8 * 1024 * 1024, 64 * 1024 * 1024
+
 PREFIX_INDEX = "prefix-index"
 CXL_BLOCKS = "cxl-blocks"
 
@@ -72,6 +80,7 @@ class Topics:
     router_loads: TopicSpec
     kv_control: TopicSpec
     dead_letters: TopicSpec
+    router_decisions: TopicSpec
     index_changelog: TopicSpec
     cxl_changelog: TopicSpec
 
@@ -85,6 +94,7 @@ class Topics:
             self.router_loads,
             self.kv_control,
             self.dead_letters,
+            self.router_decisions,
             self.index_changelog,
             self.cxl_changelog,
         )
@@ -97,6 +107,7 @@ def topics(settings: Settings) -> Topics:
         return TopicSpec(name, key, schema, settings.partitions, settings.replication, config)
 
     prefix = settings.topic_prefix
+    decision_bytes = settings.decision_log_bytes_max // settings.partitions
     return Topics(
         kv_events=spec(
             f"{prefix}kv-events",
@@ -157,6 +168,20 @@ def topics(settings: Settings) -> Topics:
                 "cleanup.policy": "delete",
                 "retention.ms": str(_DEAD_LETTER_RETENTION_MS),
                 "max.message.bytes": str(DEAD_LETTER_BYTES_MAX),
+            },
+        ),
+        router_decisions=spec(
+            f"{prefix}router-decisions",
+            "none",
+            "router-decisions",
+            {
+                "cleanup.policy": "delete",
+                "retention.ms": str(settings.decision_log_retention_ms),
+                "retention.bytes": str(decision_bytes),
+                "segment.bytes": str(
+                    max(_DECISION_SEGMENT_BYTES_MIN, min(_DECISION_SEGMENT_BYTES_MAX, decision_bytes // 4))
+                ),
+                "max.message.bytes": str(DECISION_BYTES_MAX),
             },
         ),
         index_changelog=spec(

@@ -46,8 +46,10 @@ def _named(package: ModuleType, entry_points: Iterable[str]) -> tuple[str, ...]:
 # Kernels by their full names. Children take them in this order, so the slowest come first. Those that share most of
 # their callees are far apart: a child that needs a kernel which another child is compiling waits for it.
 
-#: For a bridge, a publisher and a simulated engine.
+#: For a publisher and a simulated engine.
 HASHING = _named(hashing, hashing.ENTRY_POINTS)
+#: For a bridge.
+BRIDGE = (*HASHING, *_named(hashing, hashing.UNPACKING))
 ROUTER = (
     *_named(index, index.FOLDING),
     *HASHING,
@@ -61,8 +63,8 @@ ROUTER = (
 AGENT = (*_named(reducer, reducer.ENTRY_POINTS), *HASHING, *_named(tables, tables.STORING))
 #: For a Faust worker with a router, and for all processes of the demo together.
 WORKER = tuple(dict.fromkeys((*ROUTER, *AGENT)))
-#: For the index as a library as well.
-EVERYTHING = tuple(dict.fromkeys((*ROUTER, *_named(index, index.EVENTS), *AGENT)))
+#: For a bridge and the index as a library as well.
+EVERYTHING = tuple(dict.fromkeys((*ROUTER, *_named(index, index.EVENTS), *AGENT, *BRIDGE)))
 
 #: Each child takes 300 MB. More children would wait for the longest chain of kernels that call each other.
 CHILDREN_MAX = 8

@@ -24,7 +24,7 @@ from streams.core.workers import Worker
 from streams.kafka import worker_key
 from streams.settings import Settings
 from tests.helpers.local_router import local_router
-from tests.helpers.scripted_engine import Script, answer_bytes, scripted_engines
+from tests.helpers.scripted_engine import Script, ScriptedEngine, answer_bytes, scripted_engines
 from tests.processes.test_front import IDS, Stage, on_stage
 
 #: Requests at a time.
@@ -111,7 +111,7 @@ def main(requests: int, seed: int | None) -> None:
         await changing
         print(f"{time.monotonic() - began_s:.0f} s, by the front: {dict(stage.front.counts.outcomes)}", flush=True)
 
-    with local_router(Settings(), n_workers=0) as router, scripted_engines(3) as engines:
+    with local_router(Settings(), n_workers=0) as router, scripted_engines(3, ScriptedEngine) as engines:
         for number, engine in enumerate(engines, start=1):
             worker = Worker(WorkerId(number), engine.url, "m", 16)
             router.router.view.fold_worker(worker_key(worker.worker_id), encode_worker(worker))

@@ -12,7 +12,7 @@ import signal
 import click
 
 from streams import __version__
-from streams.cli import cxl, doctor, front, kafka, lab, local, metrics, scope, serving, sim, top
+from streams.cli import compare, cxl, decisions, doctor, front, kafka, lab, local, metrics, scope, serving, sim, top
 from streams.cli.options import ESSENTIAL, GroupedGroup
 from streams.errors import KvStreamsError
 from streams.settings import unknown_variables
@@ -29,7 +29,7 @@ def cli() -> None:
         del os.environ[name]  # child processes would print the same warning again
 
 
-for _module in (serving, front, scope, cxl, kafka, local, sim, lab, metrics, doctor, top):
+for _module in (serving, front, scope, cxl, kafka, local, sim, lab, compare, decisions, metrics, doctor, top):
     for _command in _module.COMMANDS:
         cli.add_command(_command)
 

@@ -9,7 +9,6 @@ import click
 from streams.cli.kafka import KAFKA_DIRECTORY, start_kafka
 from streams.cli.options import GroupedCommand
 from streams.cli.output import console
-from streams.core.routing.selection import RouterMode
 from streams.errors import SettingsError
 
 DEMO_DIRECTORY = Path(".kvstreams/demo")
@@ -46,7 +45,7 @@ _kafka_directory = click.option(
     "--policy",
     "policies",
     multiple=True,
-    help="kv, round-robin or random; repeat for several  [default: all three]",
+    help="kv, expected-time, dynamo-agentic, round-robin or random; repeat for several  [default: all of them]",
 )
 @click.option(
     "--directory",
@@ -81,14 +80,13 @@ def demo(
     require_extra("psutil", "matplotlib", *(("cryptography",) if secure else ()))
     if secure and kafka_directory == KAFKA_DIRECTORY:
         kafka_directory = Path(f"{KAFKA_DIRECTORY}-secure")
-    try:
-        modes = tuple(RouterMode(policy) for policy in policies) or DEMO_POLICIES
-        if not set(modes) <= set(DEMO_POLICIES):
-            unknown = next(mode for mode in modes if mode not in DEMO_POLICIES)
-            raise ValueError(f"{unknown!s} is not a policy of the demo")
-    except ValueError as exc:
-        raise SettingsError(f"--policy: {exc}", remedy="Use kv, round-robin or random") from exc
-    if RouterMode.KV not in modes:
+    chosen = policies or DEMO_POLICIES
+    unknown = [policy for policy in chosen if policy not in DEMO_POLICIES]
+    if unknown:
+        raise SettingsError(
+            f"--policy: {unknown[0]!r} is not a policy of the demo", remedy=f"Use {', '.join(DEMO_POLICIES)}"
+        )
+    if "kv" not in chosen:
         raise SettingsError("--policy: kv must be among the policies, since the others are compared with it")
     config = DemoConfig(
         trace=trace,
@@ -98,7 +96,7 @@ def demo(
         directory=directory,
         kafka_directory=kafka_directory,
         blocks=blocks,
-        policies=tuple(mode for mode in DEMO_POLICIES if mode in modes),
+        policies=tuple(policy for policy in DEMO_POLICIES if policy in chosen),
         secure=secure,
     )
     warm_kernels(WORKER)  # once, here: otherwise each of the demo's processes would compile the kernels

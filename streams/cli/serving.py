@@ -119,6 +119,7 @@ def bridge(
         )
     from streams.engines.bridge_metrics import run_bridge
     from streams.engines.sources.named import sources_of
+    from streams.interpreter import prefer_request_threads
     from streams.schema_compatibility import check_schemas
 
     log.configure(resolved.settings)
@@ -133,6 +134,7 @@ def bridge(
         kubernetes=engines_kubernetes,
         template=engine_template,
     )
+    prefer_request_threads()  # batches wait while another thread reads tables, or parses a page of metrics
     run_until_signalled(run_bridge(resolved.settings, sources))
 
 

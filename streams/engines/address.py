@@ -77,7 +77,20 @@ def engine_address(text: str) -> EngineAddress:
 
     `taints=a+b` and `lora=a+b` are also parts. Raises SettingsError that names the part that cannot be used.
     """
-    return address_of(dict(part.partition("=")[::2] for part in text.split(",")), f"--engine {text!r}")
+    where = f"--engine {text!r}"
+    return address_of(_parts_of(text, where), where)
+
+
+def _parts_of(text: str, where: str) -> dict[str, str]:
+    pairs = [part.partition("=")[::2] for part in text.split(",")]
+    parts = dict(pairs)
+    if len(parts) < len(pairs):
+        names = [name for name, _ in pairs]
+        repeated = sorted({name for name in names if names.count(name) > 1})
+        raise SettingsError(
+            f"{where}: {', '.join(repeated)} given more than once", remedy="Repeat the option for each engine"
+        )
+    return parts
 
 
 def address_of(parts: Mapping[str, str], where: str) -> EngineAddress:
@@ -136,8 +149,8 @@ def engine_template(text: str) -> EngineTemplate:
 
     Raises SettingsError that names the part that cannot be used.
     """
-    parts = dict(part.partition("=")[::2] for part in text.split(","))
     where = f"--engine-template {text!r}"
+    parts = _parts_of(text, where)
     if "id" in parts:
         raise SettingsError(f"{where}: id unknown", remedy="Leave it out: each engine's id is derived from its URL")
     for name in ("url", "events", "replay", "metrics"):

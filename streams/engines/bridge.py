@@ -11,6 +11,7 @@ import logging
 import os
 import secrets
 import time
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -18,31 +19,40 @@ from functools import partial
 import aiohttp
 
 from streams.core.events import ResyncRequest
-from streams.core.ids import RankId, WorkerId
+from streams.core.ids import DpRank, RankId, WorkerId
 from streams.core.workers import Worker
 from streams.cxl.pool_registry import PoolDirectory
 from streams.engines.address import EngineAddress
 from streams.engines.bridged_engine import FLUSH_TIMEOUT_S, BridgedEngine, BridgeParts
 from streams.engines.connection import receive_hwm
-from streams.engines.feed_counters import FeedCounters
+from streams.engines.feed_counters import RankCounters
+from streams.engines.pooled_rows import read_pooled
 from streams.engines.publisher import BUFFERED_RECORDS_MAX, event_producer
 from streams.engines.pulse import Pulse
+from streams.engines.recovery import recover_workers
 from streams.engines.registry_reader import RegistryReader
+from streams.engines.shared_calls import SharedCalls
 from streams.engines.sources.interface import ENGINES_MAX, EngineSource, MergedEngines
 from streams.engines.sources.registry import RegistryEngines
 from streams.errors import BlockSizeContradicted
+from streams.model_registry import check_model, claim_model, writer_name
 from streams.outage import Outage, lasting
 from streams.settings import Settings
 from streams.topics import topics
 
 log = logging.getLogger(__name__)
 
-#: Changelogs read at the same time. Each contains the whole table of a partition, and a starting bridge reads one for
-#: every engine.
-RECOVERIES_AT_ONCE = 2
+#: Partitions read at the same time, each with its whole changelog. A bridge that starts reads all of them.
+READS_AT_ONCE = 2
+
+#: Models claimed at the same time; each claim reads a partition of the registry.
+CLAIMS_AT_ONCE = 2
 
 #: Checks of the leases per lease length; a claim is late by at most one such interval.
 _TICKS_PER_LEASE = 30
+
+#: Leases claimed or renewed in one go, while batches wait. Engines that started together renew theirs together.
+ENGINES_AT_ONCE = 16
 
 _HTTP_TIMEOUT = aiohttp.ClientTimeout(total=5.0)
 
@@ -67,7 +77,9 @@ class Bridge:
         self._engines: dict[WorkerId, BridgedEngine] = {}
         self._tasks: dict[WorkerId, asyncio.Task[None]] = {}
         self._renewals = 0  # the greatest number of a lease's write of an engine that was released
-        self._counters: dict[RankId, FeedCounters] = {}
+        #: Of every rank that this bridge has fed; its methods are called on the loop. A rank's totals survive a lost
+        #: lease, so none of them decreases while the process runs.
+        self.counters = RankCounters()
         self._pools: PoolDirectory | None = None
         self._refused: dict[WorkerId, BlockSizeContradicted] = {}  # engines whose model contradicts the settings
         self._slow_kafka = Outage()
@@ -102,13 +114,6 @@ class Bridge:
             log.info("stopped. Records that Kafka did not acknowledge: %d", self._kafka.flush(FLUSH_TIMEOUT_S))
         if contradictions:  # raised here, since `except*` would put it into another group
             raise contradictions[0]
-
-    def feed_counts(self) -> Mapping[RankId, Mapping[str, int]]:
-        """Return a copy of the counters of every rank that this bridge has fed, by rank and name (see FeedCounters).
-
-        A rank's totals survive a lost lease, so none of them decreases while the process runs. Call it on the loop.
-        """
-        return {rank: counters.counts() for rank, counters in self._counters.items()}
 
     @property
     def n_engines(self) -> int:
@@ -202,20 +207,35 @@ class Bridge:
         # Another bridge would take a smaller number than it has read from this process for an operator's record.
         self._renewals = max(self._renewals, bridged.lease_handle.lease.renewal + 1)
         self._refused.pop(worker_id, None)
+        for dp_rank in range(bridged.engine.dp_size):
+            self.counters.release(RankId(worker_id, DpRank(dp_rank)))
         del self._engines[worker_id]
 
     def _parts(self, http: aiohttp.ClientSession) -> BridgeParts:
+        reads = asyncio.Semaphore(READS_AT_ONCE)
         return BridgeParts(
             self._settings,
             self._kafka,
             self.name,
             http,
-            asyncio.Semaphore(RECOVERIES_AT_ONCE),
-            self._counters,
+            SharedCalls(partial(recover_workers, self._settings), reads),
+            SharedCalls(self._claim_model, asyncio.Semaphore(CLAIMS_AT_ONCE)),
+            SharedCalls(partial(read_pooled, self._settings), reads),
+            self.counters,
+            Counter(),
             self._epoch_of,
             self._receive_hwm,
             self._note_refused,
         )
+
+    def _claim_model(self, model: tuple[str, bool], worker_ids: Collection[WorkerId]) -> Mapping[WorkerId, None]:
+        """See BridgeParts. Blocks."""
+        name, writes = model
+        if writes:
+            claim_model(self._settings, name, writer_name("bridge"))
+        else:
+            check_model(self._settings, name)
+        return dict.fromkeys(worker_ids)
 
     def _receive_hwm(self) -> int:
         return receive_hwm(sum(bridged.engine.dp_size for bridged in self._engines.values()))
@@ -237,8 +257,10 @@ class Bridge:
         while True:
             self._kafka.poll(0)
             self._log_if_kafka_is_slow()
-            for bridged in self._engines.values():
+            for number, bridged in enumerate(list(self._engines.values()), 1):
                 bridged.lease_handle.tick()
+                if number % ENGINES_AT_ONCE == 0:
+                    await asyncio.sleep(0)
             await asyncio.sleep(min(0.05, self._settings.bridge_lease_s / _TICKS_PER_LEASE))
 
     def _log_if_kafka_is_slow(self) -> None:

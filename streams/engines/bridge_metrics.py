@@ -8,14 +8,12 @@ that the bridge has fed, since the number of time series must not grow with the 
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from streams.core.ids import RankId
 from streams.engines.bridge import Bridge
 from streams.engines.dialects.interface import NOT_INDEXED_REASONS
-from streams.engines.feed_counters import NOT_INDEXED
+from streams.engines.feed_counters import NOT_INDEXED, RankCounters
 from streams.engines.sources.interface import EngineSource
 from streams.http_server import Startup, monitoring_app, monitoring_server
 from streams.kafka import wait_for_topics
@@ -24,7 +22,7 @@ from streams.metrics import Label, Metric, MetricsRegistry, counter, gauge
 from streams.security.access import Access
 from streams.settings import Settings
 from streams.topics import topics
-from streams.warming import HASHING, warm_while_serving
+from streams.warming import BRIDGE, warm_while_serving
 
 log = logging.getLogger(__name__)
 
@@ -42,14 +40,9 @@ class BridgeSnapshot:
     n_buffered: int = 0
 
 
-def bridge_snapshot(
-    counts: Mapping[RankId, Mapping[str, int]], n_engines: int = 0, n_buffered: int = 0
-) -> BridgeSnapshot:
-    """Sum the counters of `Bridge.feed_counts`."""
-    totals: Counter[str] = Counter()
-    for of_rank in counts.values():
-        totals.update(of_rank)
-    return BridgeSnapshot(len(counts), totals, n_engines, n_buffered)
+def bridge_snapshot(counters: RankCounters, n_engines: int = 0, n_buffered: int = 0) -> BridgeSnapshot:
+    """Sum the counters of all ranks."""
+    return BridgeSnapshot(len(counters), counters.totals(), n_engines, n_buffered)
 
 
 def _total(name: str, text: str) -> Metric[BridgeSnapshot]:
@@ -114,7 +107,7 @@ BRIDGE_METRICS: tuple[Metric[BridgeSnapshot], ...] = (
 def bridge_registry(bridge: Bridge) -> MetricsRegistry[BridgeSnapshot]:
     """The registry of a bridge."""
     return MetricsRegistry(
-        BRIDGE_METRICS, lambda: bridge_snapshot(bridge.feed_counts(), bridge.n_engines, bridge.n_buffered)
+        BRIDGE_METRICS, lambda: bridge_snapshot(bridge.counters, bridge.n_engines, bridge.n_buffered)
     )
 
 
@@ -128,7 +121,7 @@ async def run_bridge(settings: Settings, sources: Sequence[EngineSource]) -> Non
     async with monitoring_server(settings.host, settings.metrics_port, startup, access) as server:
         startup.note("connecting to Kafka")
         await wait_for_topics(settings, topics(settings).all(), startup.note)
-        await warm_while_serving(HASHING, startup.note)
+        await warm_while_serving(BRIDGE, startup.note)
         bridge = Bridge(settings, sources)
         if server is not None:
 

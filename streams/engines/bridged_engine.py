@@ -10,7 +10,8 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Callable, Mapping, MutableMapping
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import aiohttp
@@ -19,23 +20,24 @@ from confluent_kafka import KafkaException, Producer
 
 from streams.codec import encode_worker
 from streams.core.events import ResyncRequest
-from streams.core.ids import DpRank, RankId, WorkerId
+from streams.core.ids import DpRank, Incarnation, RankId, WorkerId
 from streams.core.workers import Worker
 from streams.engines.address import EngineAddress
 from streams.engines.block_size import EngineBlockSize
+from streams.engines.cxl_names import PooledRows
 from streams.engines.eventless_feed import EventlessFeed
-from streams.engines.feed import RETRY_S, RankFeed
-from streams.engines.feed_counters import FeedCounters
+from streams.engines.feed import FULL_S, RETRY_S, RankFeed
+from streams.engines.feed_counters import FeedCounters, RankCounters
 from streams.engines.lease import EngineLease
 from streams.engines.lease_handle import LeaseHandle, LeaseLost
 from streams.engines.polling import polled
 from streams.engines.process_start import read_body
-from streams.engines.recovery import RecoveredRank, recover_ranks
+from streams.engines.recovery import RecoveredRank
 from streams.engines.scraping import Scraper, reported_block_size
+from streams.engines.shared_calls import SharedCalls
 from streams.engines.wiring import EngineWiring
 from streams.errors import BlockSizeContradicted, KafkaUnreachable, KvStreamsError
-from streams.kafka import worker_key
-from streams.model_registry import check_model, claim_model, writer_name
+from streams.kafka import partition_of, worker_key
 from streams.outage import Outage, lasting
 from streams.settings import Settings
 from streams.topics import topics
@@ -59,18 +61,23 @@ MODELS_BYTES_MAX = 1024 * 1024
 class BridgeParts:
     """What the engines of one bridge share.
 
-    name: the bridge's. recoveries: limits the tables that are read at the same time. counters: of every rank, which
-    outlive their feeds. epoch_of: returns a CXL pool's epoch. receive_hwm: see EngineWiring. refused:
-    called when the block size of an engine's model
-    contradicts the scope's, with True, and with False when it no longer does; raises if the bridge shall end.
+    name: the bridge's. recoveries: reads the ranks of the workers of a partition. models: claims a model, or only
+    checks its record if the second part of the key is False. pooled: reads the rows of the workers of a partition in
+    the agents' table of pooled blocks. counters: of every rank, which outlive their feeds. in_flight: see RankWriter.
+    epoch_of: returns a CXL pool's epoch. receive_hwm: see EngineWiring. refused: called when the block size of an
+    engine's model contradicts the scope's, with the contradiction, and with None when it no longer does; raises if the
+    bridge shall end.
     """
 
     settings: Settings
     kafka: Producer
     name: str
     http: aiohttp.ClientSession
-    recoveries: asyncio.Semaphore
-    counters: MutableMapping[RankId, FeedCounters]
+    recoveries: SharedCalls[int, dict[int, RecoveredRank]]
+    models: SharedCalls[tuple[str, bool], None]
+    pooled: SharedCalls[int, Mapping[RankId, PooledRows]]
+    counters: RankCounters
+    in_flight: Counter[WorkerId]
     epoch_of: Callable[[str], int]
     receive_hwm: Callable[[], int]
     refused: Callable[[WorkerId, BlockSizeContradicted | None], None]
@@ -100,6 +107,8 @@ class BridgedEngine:
         feed = self._feeds.get(request.rank)
         if feed is not None:  # otherwise another bridge feeds the rank, and reads the same request
             feed.request_restatement(request)
+        elif self._eventless is not None:
+            self._eventless.restate(request)
 
     @property
     def has_backlog(self) -> bool:
@@ -171,6 +180,8 @@ class BridgedEngine:
                 on_page,
                 on_stored,
                 self._parts.receive_hwm,
+                self._read_pooled,
+                self._parts.in_flight,
             )
             try:
                 await self._feed(wiring)
@@ -209,10 +220,7 @@ class BridgedEngine:
         worker_id, is_refused = self.engine.worker_id, False
         while True:
             try:
-                if block_size.is_wrong:
-                    await asyncio.to_thread(check_model, self._settings, model)
-                else:
-                    await asyncio.to_thread(claim_model, self._settings, model, writer_name("bridge"))
+                await self._parts.models.result((model, not block_size.is_wrong), worker_id)
             except BlockSizeContradicted as exc:
                 if not is_refused:
                     log.error("worker %d is not fed: %s", worker_id, exc)
@@ -245,9 +253,13 @@ class BridgedEngine:
                 for feed in feeds:
                     self._feeds[feed.rank] = feed
                     tasks.create_task(feed.run())
-                tasks.create_task(
-                    Scraper(wiring, lambda dp_rank: feeds[dp_rank].note_requests_running()).run(),
-                )
+
+                def note_start(started: Incarnation) -> None:
+                    for feed in feeds:
+                        feed.note_start_on_page(started)
+
+                scraper = Scraper(wiring, lambda dp_rank: feeds[dp_rank].note_requests_running(), note_start)
+                tasks.create_task(scraper.run())
         finally:
             for feed in feeds:
                 self._feeds.pop(feed.rank, None)
@@ -264,18 +276,26 @@ class BridgedEngine:
             self._eventless = None
 
     def _counters_of(self, worker_id: WorkerId, dp_rank: int) -> FeedCounters:
-        return self._parts.counters.setdefault(RankId(worker_id, DpRank(dp_rank)), FeedCounters())
+        return self._parts.counters.of(RankId(worker_id, DpRank(dp_rank)))
 
     async def _recover(self, worker_id: WorkerId) -> dict[int, RecoveredRank]:
-        """Read the state of a worker's ranks from Kafka, once Kafka has everything that this process published."""
-        async with self._parts.recoveries:
-            left = await asyncio.to_thread(self._kafka.flush, FLUSH_TIMEOUT_S)
-            if left:
-                raise KvStreamsError(f"Kafka has not taken {left} records yet")
-            try:
-                return await asyncio.to_thread(recover_ranks, self._settings, worker_id)
-            except KafkaException as exc:
-                raise KvStreamsError(f"the table cannot be read: {exc.args[0].str()}") from exc
+        """Read the state of a worker's ranks from Kafka, once Kafka has what this process published about them."""
+        deadline_s = time.monotonic() + FLUSH_TIMEOUT_S
+        while n_left := self._parts.in_flight[worker_id]:
+            if time.monotonic() > deadline_s:
+                raise KvStreamsError(f"Kafka has not taken {n_left} records yet")
+            await asyncio.sleep(FULL_S)
+        try:
+            return await self._parts.recoveries.result(self._partition, worker_id)
+        except KafkaException as exc:
+            raise KvStreamsError(f"the table cannot be read: {exc.args[0].str()}") from exc
+
+    async def _read_pooled(self, worker_id: WorkerId) -> Mapping[RankId, PooledRows]:
+        return await self._parts.pooled.result(self._partition, worker_id)
+
+    @property
+    def _partition(self) -> int:
+        return partition_of(self.engine.worker_id, self._settings.partitions)
 
     def _lease_handle(self, renewal: int) -> LeaseHandle:
         worker_id = self.engine.worker_id

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import asyncio
 import enum
+import itertools
 from collections.abc import Callable
-from typing import Self
+from typing import Any, Self, cast
 
 import zmq
 import zmq.asyncio
@@ -56,6 +57,10 @@ _FAILURES = frozenset(
 _EVENTS = zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | sum(_FAILURES)
 
 
+#: Numbers of the monitors' addresses: that of a closed socket may be in use for a moment longer.
+_monitors = itertools.count()
+
+
 def receive_hwm(n_ranks: int) -> int:
     """Return one rank's share of the batches that may wait in the sockets of a bridge with so many ranks."""
     return min(RECEIVE_HWM, max(RECEIVE_HWM_MIN, RECEIVE_HWM_OF_ALL // max(1, n_ranks)))
@@ -73,13 +78,21 @@ class EventConnection:
     """One rank's connection to its engine's events. All methods run on the loop."""
 
     def __init__(
-        self, context: zmq.asyncio.Context, address: str, receive_hwm: Callable[[], int] = lambda: RECEIVE_HWM
+        self,
+        context: zmq.asyncio.Context,
+        address: str,
+        receive_hwm: Callable[[], int] = lambda: RECEIVE_HWM,
+        on_message: Callable[[], None] = lambda: None,
     ) -> None:
-        """receive_hwm: returns how many batches may wait in a socket that is opened now."""
+        """receive_hwm: returns how many batches may wait in a socket that is opened now. on_message: called when a
+        message has arrived and none waited before.
+        """
         self._receive_hwm = receive_hwm
+        self._on_message = on_message
         self._context = context
         self._address = address
-        self._socket: zmq.asyncio.Socket | None = None
+        # Not a socket of zmq.asyncio, which creates a future and three callbacks for each message.
+        self._socket: zmq.Socket[bytes] | None = None
         self._monitor: zmq.asyncio.Socket | None = None
         self._opened_at_s = 0.0
         self._open_at_s = float("-inf")  # when the next socket may be opened
@@ -89,21 +102,33 @@ class EventConnection:
         self.completed_at_s: float | None = None
         #: Why the last attempt failed, or the last connection broke.
         self.reason = ""
-        #: The next message, and the next event of the socket's monitor; None while no socket is open.
-        self.received: asyncio.Future[list[bytes]] | None = None
+        #: The next event of the socket's monitor; None while no socket is open.
         self.event: asyncio.Future[list[bytes]] | None = None
+        #: Whether a message waits in the socket.
+        self.has_message = False
 
     @property
-    def has_message(self) -> bool:
-        """Whether a message has been received and not been taken."""
-        return self.received is not None and self.received.done()
+    def is_open(self) -> bool:
+        """Whether there is a socket, whose connection may not be complete."""
+        return self._socket is not None
 
     def take(self) -> list[bytes]:
-        """Take the message that was received, and wait for the next one."""
-        assert self._socket is not None and self.received is not None
-        frames = self.received.result()
-        self.received = asyncio.ensure_future(self._socket.recv_multipart())
+        """Take the next message, which must have arrived."""
+        assert self._socket is not None and self.has_message
+        frames = self._socket.recv_multipart(zmq.NOBLOCK)
+        self._look()
         return frames
+
+    def _look(self) -> None:
+        """Note whether a message waits. ZMQ's file descriptor is readable again only after this."""
+        assert self._socket is not None
+        self.has_message = bool(int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
+
+    def _on_readable(self) -> None:
+        had_message = self.has_message
+        self._look()
+        if self.has_message and not had_message:
+            self._on_message()
 
     def attend(self, now_s: float) -> Change | None:
         """Open the socket if that is due; return what happened to the connection since the last call.
@@ -143,11 +168,13 @@ class EventConnection:
     def close(self) -> None:
         """Close the socket."""
         if self._socket is not None:
+            asyncio.get_running_loop().remove_reader(self._socket.FD)
             self._socket.disable_monitor()
             self._socket.close(linger=0)
         if self._monitor is not None:
             self._monitor.close(linger=0)
-        self._socket = self._monitor = self.received = self.event = self.completed_at_s = None
+        self._socket = self._monitor = self.event = self.completed_at_s = None
+        self.has_message = False
 
     def __enter__(self) -> Self:
         return self
@@ -169,14 +196,17 @@ class EventConnection:
 
     def _open(self, now_s: float) -> None:
         self._opened_at_s, self._reached = now_s, False
-        self._socket = socket = self._context.socket(zmq.SUB)
+        socket: zmq.Socket[bytes] = cast(Any, self._context).socket(zmq.SUB, socket_class=zmq.Socket)
+        self._socket = socket
         socket.setsockopt(zmq.RCVHWM, self._receive_hwm())
         socket.setsockopt(zmq.MAXMSGSIZE, MESSAGE_BYTES_MAX)
         socket.setsockopt(zmq.RECONNECT_IVL, -1)
         socket.setsockopt(zmq.HEARTBEAT_IVL, round(PING_INTERVAL_S * 1000))
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, round(PING_TIMEOUT_S * 1000))
         socket.setsockopt(zmq.SUBSCRIBE, b"")
-        self._monitor = socket.get_monitor_socket(_EVENTS)
+        socket.monitor(address := f"inproc://monitor-{next(_monitors)}", _EVENTS)
+        self._monitor = self._context.socket(zmq.PAIR)
+        self._monitor.connect(address)
         self.event = asyncio.ensure_future(self._monitor.recv_multipart())
-        self.received = asyncio.ensure_future(socket.recv_multipart())
+        asyncio.get_running_loop().add_reader(socket.FD, self._on_readable)
         socket.connect(self._address)

@@ -10,12 +10,12 @@ with the block's last reported metadata.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from streams.core.cxl_memory import CxlMemoryMetadata, CxlMemoryState
 from streams.core.events import BlocksStored
-from streams.core.ids import EngineHash, WorkerId
+from streams.core.ids import EngineHash, Incarnation, SequenceHash, WorkerId
 from streams.cxl.events import AddressedBlocks, BlockAddress, CxlStateChanged, addressed, check_change
 from streams.cxl.states import NOT_POOLED as LOCAL
 from streams.cxl.states import RULES, PlacementEffect, Refused, stored_as, transition
@@ -26,6 +26,14 @@ from streams.errors import BadRecord, InvalidRequest
 #: Names of one rank, 220 bytes each. At this limit, further transitions into a pool are refused. If an older name were
 #: dropped instead, its block's eviction could not be published, and routers would count on the block for ever.
 POOLED_NAMES_MAX = 4_194_304
+
+#: States in which a block is in a pool or on its way into one.
+PLACED = frozenset({CxlMemoryState.IN_TRANSIT, CxlMemoryState.CXL_POOLED})
+
+#: A row of the agents' table: the incarnation and the state that the block entered, and its pool; and the rows of one
+#: rank by sequence hash.
+PooledRow = tuple[Incarnation, CxlMemoryState, str | None]
+PooledRows = Mapping[SequenceHash, PooledRow]
 
 
 class _Pooled(NamedTuple):
@@ -68,6 +76,17 @@ class CxlNames:
     def placements(self) -> dict[int, CxlMemoryMetadata]:
         """Return the last reported metadata of each block, by sequence hash."""
         return {pooled.address.sequence: pooled.metadata for pooled in self._pooled.values()}
+
+    def missing(
+        self, rows: PooledRows, incarnation: Incarnation
+    ) -> dict[CxlMemoryMetadata, list[tuple[BlockAddress, EngineHash]]]:
+        """Return the blocks that a table lacks or has in another state, by their metadata. rows: the table's."""
+        found: dict[CxlMemoryMetadata, list[tuple[BlockAddress, EngineHash]]] = {}
+        for name, (address, metadata) in self._pooled.items():
+            row = (incarnation, metadata.state, metadata.pool_id)
+            if metadata.state in PLACED and rows.get(address.sequence) != row:
+                found.setdefault(metadata, []).append((address, EngineHash(name)))
+        return found
 
     def apply(self, event: EngineEvent, ledger: Ledger) -> None:
         """Apply an event that is already on Kafka to the ledger and the names; nothing is published."""

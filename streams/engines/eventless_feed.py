@@ -15,7 +15,7 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 
-from streams.core.events import BEFORE_FIRST
+from streams.core.events import BEFORE_FIRST, ResyncRequest
 from streams.core.ids import DpRank, Incarnation, RankId
 from streams.engines.continuity import mint_incarnation
 from streams.engines.evidence import evidence_over_http
@@ -23,6 +23,7 @@ from streams.engines.feed_counters import FeedCounters
 from streams.engines.heartbeats import Heartbeats
 from streams.engines.publisher import RankWriter
 from streams.engines.recovery import RecoveredRank
+from streams.engines.restatements import Restatements
 from streams.engines.wiring import EngineWiring
 from streams.outage import Outage, lasting
 
@@ -51,12 +52,14 @@ class EventlessFeed:
                 Incarnation(0),
                 False,
                 wiring.epoch_of,
+                wiring.in_flight,
             )
             for dp_rank in range(wiring.engine.dp_size)
         ]
         self._heartbeats = [
             Heartbeats(wiring, writer, counter) for writer, counter in zip(self._writers, counters, strict=True)
         ]
+        self._restatements = [Restatements() for _ in self._writers]
         self._incarnation: Incarnation | None = None
         self._started: Incarnation | None = None
         self._answered = False  # whether the engine answered when it was last asked
@@ -75,6 +78,25 @@ class EventlessFeed:
         """Let the ranks get no requests from now on. The caller then ends the feed."""
         for heartbeats in self._heartbeats:
             heartbeats.retire(reason)
+
+    def restate(self, request: ResyncRequest) -> None:
+        """Publish again that a rank may hold blocks that no event represents, which is all that is known of it."""
+        if request.rank.dp_rank >= len(self._writers) or not self._wiring.lease_handle.may_publish():
+            return
+        number, now_s = int(request.rank.dp_rank), time.monotonic()
+        writer, restatements, counters = self._writers[number], self._restatements[number], self._counters[number]
+        counters.resyncs_requested += 1
+        if not (
+            restatements.answers(request, writer.incarnation, writer.sequence, now_s, is_proven=True) and writer.send()
+        ):
+            return
+        now_us = time.time_ns() // 1000
+        for piece in writer.restatement(now_us):
+            writer.send_chunk(piece, now_us // 1000)
+            counters.restatement_chunks += 1
+        restatements.sent(writer.sequence, now_s)
+        counters.restatements += 1
+        log.info("rank %s: restated, without events: %s", writer.rank, request.reason)
 
     async def _check(self) -> None:
         evidence = await evidence_over_http(self._wiring, f"worker {self._wiring.engine.worker_id}")
@@ -117,3 +139,4 @@ class EventlessFeed:
             heartbeats.renew()
             heartbeats.begun = True
             counters.incarnations += 1
+        self._restatements = [Restatements() for _ in self._writers]

@@ -25,6 +25,8 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, assert_never
 
+from confluent_kafka import KafkaException
+
 from streams.core.events import BEFORE_FIRST, BlocksStored, FeedState, ResyncRequest
 from streams.core.ids import DpRank, Incarnation, RankId
 from streams.engines.address import port_above
@@ -42,23 +44,26 @@ from streams.engines.continuity import (
     decide_while_feeding,
     needs_replay_check,
 )
-from streams.engines.cxl_names import CxlNames
+from streams.engines.cxl_names import CxlNames, PooledRows
 from streams.engines.dead_letters import of_frames, of_payload
 from streams.engines.dialects.interface import DecodedBatch, Decoder, Dialect, UnusableEvent, undecodable
 from streams.engines.evidence import EvidenceReader, Finding
 from streams.engines.feed_counters import FeedCounters
+from streams.engines.first_of import FirstOf
 from streams.engines.gap_filling import GapFiller, ReplayFinding
 from streams.engines.heartbeats import Heartbeats
 from streams.engines.ledger import Ledger
+from streams.engines.link_delay import LinkDelay
 from streams.engines.missing_events import MissingEvents
 from streams.engines.publisher import RankWriter
 from streams.engines.recovery import RecoveredRank
 from streams.engines.replay import SEQUENCE, Batch, ReplaySilent, replay
 from streams.engines.restatements import Restatements
+from streams.engines.turns import HALF, next_turn, share_of
 from streams.engines.wiring import EngineWiring
 from streams.errors import WRONG_BLOCK_SIZE, BadRecord, KvStreamsError
 from streams.kafka import dead_letter_headers, worker_key
-from streams.outage import Outage, lasting
+from streams.outage import Outage, Repetitions, lasting, repeated
 from streams.topics import topics
 
 log = logging.getLogger(__name__)
@@ -90,6 +95,9 @@ REQUESTS_MAX = 4
 
 #: Pause before Kafka's client is offered a record again that it had no space for.
 FULL_S = 0.02
+
+#: Time between two checks whether there is something new to log about the rank.
+LOG_COUNTERS_S = 1.0
 
 #: How long the loop waits for a batch before it does its other work.
 IDLE_S = 0.25
@@ -139,9 +147,11 @@ class RankFeed:
             recovered.incarnation if recovered else Incarnation(0),
             self._dialect.counts_copies,
             wiring.epoch_of,
+            wiring.in_flight,
         )
         self._heartbeats = Heartbeats(wiring, self._writer, self.counters)
-        self._connection = EventConnection(wiring.context, self._events, wiring.receive_hwm)
+        self._first_of = FirstOf()
+        self._connection = EventConnection(wiring.context, self._events, wiring.receive_hwm, self._first_of.wake)
         self._evidence = EvidenceReader(wiring, self._replay, self.rank)
         self._events_outage, self._replay_outage = Outage(), Outage()
         self._missing_events = MissingEvents()
@@ -150,12 +160,17 @@ class RankFeed:
         self._recognised: Dialect | None = None  # the dialect that a decoder for any engine has found out
         self._wrong_block_size_reported = False  # whether this incarnation has a dead letter for that reason
         self._requests: deque[ResyncRequest] = deque(maxlen=REQUESTS_MAX)
+        self._share = share_of(self.rank)  # of each interval, after which the rank's periodic work is due
         self._doubt: Doubt | None = Doubt.START
         self._ask_at_s = float("-inf")  # when evidence is due
         self._catch_up_at_s = float("inf")  # when a catch-up is due
         self._message_since_s: float | None = None  # since when messages have been waiting in the socket
         self._batch_seen = False  # whether a batch has arrived through this connection
+        self._link = LinkDelay()
+        self._live: tuple[int, float] | None = None  # number and time of the live batch that is being offered
         self._unsent_since_s: float | None = None  # since when a record has waited for space in Kafka's client
+        self._letters_logged = Repetitions()  # by reason
+        self._reading_rows: asyncio.Future[Mapping[RankId, PooledRows]] | None = None  # of blocks in CXL pools
         self._fed_alone = False  # whether it was logged that only events show that the engine is running
 
     def counts(self) -> Mapping[str, int]:
@@ -178,6 +193,21 @@ class RankFeed:
                 self.rank,
                 self._events,
             )
+
+    def note_start_on_page(self, started: Incarnation) -> None:
+        """Note when the engine's process started, as a page shows that was read to scrape metrics.
+
+        If it is the process that is being fed, there is no need to read another page for that reason. Otherwise it is
+        examined at once.
+        """
+        if self._doubt is not None or self._state.started is None:
+            return
+        now_s = time.monotonic()
+        if started == self._state.started:
+            self._heartbeats.heard()
+            self._ask_at_s = now_s + INCARNATION_CHECK_S
+        else:
+            self._ask_at_s = now_s
 
     @property
     def has_backlog(self) -> bool:
@@ -202,6 +232,8 @@ class RankFeed:
                         await self._feed()
                 finally:
                     heartbeats.cancel()
+                    if self._reading_rows is not None:
+                        self._reading_rows.cancel()
                     self._evidence.close()
                     self._state.batches.abort()
         finally:
@@ -212,7 +244,7 @@ class RankFeed:
     async def _feed(self) -> None:
         """Do everything that is due, then wait for the next thing that happens."""
         self._state_the_known_incarnation()
-        logged_counters = str(self.counters)
+        logged_counters, log_at_s = str(self.counters), 0.0
         while True:
             await self._wait()
             await self._attend_connection()
@@ -224,29 +256,31 @@ class RankFeed:
             self._heartbeats.show(self._feed_state())
             while self._requests and self._doubt is not Doubt.START:
                 await self._restate(self._requests.popleft())
+            if self._reading_rows is not None and self._reading_rows.done():
+                reading, self._reading_rows = self._reading_rows, None
+                await self._restate_placements(reading)
             if self._writer.failed:
                 raise KvStreamsError(f"Kafka did not take {len(self._writer.failed)} batches: {self._writer.failed[0]}")
-            if str(self.counters) != logged_counters:
-                logged_counters = str(self.counters)
-                log.info("rank %s: %s", self.rank, logged_counters)
+            if (now_s := time.monotonic()) >= log_at_s:
+                log_at_s = now_s + LOG_COUNTERS_S
+                if str(self.counters) != logged_counters:
+                    logged_counters = str(self.counters)
+                    log.info("rank %s: %s", self.rank, logged_counters)
 
     async def _wait(self) -> None:
         """Wait until a message, an answer, or evidence arrives, at most IDLE_S. Other tasks always get their turn."""
         connection = self._connection
-        waiting: set[asyncio.Future[Any]] = set()
+        waiting: list[asyncio.Future[Any]] = []
         if connection.event is not None:
-            waiting.add(connection.event)
-        if connection.received is not None and (self._takes_live or not connection.received.done()):
-            waiting.add(connection.received)
+            waiting.append(connection.event)
         if self._evidence.pending is not None:
-            waiting.add(self._evidence.pending)
+            waiting.append(self._evidence.pending)
         if self._may_replay and self._state.batches.answer is not None:
-            waiting.add(self._state.batches.answer)
-        timeout_s = RECONNECT_S_MIN if connection.received is None else IDLE_S
-        if waiting:
-            await asyncio.wait(waiting, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-        else:
-            await asyncio.sleep(timeout_s)
+            waiting.append(self._state.batches.answer)
+        if self._reading_rows is not None:
+            waiting.append(self._reading_rows)
+        is_ready = connection.has_message and self._takes_live
+        await self._first_of.wait(waiting, IDLE_S if connection.is_open else RECONNECT_S_MIN, is_ready=is_ready)
 
     @property
     def _takes_live(self) -> bool:
@@ -265,6 +299,8 @@ class RankFeed:
         held_back = self._message_since_s is not None and self._doubt is not None
         if batches.is_behind(now_s) or held_back or waiting_s >= BACKLOG_S:
             return FeedState.CATCHING_UP
+        if self._link.is_behind(now_s, batches.answered_from_s):
+            return FeedState.CATCHING_UP
         completed_at_s = self._connection.completed_at_s
         if self._doubt is not None or completed_at_s is None:
             return FeedState.UNPROVEN
@@ -275,10 +311,11 @@ class RankFeed:
         """Ask for evidence, and for the batches that the live socket may have lost."""
         now_s = time.monotonic()
         if now_s >= self._ask_at_s and self._evidence.pending is None:
-            self._ask_at_s = now_s + (INCARNATION_CHECK_S if self._doubt is None else RETRY_S)
+            in_turn_s = next_turn(now_s, INCARNATION_CHECK_S, self._share)
+            self._ask_at_s = in_turn_s if self._doubt is None else now_s + RETRY_S
             self._ask_for_evidence()
         if now_s >= self._catch_up_at_s and self._may_replay and self._state.batches.answer is None:
-            self._catch_up_at_s = now_s + INCARNATION_CHECK_S
+            self._catch_up_at_s = next_turn(now_s, INCARNATION_CHECK_S, (self._share + HALF) % 1.0)
             self._state.batches.catch_up()
 
     def _start_to_doubt(self, doubt: Doubt) -> None:
@@ -357,7 +394,9 @@ class RankFeed:
                 self.counters.batches_repeated += 1
             return
         self._batch_seen = True
+        self._live = batch.sequence, time.time()
         await batches.offer(batch)
+        self._live = None
 
     def _on_finding(self, finding: ReplayFinding) -> None:
         match finding:
@@ -510,6 +549,7 @@ class RankFeed:
         self._wrong_block_size_reported = False
         self._state.batches.abort()
         self._state = self._incarnation_state(started)
+        self._link = LinkDelay()  # the process may run on another host, with another clock
         self._writer.begin_incarnation(incarnation)
         await self._publish_beginning()
 
@@ -600,8 +640,10 @@ class RankFeed:
         state = self._state
         self._missing_events.on_event()
         digest = state.batches.digests.add(batch)
-        self._writer.feed = self._feed_state()
         decoded = _decode(state.decoder, batch.payload)
+        if self._live is not None and self._live[0] == batch.sequence and decoded.emitted_at_ms:
+            self._link.on_batch(decoded.emitted_at_ms / 1000, self._live[1], time.monotonic())
+        self._writer.feed = self._feed_state()
         if decoded.dialect is not None:
             self._note_dialect(decoded.dialect)
         unusable = list(decoded.unusable)
@@ -684,7 +726,10 @@ class RankFeed:
     async def _restate(self, request: ResyncRequest) -> None:
         """Publish the whole ledger, if the request is for this incarnation and has not been answered yet."""
         state, writer = self._state, self._writer
-        if not state.restatements.answers(request, writer.incarnation, writer.sequence, time.monotonic()):
+        is_proven = self._feed_state() is FeedState.LIVE
+        if not state.restatements.answers(
+            request, writer.incarnation, writer.sequence, time.monotonic(), is_proven=is_proven
+        ):
             log.info("rank %s: no restatement for attempt %d at batch %d", self.rank, request.attempt, request.sequence)
             return
         now_us = _now_us()
@@ -706,6 +751,21 @@ class RankFeed:
             request.reason,
         )
 
+        if len(writer.names) and self._reading_rows is None:
+            self._reading_rows = asyncio.ensure_future(self._wiring.read_pooled(self.rank.worker_id))
+
+    async def _restate_placements(self, reading: asyncio.Future[Mapping[RankId, PooledRows]]) -> None:
+        """Publish where blocks are in CXL memory, if the agents' table no longer has that."""
+        try:
+            rows = reading.result().get(self.rank, {})
+        except (KvStreamsError, KafkaException) as exc:
+            log.warning("rank %s: its pooled blocks are not restated: %s", self.rank, exc)
+            return
+        await self._may_write()
+        n_blocks = self._writer.restate_placements(rows, _now_us() // 1000)
+        if n_blocks:
+            log.info("rank %s: the places of %d blocks in CXL pools are restated", self.rank, n_blocks)
+
     async def _may_write(self) -> None:
         """Wait until a batch may be written: this bridge holds the lease, and Kafka's client has taken the last one.
 
@@ -724,7 +784,9 @@ class RankFeed:
     def _dead_letter(self, letter: bytes, n_bytes: int, exc: BadRecord) -> None:
         """Write a dead letter. n_bytes: the length of the engine's message, which is not part of it."""
         self.counters.dead_letters += 1
-        log.warning("dead letter from rank %s at %s: %s", self.rank, self._events, exc)
+        n = self._letters_logged.happened(exc.reason, time.monotonic())
+        if n is not None:
+            log.warning("dead letter from rank %s at %s: %s%s", self.rank, self._events, exc, repeated(n))
         self._wiring.kafka.produce(
             topics(self._wiring.settings).dead_letters.name,
             key=worker_key(self.rank.worker_id),

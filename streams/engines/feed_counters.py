@@ -1,7 +1,7 @@
 """The counters of one rank's feed (pure).
 
-What lives here: the counters and their text for the log. What must not: metric names and help texts (bridge_metrics,
-which reads `Bridge.feed_counts`). Owner: the bridge, one set per rank; the rank's feed increments it.
+What lives here: the counters and their text for the log, and which ranks' counters a bridge keeps. What must not:
+metric names and help texts (bridge_metrics). Owner: the bridge, one set per rank; the rank's feed increments it.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+
+from streams.core.ids import RankId
 
 #: Counters that grow with every batch of some engine, so that the log names only the others. A wrong block size is
 #: logged once, by the bridge.
@@ -24,6 +26,10 @@ _ORDINARY = frozenset(
         "heartbeats",
     }
 )
+
+#: Ranks of released engines whose own counters are kept, about 1 KB each. In a fleet that scales up and down every day,
+#: each engine may have an id of its own.
+RELEASED_RANKS_MAX = 1024
 
 #: How the names of the counters by reason begin in `FeedCounters.counts`.
 NOT_INDEXED = "not_indexed:"
@@ -64,3 +70,50 @@ class FeedCounters:
         counts = self.counts().items()
         unusual = [f"{name} {n}" for name, n in counts if n and name not in _ORDINARY and NOT_INDEXED not in name]
         return ", ".join(unusual) or "nothing unusual"
+
+
+class RankCounters:
+    """The counters of every rank that a bridge has fed.
+
+    The totals over all ranks never decrease. Of released ranks, only the last `RELEASED_RANKS_MAX` keep counters of
+    their own; those of the others are added up.
+    """
+
+    def __init__(self) -> None:
+        self._of_rank: dict[RankId, FeedCounters] = {}
+        self._released: dict[RankId, None] = {}  # in the order of their release
+        self._merged: Counter[str] = Counter()
+        #: Released ranks whose counters were added up. One that returns after that counts as another rank.
+        self.n_merged = 0
+
+    def of(self, rank: RankId) -> FeedCounters:
+        """Return the counters of a rank that is fed now."""
+        self._released.pop(rank, None)
+        return self._of_rank.setdefault(rank, FeedCounters())
+
+    def release(self, rank: RankId) -> None:
+        """Note that a rank is fed no longer; nothing changes its counters from now on."""
+        if rank not in self._of_rank:
+            return
+        self._released.pop(rank, None)
+        self._released[rank] = None
+        while len(self._released) > RELEASED_RANKS_MAX:
+            oldest = next(iter(self._released))
+            del self._released[oldest]
+            self._merged.update(self._of_rank.pop(oldest).counts())
+            self.n_merged += 1
+
+    def counts(self) -> Mapping[RankId, Mapping[str, int]]:
+        """Return a copy of the counters that ranks have of their own, by rank and name."""
+        return {rank: counters.counts() for rank, counters in self._of_rank.items()}
+
+    def totals(self) -> Counter[str]:
+        """Return the totals over all ranks, by name."""
+        totals = Counter(self._merged)
+        for counters in self._of_rank.values():
+            totals.update(counters.counts())
+        return totals
+
+    def __len__(self) -> int:
+        """The number of ranks that were fed."""
+        return len(self._of_rank) + self.n_merged

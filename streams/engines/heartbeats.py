@@ -13,6 +13,7 @@ import time
 from streams.core.events import FeedState
 from streams.engines.feed_counters import FeedCounters
 from streams.engines.publisher import RankWriter
+from streams.engines.turns import next_turn, share_of
 from streams.engines.wiring import EngineWiring
 
 log = logging.getLogger(__name__)
@@ -60,8 +61,10 @@ class Heartbeats:
 
     async def run(self) -> None:
         """Publish heartbeats until cancelled."""
+        interval_s, share = self._lease_s / HEARTBEATS_PER_LEASE, share_of(self._writer.rank)
         while True:
-            await asyncio.sleep(self._lease_s / HEARTBEATS_PER_LEASE)
+            now_s = time.monotonic()
+            await asyncio.sleep(next_turn(now_s, interval_s, share) - now_s)
             self._renew_if_due()
 
     def engine_exited(self, reason: str) -> None:

@@ -28,6 +28,7 @@ class LeaseHandle:
         self.lease = lease
         self._write = write
         self._changed = asyncio.Event()
+        self._n_waiting = 0  # tasks that wait for `_changed`
 
     def on_record(self, worker: Worker | None) -> None:
         """Take one record of the worker, in log order."""
@@ -70,10 +71,15 @@ class LeaseHandle:
             await self._change()
 
     async def _change(self) -> None:
-        await self._changed.wait()
+        self._n_waiting += 1
+        try:
+            await self._changed.wait()
+        finally:
+            self._n_waiting -= 1
 
     def _perform(self, writes: list[Write]) -> None:
         for write in writes:
             self._write(write.worker)
-        changed, self._changed = self._changed, asyncio.Event()
-        changed.set()
+        if self._n_waiting:  # this is called for each engine twenty times per second
+            changed, self._changed = self._changed, asyncio.Event()
+            changed.set()

@@ -56,6 +56,10 @@ from streams.engines.dialects.interface import BlocksCopied, GroupChanged
 WAITING_STORES_MAX = 4096
 
 
+#: Going through the enumeration itself takes 2 us, for each event.
+_TIERS = tuple(Tier)
+
+
 class _HeldBlock(NamedTuple):
     """One block held.
 
@@ -87,7 +91,8 @@ class Ledger:
     _names[tier]: engine hash to the sequence hash of the block that it names. _copies[tier]: engine hash to the number
     of its copies, unless it is one; negative if there may be more. _held[tier]: sequence hash to the fields of
     _HeldBlock, for every block that has a name. _more_names[tier]: sequence hash to the number of its further names,
-    for blocks with several. _published[tier]: published name to sequence hash, for the same blocks. _labels[tier]:
+    for blocks with several. _other_names[tier]: published name to sequence hash, for the blocks that
+    are published under a name that the engine does not give them, or no longer. _labels[tier]:
     sequence hash to labels, for those of the blocks that have labels.
     complete: whether the ledger contains everything that the engine reported. False after a lost batch, or a store
     whose parent is unknown, until the engine clears its cache.
@@ -106,7 +111,7 @@ class Ledger:
         # The values are plain tuples: a batch adds thousands of them, and a NamedTuple takes four times as long.
         self._held: tuple[dict[int, tuple[int, int, int | None, int]], ...] = tuple({} for _ in Tier)
         self._more_names: tuple[dict[int, int], ...] = tuple({} for _ in Tier)
-        self._published: tuple[dict[int, int], ...] = tuple({} for _ in Tier)
+        self._other_names: tuple[dict[int, int], ...] = tuple({} for _ in Tier)
         self._labels: tuple[dict[int, MoeLabels], ...] = tuple({} for _ in Tier)
         self.complete = True
         self.removed_early = False
@@ -156,12 +161,12 @@ class Ledger:
                     self._stop_waiting(event)
                 return self._remove(event)
             case AllBlocksCleared():
-                for tier in Tier:
+                for tier in _TIERS:
                     self._names[tier].clear()
                     self._copies[tier].clear()
                     self._held[tier].clear()
                     self._more_names[tier].clear()
-                    self._published[tier].clear()
+                    self._other_names[tier].clear()
                     self._labels[tier].clear()
                 self._waiting.clear()
                 self.n_waiting = 0
@@ -229,17 +234,16 @@ class Ledger:
                     if self._counts_copies:
                         self._copies[tier][engine] = -1
                     self._held[tier][block] = (engine, locals_[offset], before, run.start + offset)
-                    self._published[tier][engine] = block
                     if moe is not None:
                         self._labels[tier][block] = moe
                 before = SequenceHash(block)
 
     def address(self, engine: EngineHash) -> BlockAddress | None:
         """Return the chain position of the block that an engine hash names in any tier; None if it names none."""
-        for where in Tier:
+        for where in _TIERS:
             block = self._names[where].get(engine)
             if block is None:
-                block = self._published[where].get(engine)
+                block = self._other_names[where].get(engine)
             if block is not None:
                 held = _HeldBlock(*self._held[where][block])
                 before = None if held.before is None else SequenceHash(held.before)
@@ -253,7 +257,7 @@ class Ledger:
         """
         by_position = [
             (held[-1], tier, block, _HeldBlock(*held))
-            for tier in Tier
+            for tier in _TIERS
             for block, held in self._held[tier].items()
             if self._groups is None or self._groups.is_published(tier, block)
         ]
@@ -293,7 +297,7 @@ class Ledger:
             if not event.is_stored:
                 return
             self._groups = CacheGroups()
-            rows = [(held[-1], tier, block) for tier in Tier for block, held in self._held[tier].items()]
+            rows = [(held[-1], tier, block) for tier in _TIERS for block, held in self._held[tier].items()]
             for position, tier, block in sorted(rows):
                 name, local, before, _ = self._held[tier][block]
                 moe = self._labels[tier].get(block)
@@ -317,7 +321,7 @@ class Ledger:
                     out.append(BlocksRemoved(np.array(unknown, dtype=np.uint64), tier))
                 continue
             for name in names:
-                block = self._published[tier].get(name)
+                block = self._published_as(tier, name)
                 if block is not None:  # otherwise the same event has ended it
                     _, local, before, position = self._held[tier][block]
                     groups.store(tier, name, block, local, before, position, moe=change.moe, cxl=change.cxl)
@@ -327,7 +331,7 @@ class Ledger:
         """Store the blocks that other tiers hold under these names."""
         out: list[KvEvent] = []
         for engine in map(EngineHash, event.engine.tolist()):
-            source = next((where for where in Tier if engine in self._names[where]), None)
+            source = next((where for where in _TIERS if engine in self._names[where]), None)
             held = None if source is None else _HeldBlock(*self._held[source][self._names[source][engine]])
             parent = None if held is None or held.before is None else self._name_of(held.before)
             if held is None or (parent is None) != (held.before is None):
@@ -339,7 +343,7 @@ class Ledger:
 
     def _name_of(self, block: int) -> EngineHash | None:
         """Return the name that a block was published under in some tier; None if no tier holds it."""
-        found = (self._held[where][block][0] for where in Tier if block in self._held[where])
+        found = (self._held[where][block][0] for where in _TIERS if block in self._held[where])
         name = next(found, None)
         return None if name is None else EngineHash(name)
 
@@ -395,7 +399,6 @@ class Ledger:
         engines: list[int] = event.engine.tolist()
         if self._are_new(tier, engines, blocks):
             self._names[tier].update(zip(engines, blocks, strict=True))
-            self._published[tier].update(zip(engines, blocks, strict=True))
             held = zip(engines, local, chain((before,), blocks), count(position), strict=False)
             self._held[tier].update(zip(blocks, held, strict=False))
             if event.moe is not None:
@@ -444,11 +447,12 @@ class Ledger:
             return False
         if not self._held[tier].keys().isdisjoint(blocks) or len(set(engines)) < len(engines):
             return False
-        for where, table in enumerate(self._published):
-            if where == tier and not table.keys().isdisjoint(engines):
-                return False
-            if where != tier and table and not all(map(eq, map(table.get, engines, blocks), blocks)):
-                return False
+        if self._other_names[tier] and not self._other_names[tier].keys().isdisjoint(engines):
+            return False
+        for where in _TIERS:
+            for table in (self._names[where], self._other_names[where]) if where is not tier else ():
+                if table and not all(map(eq, map(table.get, engines, blocks), blocks)):
+                    return False
         return True
 
     def _adds_copies(self, event: BlocksStored) -> bool:
@@ -475,11 +479,14 @@ class Ledger:
         """Give a block another name; return whether it was not held before."""
         self._names[tier][engine] = block
         if block in self._held[tier]:
+            if self._other_names[tier].get(engine) == block:
+                del self._other_names[tier][engine]  # the engine gives it its old name again
             self._more_names[tier][block] = self._more_names[tier].get(block, 0) + 1
             return False
         published_as = self._free_name(engine, block)
         self._held[tier][block] = (published_as, local, before, position)
-        self._published[tier][published_as] = block
+        if published_as != engine:
+            self._other_names[tier][published_as] = block
         return True
 
     def _free_name(self, engine: int, block: int) -> int:
@@ -488,7 +495,14 @@ class Ledger:
         All tiers are checked, since agents look up a parent's name in all of them.
         """
         names = chain((engine,), (block + more & U64_MASK for more in count()))
-        return next(name for name in names if all(table.get(name, block) == block for table in self._published))
+        return next(name for name in names if all(self._published_as(where, name) in (None, block) for where in _TIERS))
+
+    def _published_as(self, tier: Tier, name: int) -> int | None:
+        """Return the block that is published under a name in a tier; None if there is none."""
+        block = self._names[tier].get(name)
+        if block is not None and block in self._held[tier] and self._held[tier][block][0] == name:
+            return block
+        return self._other_names[tier].get(name)
 
     def _remove(self, event: BlocksRemoved) -> list[KvEvent]:
         engines: list[int] = event.engine.tolist()
@@ -511,8 +525,10 @@ class Ledger:
             return None
         blocks = list(map(names.pop, engines))
         removed = [held[0] for held in map(self._held[tier].pop, blocks)]
-        for name in removed:
-            del self._published[tier][name]
+        if self._other_names[tier]:
+            for engine, name in zip(engines, removed, strict=True):
+                if name != engine:
+                    del self._other_names[tier][name]
         if self._labels[tier]:
             for block in blocks:
                 self._labels[tier].pop(block, None)
@@ -525,7 +541,7 @@ class Ledger:
         for engine in engines:
             if engine not in names:
                 self.unknown_removals += 1
-                if engine not in self._published[tier]:  # otherwise a block with other names would be removed
+                if engine not in self._other_names[tier]:  # otherwise a block with other names would be removed
                     removed.append(engine)
                 continue
             copies = counted.get(engine, 1)
@@ -547,9 +563,12 @@ class Ledger:
             more[block] -= 1
             if not more[block]:
                 del more[block]
+            if self._held[tier][block][0] == engine:
+                self._other_names[tier][engine] = block
             return None
         published_as = self._held[tier].pop(block)[0]
-        del self._published[tier][published_as]
+        if published_as != engine:
+            del self._other_names[tier][published_as]
         self._labels[tier].pop(block, None)
         return published_as
 
@@ -558,13 +577,13 @@ class Ledger:
 
         A name that the engine dropped is still valid as a parent while its block is held under another name.
         """
-        for where in (tier, *Tier):
+        for where in (tier, *_TIERS):
             block = self._names[where].get(engine)
             if block is not None:
                 published_as, _, _, position = self._held[where][block]
                 return _Found(block, published_as, position)
-        for where in (tier, *Tier):
-            block = self._published[where].get(engine)
+        for where in (tier, *_TIERS):
+            block = self._other_names[where].get(engine)
             if block is not None:
                 return _Found(block, engine, self._held[where][block][-1])
         return None

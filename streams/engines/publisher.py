@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Self
@@ -46,18 +46,21 @@ from streams.cxl.events import (
     AddressedBlocks,
     CxlStateChanged,
     CxlTransition,
+    addressed,
     state_changed,
 )
 from streams.cxl.pool_registry import PoolDirectory
 from streams.cxl.records import encode_transition
-from streams.engines.cxl_names import CxlNames, announced_states
+from streams.cxl.states import stored_as
+from streams.engines.cxl_names import CxlNames, PooledRows, announced_states
 from streams.engines.dialects.interface import EngineEvent
 from streams.engines.held_lease import HeldLease
 from streams.engines.ledger import Ledger
+from streams.engines.pooled_rows import read_pooled
 from streams.engines.restatements import Restatements, chunks
 from streams.engines.stored_blocks import StoredBlock, store_events
 from streams.errors import BadRecord, BlockSizeContradicted, InvalidEvent, InvalidRequest, KvStreamsError
-from streams.kafka import producer, require_topic, worker_key
+from streams.kafka import partition_of, producer, require_topic, worker_key
 from streams.model_registry import claim_model, writer_name
 from streams.settings import Settings
 from streams.topics import EVENT_BYTES_MAX, topics
@@ -104,8 +107,13 @@ class RankWriter:
         incarnation: Incarnation,
         counts_copies: bool,
         epoch_of: Callable[[str], int] = no_pools,
+        in_flight: Counter[WorkerId] | None = None,
     ) -> None:
-        """epoch_of: returns the epoch of a CXL pool from the registry."""
+        """epoch_of: returns the epoch of a CXL pool from the registry.
+
+        in_flight: counts each worker's records that Kafka has neither acknowledged nor refused, for several writers.
+        """
+        self._in_flight = Counter[WorkerId]() if in_flight is None else in_flight
         self._topic = topics(settings).kv_events.name
         self._cxl_topic = topics(settings).cxl_events.name
         self._epoch_of = epoch_of
@@ -220,6 +228,23 @@ class RankWriter:
         )
         self._produce(self._cxl_topic, encode_transition(transition))
 
+    def restate_placements(self, rows: PooledRows, emitted_at_ms: int) -> int:
+        """Publish where blocks are in CXL memory, for those that the agents' table lacks; return their number.
+
+        rows: the rank's rows in that table. They are gone after a reset of the scope, and a restatement has only the
+        blocks that the rank holds itself. A transition that the agents have not applied yet is published twice, which
+        changes nothing.
+        """
+        missing = self.names.missing(rows, self.incarnation)
+        for metadata, named in missing.items():
+            blocks = addressed(named)
+            for state in stored_as(metadata.state):
+                changed = CxlStateChanged(0, blocks.engine, state, metadata.pool_id, metadata.accessible_workers)
+                for first in range(0, len(blocks), TRANSITION_BLOCKS_MAX):
+                    piece = blocks[first : first + TRANSITION_BLOCKS_MAX]
+                    self._send_transition(changed, piece, self.sequence, emitted_at_ms)
+        return sum(map(len, missing.values()))
+
     def restatement(self, restatement_id: int) -> list[RestatementChunk]:
         """Return the whole ledger, complete to the last batch, in chunks.
 
@@ -286,6 +311,7 @@ class RankWriter:
                 topic, value = waiting[0]
                 self._kafka.produce(topic, key=self._key, value=value, on_delivery=self._on_delivery)
                 waiting.popleft()
+                self._in_flight[self.rank.worker_id] += 1
         except BufferError:
             return False
         return True
@@ -312,6 +338,10 @@ class RankWriter:
         self._unsent.clear()
 
     def _on_delivery(self, error: KafkaError | None, message: Message) -> None:
+        worker_id = self.rank.worker_id
+        self._in_flight[worker_id] -= 1
+        if not self._in_flight[worker_id]:
+            del self._in_flight[worker_id]
         if error is None:
             self.delivered += 1
             if self.transitions_at is not None and message.topic() == self._cxl_topic:
@@ -530,15 +560,26 @@ class KvEventPublisher:
 
     def _restate(self, request: ResyncRequest) -> None:
         """Publish what the rank holds, if the request has not been answered yet. Calls of other threads wait."""
+        writer = self._writer
         with self._lock:
-            writer, now_ns = self._writer, time.time_ns()
-            if not self._restatements.answers(request, writer.incarnation, writer.sequence, time.monotonic()):
+            now_ns = time.time_ns()
+            # An engine that has published nothing holds nothing, since this publisher is part of it.
+            if not self._restatements.answers(
+                request, writer.incarnation, writer.sequence, time.monotonic(), is_proven=True
+            ):
                 return
             for piece in writer.restatement(now_ns // 1000):
                 writer.send_chunk(piece, now_ns // 1_000_000)
                 writer.send_within(PUBLISH_TIMEOUT_S)
             self._restatements.sent(writer.sequence, time.monotonic())
             log.info("rank %s: restated to batch %d: %s", writer.rank, writer.sequence, request.reason)
+            has_names = len(writer.names) > 0
+        if has_names:
+            worker_id = writer.rank.worker_id
+            rows = read_pooled(self._settings, partition_of(worker_id, self._settings.partitions), [worker_id])
+            with self._lock:
+                writer.restate_placements(rows[worker_id].get(writer.rank, {}), time.time_ns() // 1_000_000)
+                writer.send_within(PUBLISH_TIMEOUT_S)
 
     def flush(self, timeout_s: float = PUBLISH_TIMEOUT_S) -> None:
         """Wait until the broker has acknowledged everything. Raises KvStreamsError if it has not within the timeout."""

@@ -10,14 +10,14 @@ would never remove others.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import assert_never
 
 import numpy as np
 
 from streams.codec import decode_batch
-from streams.core.cxl_memory import CxlMemoryMetadata, CxlMemoryState
+from streams.core.cxl_memory import CxlMemoryMetadata
 from streams.core.events import (
     BEFORE_FIRST,
     AllBlocksCleared,
@@ -46,15 +46,15 @@ from streams.core.runs import Run, RunKey
 from streams.cxl.events import BlockAddress, CxlTransition
 from streams.cxl.records import (
     BLOCK_PREFIX,
-    TRANSITION_ROWS,
     decode_block,
     decode_parked,
     decode_transition,
     owner_of_row,
 )
 from streams.engines.continuity import KnownIncarnation
-from streams.engines.cxl_names import CxlNames
+from streams.engines.cxl_names import PLACED, CxlNames
 from streams.engines.ledger import Ledger
+from streams.engines.pooled_rows import read_rows
 from streams.errors import BadRecord
 from streams.kafka import Record, first_offset, partition_of, worker_key
 from streams.settings import Settings
@@ -73,8 +73,8 @@ from streams.tables.records import (
 )
 from streams.topics import topics
 
-#: States in which an engine's name of a block is kept.
-_PLACED = (CxlMemoryState.IN_TRANSIT, CxlMemoryState.CXL_POOLED)
+#: Bytes of a key of the index's table up to the end of the worker's id.
+_BEGINNING_BYTES = 9
 
 
 @dataclass(slots=True)
@@ -162,7 +162,7 @@ class RecoveredRank:
         if transition.incarnation != self.incarnation:
             return
         blocks = transition.blocks.rows()
-        if transition.state in _PLACED:
+        if transition.state in PLACED:
             self.names.enter(blocks, transition.state, transition.pool_id, transition.accessible_workers)
         else:
             for _, engine in blocks:
@@ -240,108 +240,126 @@ def recovered_rank(progress: Progress, runs: Iterable[Run]) -> RecoveredRank:
     return RecoveredRank(progress, ledger_of(held, complete, counts_copies=False))
 
 
+#: The ranks of each worker, by rank number.
+RanksOf = dict[WorkerId, dict[int, RecoveredRank]]
+
+
 def recover_ranks(settings: Settings, worker_id: WorkerId) -> dict[int, RecoveredRank]:
-    """Read the state of a worker's ranks from Kafka, by rank number. Blocks; raises TableError, KafkaException."""
+    """Read the state of one worker's ranks from Kafka, by rank number; as `recover_workers`."""
+    return recover_workers(settings, partition_of(worker_id, settings.partitions), [worker_id])[worker_id]
+
+
+def recover_workers(settings: Settings, partition: int, worker_ids: Collection[WorkerId]) -> RanksOf:
+    """Read the state of workers whose records are in one partition, each topic once.
+
+    Blocks; raises TableError, KafkaException.
+    """
     names = topics(settings)
-    partition = partition_of(worker_id, settings.partitions)
     table: dict[bytes, bytes] = {}
-    ours = run_key(RunKey(RankId(worker_id, DpRank(0)), Tier.DEVICE, SequenceHash(0)))[:9]
-    rank_prefixes = (ours, progress_key(RankId(worker_id, DpRank(0)))[:9], partition_key(partition))
-    assert ours[:1] == RUN_PREFIX
+    of_partition = partition_key(partition)
+    beginnings = {beginning for worker_id in worker_ids for beginning in _key_beginnings(worker_id)}
 
     def take(records: list[Record]) -> None:
         for record in records:
-            if record.key.startswith(rank_prefixes):
+            if record.key[:_BEGINNING_BYTES] in beginnings or record.key == of_partition:
                 if record.value is None:
                     table.pop(record.key, None)
                 else:
                     table[record.key] = record.value
 
     read_to_end(settings, names.index_changelog.name, partition, None, take)
-    recovered_ranks = _from_table(table)
-    after_table = _applied_offset(table, partition_key(partition), names.kv_events.name) + 1
+    found = _from_table(table, worker_ids)
+    after_table = _applied_offset(table, of_partition, names.kv_events.name) + 1
+    keys = {worker_key(worker_id): worker_id for worker_id in worker_ids}
 
     def fold(records: list[Record]) -> None:
         for record in records:
-            _fold_record(recovered_ranks, settings, worker_id, record)
+            worker_id = keys.get(record.key)
+            if worker_id is not None:
+                _fold_record(found[worker_id], settings, worker_id, record)
 
-    found = first_offset(settings, names.kv_events.name, partition, after_table)
-    if found.low > after_table:
-        for recovered in recovered_ranks.values():
-            recovered.ledger.lost_events()  # no agent was running for longer than events are kept
-    if found.first is not None:
-        read_to_end(settings, names.kv_events.name, partition, found.first, fold)
-    if recovered_ranks:
-        _recover_names(
-            settings, recovered_ranks, partition, _applied_offset(table, partition_key(partition), _cxl(settings))
-        )
-    return recovered_ranks
-
-
-def _cxl(settings: Settings) -> str:
-    return topics(settings).cxl_events.name
+    log = first_offset(settings, names.kv_events.name, partition, after_table)
+    if log.low > after_table:
+        for ranks in found.values():
+            for recovered in ranks.values():
+                recovered.ledger.lost_events()  # no agent was running for longer than events are kept
+    if log.first is not None:
+        read_to_end(settings, names.kv_events.name, partition, log.first, fold)
+    with_ranks = {worker_id: ranks for worker_id, ranks in found.items() if ranks}
+    if with_ranks:
+        _recover_names(settings, with_ranks, partition, _applied_offset(table, of_partition, names.cxl_events.name))
+    return found
 
 
-def _recover_names(settings: Settings, recovered_ranks: dict[int, RecoveredRank], partition: int, applied: int) -> None:
+def _key_beginnings(worker_id: WorkerId) -> tuple[bytes, bytes]:
+    """Return how the keys of a worker's runs and of its ranks' progress begin."""
+    rank = RankId(worker_id, DpRank(0))
+    run = run_key(RunKey(rank, Tier.DEVICE, SequenceHash(0)))
+    assert run.startswith(RUN_PREFIX)
+    return run[:_BEGINNING_BYTES], progress_key(rank)[:_BEGINNING_BYTES]
+
+
+def _recover_names(settings: Settings, found: RanksOf, partition: int, applied: int) -> None:
     """Read which blocks are in CXL pools, and under which names: the table, then the transitions after it."""
-    worker_id = next(iter(recovered_ranks.values())).progress.rank.worker_id
-    table: dict[bytes, bytes] = {}
-
-    def take(records: list[Record]) -> None:
-        for record in records:
-            if record.value is None:
-                table.pop(record.key, None)
-            elif record.key.startswith(TRANSITION_ROWS) and owner_of_row(record.key) == worker_id:
-                table[record.key] = record.value
+    keys = {worker_key(worker_id): worker_id for worker_id in found}
 
     def fold(records: list[Record]) -> None:
         for record in records:
-            if record.key == worker_key(worker_id):
-                _fold_transition(recovered_ranks, record.value, settings)
+            worker_id = keys.get(record.key)
+            if worker_id is not None:
+                _fold_transition(found[worker_id], record.value, settings)
 
-    read_to_end(settings, topics(settings).cxl_changelog.name, partition, None, take)
+    table = read_rows(settings, partition, found)
     for key, value in sorted(table.items()):  # blocks come before parked transitions, and these in order
+        owner = owner_of_row(key)
+        if owner is None:
+            continue
+        ranks = found[WorkerId(owner)]
         try:
             if key.startswith(BLOCK_PREFIX):
                 where, row = decode_block(key, value)
-                recovered = recovered_ranks.get(where.owner.dp_rank)
+                recovered = ranks.get(where.owner.dp_rank)
                 placement = row.placement
-                placed = placement.state in _PLACED
+                placed = placement.state in PLACED
                 if recovered is not None and placed and placement.incarnation == recovered.incarnation:
                     metadata = CxlMemoryMetadata(placement.state, placement.pool_id, placement.accessible_workers)
                     recovered.names.adopt(row.engine, BlockAddress(where.sequence, row.parent, row.position), metadata)
             else:
-                _fold_transition(recovered_ranks, decode_parked(key, value)[1].raw, settings)
+                _fold_transition(ranks, decode_parked(key, value)[1].raw, settings)
         except BadRecord:
             continue  # agents and routers skip the record as well
-    found = first_offset(settings, _cxl(settings), partition, applied + 1)
-    if found.first is not None:
-        read_to_end(settings, _cxl(settings), partition, found.first, fold)
+    topic = topics(settings).cxl_events.name
+    log = first_offset(settings, topic, partition, applied + 1)
+    if log.first is not None:
+        read_to_end(settings, topic, partition, log.first, fold)
 
 
-def _fold_transition(recovered_ranks: dict[int, RecoveredRank], raw: bytes | None, settings: Settings) -> None:
+def _fold_transition(ranks: Mapping[int, RecoveredRank], raw: bytes | None, settings: Settings) -> None:
     try:
         transition = decode_transition(raw, settings.schema_ids)
     except BadRecord:
         return  # the agent copies it to the dead letters
-    recovered = recovered_ranks.get(transition.rank.dp_rank)
+    recovered = ranks.get(transition.rank.dp_rank)
     if recovered is not None and recovered.progress.rank == transition.rank:
         recovered.fold_transition(transition)
 
 
-def _from_table(table: dict[bytes, bytes]) -> dict[int, RecoveredRank]:
+def _from_table(table: dict[bytes, bytes], worker_ids: Collection[WorkerId]) -> RanksOf:
     progress: dict[RankId, Progress] = {}
     runs: dict[RankId, list[Run]] = {}
     for key, value in table.items():
         try:
             if key.startswith(PROGRESS_PREFIX):
-                found = decode_progress(key, value)
-                progress[found.rank] = found
+                each = decode_progress(key, value)
+                progress[each.rank] = each
             elif key.startswith(RUN_PREFIX):
                 runs.setdefault(parse_run_key(key).rank, []).append(decode_run(key, value))
         except BadRecord:
             continue  # agents and routers skip the record as well
-    return {rank.dp_rank: recovered_rank(found, runs.get(rank, [])) for rank, found in progress.items()}
+    found: RanksOf = {worker_id: {} for worker_id in worker_ids}
+    for rank, each in progress.items():
+        found[rank.worker_id][rank.dp_rank] = recovered_rank(each, runs.get(rank, []))
+    return found
 
 
 def _applied_offset(table: dict[bytes, bytes], key: bytes, topic: str) -> int:
@@ -354,11 +372,7 @@ def _applied_offset(table: dict[bytes, bytes], key: bytes, topic: str) -> int:
     return next((source.applied_offset for source in sources if source.topic == topic), -1)
 
 
-def _fold_record(
-    recovered_ranks: dict[int, RecoveredRank], settings: Settings, worker_id: WorkerId, record: Record
-) -> None:
-    if record.key != worker_key(worker_id):
-        return
+def _fold_record(ranks: dict[int, RecoveredRank], settings: Settings, worker_id: WorkerId, record: Record) -> None:
     try:
         batch = decode_batch(record.value, settings.schema_ids)
     except BadRecord:
@@ -366,11 +380,11 @@ def _fold_record(
     if batch.rank.worker_id != worker_id:
         return
     if isinstance(batch.body, WorkerRemoved):
-        fold_removal(recovered_ranks.values(), batch, batch.body.seen_sequence)
+        fold_removal(ranks.values(), batch, batch.body.seen_sequence)
         return
     rank = batch.rank
-    recovered = recovered_ranks.get(rank.dp_rank)
+    recovered = ranks.get(rank.dp_rank)
     if recovered is None:
         recovered = RecoveredRank(Progress(rank, Epoch(Incarnation(0), 0)), Ledger(counts_copies=False))
-        recovered_ranks[rank.dp_rank] = recovered
+        ranks[rank.dp_rank] = recovered
     recovered.fold(batch)

@@ -21,6 +21,7 @@ from streams.core.workers import Worker
 from streams.errors import BadRecord, KvStreamsError
 from streams.kafka import assign, partition_of, reader, worker_key
 from streams.settings import Settings
+from streams.topic_watch import TopicReading, TopicWatch
 from streams.topics import topics
 
 log = logging.getLogger(__name__)
@@ -63,7 +64,8 @@ class RegistryReader:
     def __init__(self, settings: Settings, listener: RegistryListener, *, of_all_workers: bool = False) -> None:
         """of_all_workers: whether the listener gets the records of all workers, not only of those it watches."""
         self._settings = settings
-        self._workers, self._control = topics(settings).workers.name, topics(settings).kv_control.name
+        self._topics = (topics(settings).workers, topics(settings).kv_control)
+        self._workers, self._control = (spec.name for spec in self._topics)
         self._listener = listener
         self._of_all_workers = of_all_workers
         self._lock = threading.Lock()  # guards the four below
@@ -72,6 +74,8 @@ class RegistryReader:
         self._ended: set[int] = set()  # partitions that have been read to their ends
         self._read_again = False
         self._is_over_capacity = False
+        self._topic_ids: dict[str, str] = {}  # the ids of both topics, as they were last seen; of the watch's thread
+        self._recreated: str | None = None  # a topic that was recreated since the registry has been read
         self._stopping = threading.Event()
 
     def watch(self, worker_id: WorkerId) -> None:
@@ -106,12 +110,25 @@ class RegistryReader:
             await asyncio.wait([reading])
 
     def _read(self, loop: asyncio.AbstractEventLoop) -> None:
-        while not self._stopping.is_set():
-            try:
-                self._read_on(loop)
-            except (KvStreamsError, KafkaException) as exc:
-                log.warning("%s; the registry is read again from its beginning", exc)
-                self._stopping.wait(_READ_AGAIN_S)
+        # A client that reads a topic which is deleted and recreated may wait for its old position without an error. The
+        # bridge would then never read back the renewals of its leases.
+        watch = TopicWatch(self._settings, self._topics, (), self._note_ids)
+        watch.start()
+        try:
+            while not self._stopping.is_set():
+                try:
+                    self._read_on(loop)
+                except (KvStreamsError, KafkaException) as exc:
+                    log.warning("%s; the registry is read again from its beginning", exc)
+                    self._stopping.wait(_READ_AGAIN_S)
+        finally:
+            watch.stop()
+
+    def _note_ids(self, reading: TopicReading) -> None:
+        for spec in self._topics:
+            topic_id = reading.ids.get(spec.name)
+            if topic_id is not None and self._topic_ids.setdefault(spec.name, topic_id) != topic_id:
+                self._topic_ids[spec.name], self._recreated = topic_id, spec.name
 
     def _read_on(self, loop: asyncio.AbstractEventLoop) -> None:
         """Read until stopped. Raises KvStreamsError if a topic was recreated or truncated."""
@@ -119,6 +136,7 @@ class RegistryReader:
             self._last.clear()
             self._ended.clear()
             self._read_again = self._is_over_capacity = False
+        self._recreated = None
         consumer = reader(self._settings)
         try:
             partitions = range(self._settings.partitions)
@@ -126,6 +144,8 @@ class RegistryReader:
             where += [TopicPartition(self._control, partition, OFFSET_END) for partition in partitions]
             assign(consumer, where)
             while not self._stopping.is_set():
+                if self._recreated is not None:
+                    raise KvStreamsError(f"{self._recreated} was deleted and recreated")
                 if self._read_again:
                     log.info("the registry is read again from its beginning, for an engine that was added")
                     return

@@ -39,10 +39,22 @@ class Restatements:
     last_sequence: int | None = None
     last_at_s: float = 0.0
 
-    def answers(self, request: ResyncRequest, incarnation: Incarnation, published: int, now_s: float) -> bool:
-        """Return whether to restate. published: the last batch published in this incarnation."""
-        if request.incarnation != incarnation or published == BEFORE_FIRST:
-            return False  # the request is for another incarnation, or this one has no batch yet
+    def answers(
+        self,
+        request: ResyncRequest,
+        incarnation: Incarnation,
+        published: int,
+        now_s: float,
+        *,
+        is_proven: bool = False,
+    ) -> bool:
+        """Return whether to restate.
+
+        published: the last batch published in this incarnation. is_proven: whether the engine's event stream has been
+        proven, so that without a batch the engine is known to hold nothing.
+        """
+        if request.incarnation != incarnation or (published == BEFORE_FIRST and not is_proven):
+            return False  # the request is for another incarnation, or nothing is known about this one yet
         if self.last_sequence is None:
             return True
         wait_s = ANSWERED_FOR_S if request.sequence <= self.last_sequence else RESTATE_EVERY_S

@@ -11,16 +11,17 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import aiohttp
 from confluent_kafka import KafkaError, KafkaException, Message
 
 from streams.codec import encode_metrics
 from streams.core.engine_metrics import METRICS_TTL_MS_MAX, MetricsReport, WorkerMetrics
-from streams.core.ids import DpRank, RankId
+from streams.core.ids import DpRank, Incarnation, RankId
 from streams.engines.metrics import parse_block_size, parse_metrics, tokens_processed
-from streams.engines.process_start import PAGE_BYTES_MAX, read_body
+from streams.engines.process_start import PAGE_BYTES_MAX, parse_process_start, read_body
+from streams.engines.turns import next_turn, share_of
 from streams.engines.wiring import EngineWiring
 from streams.errors import BadRecord
 from streams.kafka import worker_key
@@ -34,6 +35,9 @@ SCRAPE_TIMEOUT_S = 2.0
 
 #: How many scrapes may fail in a row before the last report expires.
 INTERVALS_KEPT = 3
+
+#: Longer pages are parsed on a thread, since the batches of all other engines would wait: 50 KB take 10 ms.
+PAGE_BYTES_AT_ONCE = 4096
 
 #: The shortest pause between two scrapes, however long one took, so that a slow engine is not kept busy with them.
 _PAUSE_S_MIN = 0.05
@@ -55,11 +59,18 @@ class ScrapeCounters:
 class Scraper:
     """Reads one engine's page while this bridge holds its lease."""
 
-    def __init__(self, wiring: EngineWiring, on_requests: Callable[[DpRank], None] = lambda _: None) -> None:
+    def __init__(
+        self,
+        wiring: EngineWiring,
+        on_requests: Callable[[DpRank], None] = lambda _: None,
+        on_start: Callable[[Incarnation], None] = lambda _: None,
+    ) -> None:
         """on_requests: called for each rank whose requests were running, or tokens were processed, since the last page.
 
         The page may be read when no request happens to be running, so counters of tokens are compared as well.
+        on_start: called with the start time of the engine's process, if the page has it.
         """
+        self._on_start = on_start
         self._wiring = wiring
         self._interval_s = wiring.settings.metrics_interval_s
         self._ttl_ms = min(METRICS_TTL_MS_MAX, round((INTERVALS_KEPT * self._interval_s + SCRAPE_TIMEOUT_S) * 1000))
@@ -73,11 +84,12 @@ class Scraper:
         """Scrape until cancelled; return at once if `metrics_interval_s` is 0."""
         if not self._interval_s:
             return
+        share = share_of(self._wiring.engine.worker_id)
         try:
             while True:
-                began_s = time.monotonic()
                 await self._scrape()
-                await asyncio.sleep(max(_PAUSE_S_MIN, self._interval_s - (time.monotonic() - began_s)))
+                now_s = time.monotonic()
+                await asyncio.sleep(max(_PAUSE_S_MIN, next_turn(now_s, self._interval_s, share) - now_s))
         finally:
             log.info("worker %d: scraping ends: %s", self._wiring.engine.worker_id, self.counters)
 
@@ -87,10 +99,16 @@ class Scraper:
         try:
             page = await _fetch(self._wiring.http, engine.metrics_url)
             block_size = settings.block_size_of(self._wiring.model)
-            # On a thread: a long page would delay the batches of all other engines.
-            self._wiring.on_page_block_size(await asyncio.to_thread(parse_block_size, page))
-            ranks = await asyncio.to_thread(parse_metrics, page, dp_size=engine.dp_size, block_size=block_size)
-            tokens = await asyncio.to_thread(tokens_processed, page, dp_size=engine.dp_size)
+            if len(page) > PAGE_BYTES_AT_ONCE:
+                parsed = await asyncio.to_thread(_parsed, page, engine.dp_size, block_size)
+            else:
+                parsed = _parsed(page, engine.dp_size, block_size)
+            self._wiring.on_page_block_size(parsed.block_size)
+            if parsed.started is not None:
+                self._on_start(parsed.started)
+            if parsed.error is not None:
+                raise parsed.error
+            ranks, tokens = parsed.ranks, parsed.tokens
         except (aiohttp.ClientError, TimeoutError, BadRecord) as exc:
             self._failed(exc)
             return
@@ -141,6 +159,31 @@ class Scraper:
             self.counters.published += 1
         else:
             self.counters.unpublished += 1
+
+
+@dataclass(slots=True)
+class _Page:
+    """What a page says. block_size: of the engine. started: when its process started.
+
+    tokens: processed, by rank. error: why ranks and tokens cannot be used.
+    """
+
+    block_size: int | None
+    started: Incarnation | None
+    ranks: Mapping[DpRank, WorkerMetrics] = field(default_factory=dict)
+    tokens: Mapping[DpRank, float] = field(default_factory=dict)
+    error: BadRecord | None = None
+
+
+def _parsed(page: bytes, dp_size: int, block_size: int) -> _Page:
+    """Parse a page. block_size: the scope's, in tokens."""
+    parsed = _Page(parse_block_size(page), parse_process_start(page.decode(errors="replace")).started)
+    try:
+        parsed.ranks = parse_metrics(page, dp_size=dp_size, block_size=block_size)
+        parsed.tokens = tokens_processed(page, dp_size=dp_size)
+    except BadRecord as exc:
+        parsed.error = exc
+    return parsed
 
 
 async def reported_block_size(http: aiohttp.ClientSession, url: str) -> int | None:

@@ -5,17 +5,25 @@ What lives here: the value that the bridge passes to them. What must not: behavi
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
 
 import aiohttp
 import zmq.asyncio
 from confluent_kafka import Producer
 
+from streams.core.ids import RankId, WorkerId
 from streams.engines.address import EngineAddress
 from streams.engines.connection import RECEIVE_HWM
+from streams.engines.cxl_names import PooledRows
 from streams.engines.lease_handle import LeaseHandle
 from streams.settings import Settings
+
+
+async def _no_rows(_: WorkerId) -> Mapping[RankId, PooledRows]:
+    """Return the rows of a table that is empty."""
+    return {}
 
 
 def _ignore(_: int | None) -> None:
@@ -28,7 +36,8 @@ class EngineWiring:
 
     on_page_block_size: takes the size of the engine's blocks from its metrics page, None if the page has none.
     on_stored_block_size: takes it from an event that stores blocks. It is called with None when a rank begins another
-    incarnation. receive_hwm: returns how many batches may wait in one rank's socket.
+    incarnation. receive_hwm: returns how many batches may wait in one rank's socket. read_pooled: reads a worker's rows
+    from the agents' table of pooled blocks, by rank. in_flight: see RankWriter.
     """
 
     settings: Settings
@@ -43,3 +52,5 @@ class EngineWiring:
     on_page_block_size: Callable[[int | None], None] = _ignore
     on_stored_block_size: Callable[[int | None], None] = _ignore
     receive_hwm: Callable[[], int] = lambda: RECEIVE_HWM
+    read_pooled: Callable[[WorkerId], Awaitable[Mapping[RankId, PooledRows]]] = _no_rows
+    in_flight: Counter[WorkerId] = field(default_factory=Counter)

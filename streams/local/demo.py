@@ -3,8 +3,8 @@
 What lives here: the three acts, and `make up`. What must not: how a process is started (stack, moving), how requests
 are driven (drive), how figures are shown (report).
 
-Act one: kv routing compared with round-robin and random under equal conditions: the same trace and the same engines,
-whose caches are cleared before each policy.
+Act one: routing policies compared under equal conditions: the same trace and the same engines, whose caches are cleared
+before each policy. Each of them is also run by the laboratory (sim.lab), which has to find about the same reuse.
 Act two: the Faust worker is killed with SIGKILL and its RocksDB is deleted; everything is restored from the log.
 Act three: an engine is killed in the middle of an answer, which another engine goes on with from a CXL pool.
 """
@@ -16,7 +16,6 @@ import hashlib
 import importlib.util
 import json
 import os
-import random
 import secrets
 import shutil
 import sys
@@ -32,7 +31,6 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from streams.core.routing.decision import RoutePolicy
 from streams.core.routing.selection import RouterMode
 from streams.errors import LocalKafkaError, ProcessError, SettingsError
 from streams.interpreter import exempt_from_collection
@@ -45,7 +43,7 @@ from streams.local.stack import Engine, RouterProcess, Stack, bearer, get_json, 
 from streams.progress import shown
 from streams.settings import Settings
 from streams.sim.engine_config import EngineConfig
-from streams.sim.offline import simulate
+from streams.sim.lab.mirrored import simulate_like
 from streams.sim.pool import PoolConfig
 from streams.sim.synthetic_tokens import greedy_tokens, unpack_tokens
 from streams.sim.trace import TraceRequest, generate, infinite_cache_hit_share, parse_trace, tokens_for
@@ -72,9 +70,9 @@ MOVING_PROMPT_TOKENS, MOVING_TOKENS, KILLED_AT_TOKEN = 2000, 4000, 500
 CATCH_UP_TIMEOUT_S = 60.0
 
 
-#: The policies that the demo compares, in the order of its table. The others choose by load or let the client choose,
-#: and the plot has colours for these three.
-DEMO_POLICIES = (RouterMode.KV, RouterMode.ROUND_ROBIN, RouterMode.RANDOM)
+#: The policies that the demo compares, in the order of its table: two of this router, NVIDIA Dynamo's cost with its
+#: best preset, and two that read no index. The plot has colours for these.
+DEMO_POLICIES = ("kv", "expected-time", "dynamo-agentic", "round-robin", "random")
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +89,7 @@ class DemoConfig:
     directory: Path = Path(".kvstreams/demo")
     kafka_directory: Path = Path(".kvstreams/kafka")
     blocks: int = EngineConfig().n_blocks
-    policies: tuple[RouterMode, ...] = DEMO_POLICIES
+    policies: tuple[str, ...] = DEMO_POLICIES
     seed: int = TRACE_SEED
     secure: bool = False
 
@@ -141,16 +139,15 @@ def run_demo(config: DemoConfig, start_kafka: StartKafka) -> dict[str, Any]:
         worker, engines = _start_all(console, stack, config.workers, engine_config, speedup, token)
         show = _Show(console, config, stack, worker, engines, ModelClock(speedup), token)
 
-        console.rule("[bold]Act one: kv routing compared with round-robin and random")
-        live = {mode.value: show.act_one(mode, requests) for mode in reversed(config.policies)}
+        console.rule("[bold]Act one: routing policies compared")
+        live = {str(name): show.act_one(name, requests) for name in reversed(config.policies)}
         live = dict(reversed(live.items()))
         figures = {name: summarise_live(outcomes, config.workers) for name, outcomes in live.items()}
         offline = {}
         with shown(console, "simulating the same offline", len(live)) as step:
             for name in live:
-                policy = RoutePolicy(RouterMode(name))
-                outcomes = simulate(requests, config.workers, engine_config, policy, random.Random(config.seed))
-                offline[name] = summarise(outcomes, config.workers)
+                simulated = simulate_like(requests, config.workers, engine_config, name, config.seed)
+                offline[name] = summarise(simulated, config.workers)
                 step.advance()
         print_policies(console, figures, offline, bound)
         decision = show.explain_one(requests)
@@ -246,17 +243,19 @@ class _Show:
         self._urls = {engine.worker_id: engine.url for engine in engines}
         self._clock = clock
 
-    def act_one(self, mode: RouterMode, requests: Sequence[TraceRequest]) -> list[LiveOutcome]:
+    def act_one(self, name: str, requests: Sequence[TraceRequest]) -> list[LiveOutcome]:
         """Drive the trace under one policy, from empty caches."""
-        with shown(self._console, f"{mode.value}: clearing every engine's cache"):
+        with shown(self._console, f"{name}: clearing every engine's cache"):
             self._empty_engines()
-        if mode is RouterMode.KV:
-            return self._drive(requests, self._worker.url, mode.value, mode.value)
+        if name == RouterMode.KV:
+            return self._drive(requests, self._worker.url, name, name)
         # Each other policy is a separate router on the same topics, as in a fleet.
-        with shown(self._console, f"{mode.value}: starting a router"):
-            router = self._stack.router(f"router-{mode.value}", router_mode=mode)
-        outcomes = self._drive(requests, router.url, mode.value, mode.value)
-        with shown(self._console, f"{mode.value}: stopping its router"):
+        modes = {str(mode) for mode in RouterMode}
+        mode = {"router_mode": RouterMode(name)} if name in modes else _by_policy(name)
+        with shown(self._console, f"{name}: starting a router"):
+            router = self._stack.router(f"router-{name}", **mode)
+        outcomes = self._drive(requests, router.url, name, name)
+        with shown(self._console, f"{name}: stopping its router"):
             router.child.stop()
         return outcomes
 
@@ -507,6 +506,11 @@ def _start_all(
         f"{time.monotonic() - started:.1f} s"
     )
     return worker, engines
+
+
+def _by_policy(name: str) -> dict[str, Any]:
+    """Settings of a router that chooses by a policy with this name."""
+    return {"router_mode": RouterMode.POLICY, "router_policy": name}
 
 
 def _requests(config: DemoConfig) -> list[TraceRequest]:

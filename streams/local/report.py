@@ -83,9 +83,10 @@ def print_policies(
         )
     console.print(table)
     console.print(
-        f"Bound: one infinite cache would hit {bound:.1%}. Offline: the same policy in a simulation whose index is "
-        "never late. TTFT: time to first token, in model time. Load skew: tokens computed by the busiest engine, "
-        "divided by the mean. Route: time of POST /route over HTTP, on this machine, which also runs everything else."
+        f"Bound: one infinite cache would hit {bound:.1%}. Offline: the same policy in the laboratory of `kvstreams "
+        "simulate`, whose index is never late. TTFT: time to first token, in model time. Load skew: tokens computed "
+        "by the busiest engine, divided by the mean. Route: time of POST /route over HTTP, on this machine, which also "
+        "runs everything else."
     )
 
 
@@ -119,13 +120,20 @@ def draw(
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
-    colours = {"kv": "#1a7f37", "round-robin": "#9a6700", "random": "#6e7781"}
+    colours = {
+        "kv": "#1a7f37",
+        "expected-time": "#0969da",
+        "dynamo-agentic": "#8250df",
+        "round-robin": "#9a6700",
+        "random": "#6e7781",
+    }
     figure, (hits, times, loads) = plt.subplots(1, 3, figsize=(15, 4.6), layout="constrained")
     names = list(live)
     bars = hits.bar(
         names, [figures[name]["hit_share"] * 100 for name in names], color=[colours[name] for name in names]
     )
     hits.bar_label(bars, fmt="%.1f %%")
+    hits.tick_params(axis="x", labelrotation=15)
     hits.axhline(bound * 100, color="black", linestyle="--", linewidth=1)
     hits.annotate(f"one infinite cache: {bound:.1%}", (len(names) - 0.5, bound * 100), ha="right", va="bottom")
     hits.set_title("Prompt tokens found in a cache")

@@ -15,7 +15,7 @@ import itertools
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -116,6 +116,8 @@ class Admission:
         self._queue = RequestQueue(settings.router_queue_policy, limits, settings.prefill_us_per_token)
         self._gate = router.new_gate()
         self._entries: dict[int, _Entry] = {}
+        # Requests of this turn of the event loop. They are in memory already, so that there is no other limit.
+        self._together: list[tuple[PreparedRequest, asyncio.Future[None]]] = []
         self._numbers = itertools.count()
         self._wake = asyncio.Event()
         self._is_woken = False
@@ -147,6 +149,8 @@ class Admission:
         """
         if len(tenant) > NAME_CHARS_MAX:
             raise InvalidRequest(f"the tenant's name (header X-Tenant) has more than {NAME_CHARS_MAX} characters")
+        if not self._queue:
+            await self._turn(prepared)
         answer = self._at_once(prepared)
         if answer is not None:
             self.outcomes[Outcome.AT_ONCE] += 1
@@ -158,6 +162,50 @@ class Admission:
         finally:
             if number in self._entries:  # this request's task was cancelled, because the server ends
                 self._leave(number, Outcome.CANCELLED)
+
+    async def _turn(self, prepared: PreparedRequest) -> None:
+        """Let requests that came together begin in the order of the queue.
+
+        They are those of one turn of the event loop, so that none waits for another one to come. Without this, the
+        first prompt of a burst would take the rank that holds the cache of the next one.
+        """
+        loop = asyncio.get_running_loop()
+        if not self._together:
+            loop.call_soon(self._begin_together)
+        turn = loop.create_future()
+        self._together.append((prepared, turn))
+        await turn
+
+    def _begin_together(self) -> None:
+        """Wake those that came together, one after the other: each one runs up to its booking before the next."""
+        together, self._together = self._together, []
+        order: Sequence[int] = range(len(together))
+        if len(together) > 1:
+            try:
+                order = self._order_of([prepared for prepared, _ in together])
+            except Exception:  # a fault of one request must not stop the others
+                log.exception("requests that came together could not be ordered")
+        for number in order:
+            turn = together[number][1]
+            if not turn.done():  # its task may have been cancelled
+                turn.set_result(None)
+
+    def _order_of(self, together: Sequence[PreparedRequest]) -> list[int]:
+        """In which order to route requests that came together, by their positions."""
+        now_ms = _monotonic_ms()
+        self._queue.ms_per_token = self._router.ms_per_token()
+        return self._queue.together(
+            Waiting(
+                number,
+                now_ms,
+                now_ms,
+                self._router.uncached_tokens(prepared),
+                0,
+                prepared.request.priority,
+                prepared.request.priority_jump,
+            )
+            for number, prepared in enumerate(together)
+        )
 
     def _at_once(self, prepared: PreparedRequest) -> RouteAnswer | None:
         """Route a request that need not wait: it repeats an id, or nothing waits and its rank is open."""

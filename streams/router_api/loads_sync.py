@@ -125,7 +125,7 @@ class LoadsSync:
         self._kafka = kafka
         self._now_ms = now_ms
         self._shared = settings.router_replica_sync
-        self._reads_metrics = settings.router_mode in POLICY_MODES
+        self._reads_metrics = settings.router_mode in POLICY_MODES  # or a request's own mode is one of these
         self._learns = settings.router_mode in NAMED_MODES
         # Without a log, bookings have this router's own time.
         self._log_clock = LogClock(time.time_ns() // 1_000_000 - now_ms() if self._shared else 0)
@@ -281,10 +281,13 @@ class LoadsSync:
     def unreported(self, reported: Mapping[RankId, int]) -> dict[RankId, UnreportedLoad]:
         """What any router booked on these ranks since their engines' last reports, for ranks with such bookings.
 
-        reported: when each report was received. Nothing is kept for this unless the router's mode reads reports.
+        reported: when each report was received. For a router whose mode reads no reports, bookings are kept from the
+        first call on, which a request causes that overrides the mode.
         """
         with self._lock:
-            return {} if self._unreported is None else self._unreported.since(reported)
+            if self._unreported is None:
+                self._reads_metrics, self._unreported = True, UnreportedBookings()
+            return self._unreported.since(reported)
 
     def report_phase(self, request_id: str, what: BookingPhase, phase: str | None = None) -> bool:
         """Apply prefill-complete or free. Returns False if no such booking is known, so that the call is buffered.
@@ -305,7 +308,8 @@ class LoadsSync:
                 self._publish_phase(booking_id, what)
             if self._listeners:
                 self._announce_falls()
-            return True
+        self._outbox.serve_reports()  # every booking comes through here once, and not within the lock of a decision
+        return True
 
     def report_output(self, request_id: str, output_tokens: int, phase: str | None = None) -> bool:
         """Update bookings with the number of tokens generated so far; returns False if the call is buffered.
@@ -352,8 +356,13 @@ class LoadsSync:
             contents: list[_Content | None] = []
             with self._decoding:
                 for position, (key, value, _, _) in enumerate(together, start):
+                    own = self._own.get(key)
+                    if own is not None and own[0] == value:  # this router wrote it itself, so it is not decoded
+                        self._own.pop(key, None)  # not `del`: sending may have dropped it in between
+                        contents.append(own[1])
+                        continue
                     try:
-                        contents.append(None if value is None else self._content(key, value))
+                        contents.append(None if value is None else _Content(*self._decoder.decode(value)))
                     except BadRecord as exc:
                         contents.append(None)
                         bad.append((position, exc))
@@ -363,20 +372,13 @@ class LoadsSync:
                     if content is not None:
                         self._fold(content, at_ms, clock)
                     self._heard_ms[clock] = now_ms
-                    if at_ms > self._stream_ms[clock]:
-                        self._stream_ms[clock] = at_ms
-                    self._loads.expire(self._stream_ms[clock], clock)
+                    # The broker gives all records of a batch the same time, in which nothing more expires.
+                    if at_ms != self._stream_ms[clock]:
+                        self._stream_ms[clock] = max(at_ms, self._stream_ms[clock])
+                        self._loads.expire(self._stream_ms[clock], clock)
                 if self._listeners:
                     self._announce_falls()
         return bad
-
-    def _content(self, key: bytes, value: bytes) -> _Content:
-        """What a record says; raises BadRecord. One that this router wrote itself is recognised and not decoded."""
-        own = self._own.get(key)
-        if own is not None and own[0] == value:
-            self._own.pop(key, None)  # not `del`: sending may have dropped it in between
-            return own[1]
-        return _Content(*self._decoder.decode(value))
 
     def reset(self) -> None:
         """Drop all bookings, so that the topic can be folded again from its beginning.

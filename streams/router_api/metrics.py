@@ -437,6 +437,16 @@ ROUTER_METRICS: tuple[Metric[RouterSnapshot], ...] = (
         lambda now: now.router.sessions_evicted,
     ),
     counter(
+        "kvstreams_decisions_recorded_total",
+        "Decisions that Kafka has taken for the decision log. 0 while `decision_log` is off",
+        lambda now: 0 if now.router.recorder is None else now.router.recorder.recorded,
+    ),
+    counter(
+        "kvstreams_decisions_unrecorded_total",
+        "Decisions that are missing in the decision log, because its buffer was full or Kafka did not take them",
+        lambda now: 0 if now.router.recorder is None else now.router.recorder.dropped,
+    ),
+    counter(
         "kvstreams_bad_records_total",
         "Records of the router's topics that it could not use",
         lambda now: now.router.feeds.bad_records,

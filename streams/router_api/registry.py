@@ -56,6 +56,14 @@ class Registry:
         self._creating = threading.Lock()
         self._removals_unknown: dict[WorkerId, None] = {}  # in order of the calls
 
+    def poll(self) -> None:
+        """Take what the client reports; call it about every half second.
+
+        Otherwise its lines about an outage would wait for the next change, and be logged long after the outage.
+        """
+        if self._kafka is not None:
+            self._kafka.poll(0)
+
     def workers(self) -> list[Worker]:
         """The registered workers, in order of worker id."""
         return [worker for _, worker in sorted(self._view.workers.copy().items())]

@@ -44,10 +44,12 @@ from streams.core.routing.supplementary import SupplementaryMatches
 from streams.core.workers import Role
 from streams.errors import AllWorkersBusy, InvalidRequest, KvStreamsError, NoEligibleWorker, NotReady, UnknownId
 from streams.kafka import TOPICS_REMEDY, producer, topics_missing
+from streams.load_records import request_partition
 from streams.policy_plugins import find_policy
 from streams.router_api.answer import RouteAnswer
 from streams.router_api.dead_letters import DeadLetterCounts
 from streams.router_api.decision_counts import DecisionCounts
+from streams.router_api.decision_recorder import DecisionRecorder, wall_ms
 from streams.router_api.loads_sync import READ_INTERVAL_S, LoadsSync
 from streams.router_api.prompt_matches import PromptMatches
 from streams.router_api.registry import PUBLISH_TIMEOUT_S, Registry
@@ -100,7 +102,7 @@ class PreparedRequest(NamedTuple):
     It is a tuple because one is made for every request. sequence: the request's sequence hashes, packed as in its
     booking. ranks: those that pass every filter; busy thresholds are checked later. refusal: why there are none.
     scores, supplementary: what the ranks held when the request was prepared. predicted: ranks whose score is a
-    prediction. moe_filter_applied: see RouteAnswer.
+    prediction. moe_filter_applied: see RouteAnswer. arrived_at_ms: only if decisions are recorded.
     """
 
     request: RouteRequest
@@ -119,6 +121,7 @@ class PreparedRequest(NamedTuple):
     supplementary: SupplementaryMatches | None
     moe_filter_applied: bool | None
     filters: WorkerFilter
+    arrived_at_ms: int = 0
 
 
 @functools.lru_cache(maxsize=_UNFILTERED_MAX)
@@ -158,14 +161,20 @@ class Router:
         )
         self._busy = BusyThresholds(settings.active_decode_blocks_threshold, settings.active_prefill_tokens_threshold)
         self._sessions = SessionAffinity(settings.router_session_affinity_ttl_s)
-        self._request_ids = RequestIds()
         self._had_enough_workers = False
         self._topics = topics(settings)
+        n_partitions = self._topics.router_loads.partitions
+        self._request_ids = RequestIds(lambda request_id: request_partition(request_id, n_partitions))
         self._sources = (self._topics.kv_events, self._topics.cxl_events)
         self._kafka: Producer = producer(settings, **{"linger.ms": _LINGER_MS})
         self.view = View(settings, _monotonic_ms)
         self.loads = LoadsSync(settings, self._topics.router_loads, self._kafka, _monotonic_ms)
         self.registry = Registry(settings, self.view, self.check_topics)
+        self.recorder: DecisionRecorder | None = None
+        if settings.decision_log:
+            self.recorder = DecisionRecorder(
+                settings, self._topics.router_decisions, self._kafka, self.view, lambda: self.loads.router_id
+            )
         self._chooser = Chooser(random.Random(settings.router_seed or None), self._find_policy)
         if self.policy.policy_name:
             self._chooser.policy(self.policy.policy_name)  # a wrong name ends the process here
@@ -219,6 +228,8 @@ class Router:
     def start(self) -> None:
         """Begin to read topics."""
         self.loads.start()
+        if self.recorder is not None:
+            self.recorder.start()
         self.feeds.start()
         self._watch.start()
 
@@ -229,12 +240,15 @@ class Router:
         """
         self._watch.stop()
         self.feeds.stop()
+        if self.recorder is not None:
+            self.recorder.stop()
         self.loads.stop(timeout_s)
         return self.loads.unacknowledged
 
     def tick(self) -> None:
         """Serve delivery reports, expire bookings, and let policies learn; call it about every half second."""
         self.loads.poll()
+        self.registry.poll()
         for _ in range(LEARNT_MAX // LEARNT_TOGETHER_MAX):
             with self.loads.locked() as loads:
                 if not self._chooser.learn(loads, self.settings.block_size_of):
@@ -431,6 +445,8 @@ class Router:
                 prepared.predicted,
                 pooled=chosen.cxl_accessible_scores > 0,
             )
+        if self.recorder is not None:
+            self.recorder.note(prepared, decision, trust, chosen_trust)
         return RouteAnswer(
             prepared.request_id,
             chosen.rank,
@@ -600,6 +616,7 @@ class Router:
             supplementary,
             moe_filter_applied,
             filters,
+            0 if self.recorder is None else wall_ms(),
         )
 
     def _candidates(
@@ -900,12 +917,16 @@ class Router:
         """
         self.check_ready()
         buffered = not self.loads.report_phase(request_id, what, phase)
+        if self.recorder is not None:
+            self.recorder.reported(request_id, what)
         return {"request_id": request_id, "phase": what.value, "buffered": buffered}
 
     def report_output(self, request_id: str, output_tokens: int, phase: str | None = None) -> dict[str, Any]:
         """Apply the number of tokens generated so far. phase and `buffered` are as in `report_phase`."""
         self.check_ready()
         buffered = not self.loads.report_output(request_id, output_tokens, phase)
+        if self.recorder is not None:
+            self.recorder.output(request_id, output_tokens)
         return {"request_id": request_id, "output_tokens": output_tokens, "buffered": buffered}
 
 

@@ -191,7 +191,7 @@ class Feeds:
                 error = message.error()
                 if error is None:
                     topic = message.topic()
-                    live = (topic, message.partition()) not in self._pending
+                    live = not self._pending or (topic, message.partition()) not in self._pending
                     batches.setdefault((topic, live), []).append(message)
                     continue
                 # A partition stays pending until everything before its end has been folded.

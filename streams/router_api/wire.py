@@ -53,6 +53,9 @@ EXPERTS_MAX = 4096
 #: Characters of a message about an invalid body. It may quote the body, which may be megabytes long.
 _MESSAGE_CHARS_MAX = 1000
 
+#: Characters at the end of a message that are kept when its middle is left out: the path of a field, which is shorter.
+_MESSAGE_END_CHARS = 256
+
 #: The greatest number of tokens, blocks or requests: these are Avro ints on Kafka.
 COUNT_MAX = (1 << 31) - 1
 
@@ -606,9 +609,10 @@ _UNKNOWN_FIELD = re.compile(r"Object contains unknown field `(.*?)`(?: - at `\$(
 
 def invalid_body(exc: Exception, kind: Any) -> InvalidRequest:
     """Explain why a body is not valid. kind: the type as which it was decoded; of an unknown field, list the others."""
-    unknown = _UNKNOWN_FIELD.fullmatch(str(exc))
+    message = without_middle(str(exc))
+    unknown = _UNKNOWN_FIELD.fullmatch(message)
     if unknown is None:
-        return InvalidRequest(f"the body is not valid: {_shortened(str(exc))}")
+        return InvalidRequest(f"the body is not valid: {_shortened(message)}")
     name, path = _shortened(unknown[1]), (unknown[2] or "").lstrip(".")
     where = f" of {path}" if path else ""
     return InvalidRequest(
@@ -629,6 +633,17 @@ def _fields_at(kind: Any, path: str) -> list[str]:
         at = below
     assert isinstance(at, inspect.StructType)
     return [field.encode_name for field in at.fields]
+
+
+def without_middle(message: str) -> str:
+    """Return the beginning and the end of a message that quotes megabytes of a body.
+
+    The search for the end of a name of 15 MB would take 0.3 s, and no other thread would run meanwhile.
+    """
+    longest = _MESSAGE_CHARS_MAX + 2 * _MESSAGE_END_CHARS  # of a message that is searched
+    if len(message) <= longest:
+        return message
+    return message[: longest - _MESSAGE_END_CHARS] + message[-_MESSAGE_END_CHARS:]
 
 
 def _shortened(text: str) -> str:

@@ -39,6 +39,7 @@ TOPIC_OPERATIONS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "router_loads": CHECK,
         "kv_control": ("Write", "DescribeConfigs"),
         "dead_letters": ("Write", "DescribeConfigs"),
+        "router_decisions": CHECK,
         "index_changelog": ("Read", "Write", "DescribeConfigs"),
         "cxl_changelog": ("Read", "Write", "DescribeConfigs"),
     },
@@ -50,6 +51,7 @@ TOPIC_OPERATIONS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "router_loads": ("Read", "Write", "DescribeConfigs"),
         "kv_control": CHECK,
         "dead_letters": ("Read", "DescribeConfigs"),
+        "router_decisions": ("Write", "DescribeConfigs"),
         "index_changelog": ("Read", "DescribeConfigs"),
         "cxl_changelog": ("Read", "DescribeConfigs"),
     },
@@ -61,6 +63,7 @@ TOPIC_OPERATIONS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "router_loads": CHECK,
         "kv_control": ("Read", "DescribeConfigs"),
         "dead_letters": ("Write", "DescribeConfigs"),
+        "router_decisions": CHECK,
         "index_changelog": ("Read", "DescribeConfigs"),
         "cxl_changelog": ("Read", "DescribeConfigs"),
     },
@@ -79,6 +82,7 @@ TOPIC_OPERATIONS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "router_loads": ("Delete", "DescribeConfigs"),
         "kv_control": ("Delete", "DescribeConfigs"),
         "dead_letters": CHECK,
+        "router_decisions": CHECK,
         "index_changelog": ("Read", "Write", "DescribeConfigs"),
         "cxl_changelog": ("Read", "Write", "DescribeConfigs"),
     },
@@ -90,6 +94,7 @@ TOPIC_OPERATIONS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "router_loads": ("Read", "DescribeConfigs"),
         "kv_control": CHECK,
         "dead_letters": ("Read", "DescribeConfigs"),
+        "router_decisions": CHECK,
         "index_changelog": ("Read", "DescribeConfigs"),
         "cxl_changelog": CHECK,
     },
@@ -102,6 +107,8 @@ TOPIC_OPERATIONS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "index_changelog": ("Read",),
         "cxl_changelog": ("Read",),
     },
+    "explain": {"router_decisions": ("Read", "DescribeConfigs")},
+    "replay-decisions": {"router_decisions": ("Read", "DescribeConfigs")},
 }
 
 #: Processes that open the tables' transactions, one transactional id per partition.

@@ -7,6 +7,7 @@ must not: transactions (partition), the rules themselves (core.reducer), Faust.
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import assert_never
@@ -20,6 +21,7 @@ from streams.core.reducer.ordering import Progress, Verdict
 from streams.core.reducer.restatement import ChunkKey
 from streams.errors import WRONG_BLOCK_SIZE, BadRecord
 from streams.kafka import partition_of, worker_key
+from streams.outage import Repetitions, repeated
 from streams.settings import Settings
 from streams.tables.records import (
     PARKED_PREFIX,
@@ -74,6 +76,7 @@ class IndexReducer:
         self._verdicts = verdicts
         self._runs, self._decode_events = run_backend()
         self.holdings = Holdings(self._runs, on_effect)
+        self._verdicts_logged = Repetitions()  # by verdict and rank
         self._wrong_sizes: dict[RankId, Incarnation] = {}  # incarnations with a dead letter for their block size
         self._maintenance = RankMaintenance(
             self.holdings,
@@ -162,13 +165,16 @@ class IndexReducer:
                 assert_never(batch.body)
         self._verdicts[verdict.value] += 1
         if verdict not in _USUAL:
-            log.info(
-                "%s: batch %d of rank %s, incarnation %d",
-                verdict.value,
-                batch.sequence,
-                batch.rank,
-                batch.incarnation,
-            )
+            n = self._verdicts_logged.happened((verdict, batch.rank), time.monotonic())
+            if n is not None:
+                log.info(
+                    "%s: batch %d of rank %s, incarnation %d%s",
+                    verdict.value,
+                    batch.sequence,
+                    batch.rank,
+                    batch.incarnation,
+                    repeated(n),
+                )
 
     def _refuse(self, batch: EngineBatch, expected: int) -> None:
         """Take a record whose blocks have another size than the scope's. Raises BadRecord for the first of each rank's

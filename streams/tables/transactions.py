@@ -17,6 +17,7 @@ from confluent_kafka import KafkaError, KafkaException, Message, Producer
 from streams.codec import codec
 from streams.errors import BadRecord, TableError
 from streams.kafka import as_record, dead_letter_headers, producer
+from streams.outage import Repetitions, repeated
 from streams.settings import Settings
 from streams.tables.reducer import Outgoing, SourceRecord
 from streams.tables.store import ChangelogPosition, Changes, TableSpec
@@ -53,6 +54,7 @@ class TransactionWriter:
         self._producer: Producer | None = None
         self.topic_ids: dict[str, str] = {}
         self.changelog_ends: dict[str, int] = {}
+        self._letters_logged = Repetitions()  # by topic and reason
         # By source, the offset of the last record that this writer wrote there itself (an expiry), and when its
         # transaction had been committed, monotonic, in ms.
         self._last_in_source: dict[str, tuple[int, int]] = {}
@@ -147,7 +149,10 @@ class TransactionWriter:
         exc: BadRecord,
         on_delivery: Callable[[KafkaError | None, Message], None],
     ) -> None:
-        log.warning("dead letter from %s [%d] at %d: %s", record.topic, record.partition, record.offset, exc)
+        n = self._letters_logged.happened((record.topic, exc.reason), time.monotonic())
+        if n is not None:
+            where = record.topic, record.partition, record.offset
+            log.warning("dead letter from %s [%d] at %d: %s%s", *where, exc, repeated(n))
         size = len(record.value or b"")
         headers = dead_letter_headers(record.topic, exc, size, record.partition, record.offset)
         schemas = {source.name: source.schema for source in self._wiring.sources}

@@ -113,7 +113,7 @@ _Engine = TypeVar("_Engine", bound=ScriptedEngine)
 
 
 @contextmanager
-def scripted_engines(n: int, make: type[_Engine] = ScriptedEngine) -> Iterator[list[_Engine]]:  # type: ignore[assignment]
+def scripted_engines(n: int, make: type[_Engine]) -> Iterator[list[_Engine]]:
     """Run n engines on a thread until the block ends."""
     engines = [make() for _ in range(n)]
     started, over = threading.Event(), asyncio.Event()

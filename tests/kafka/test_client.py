@@ -5,8 +5,10 @@ from __future__ import annotations
 import ast
 import asyncio
 import json
+import os
 import random
 import re
+import signal
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -14,11 +16,13 @@ from typing import Any
 
 import pytest
 
-from streams.client import KvPushRouter, KvRouter, KvRouterClient
+from streams.client import EngineOptions, KvPushRouter, KvRouter, KvRouterClient
+from streams.client.payloads import pack_tokens, unpack_tokens
 from streams.errors import InvalidRequest, NotReady, QueueTimeout, UnknownModel
 from streams.local.processes import Children
-from streams.local.stack import READY_TIMEOUT_S, RouterProcess, Stack, get_json, is_ready, wait_workers
+from streams.local.stack import READY_TIMEOUT_S, Engine, RouterProcess, Stack, get_json, is_ready, wait_workers
 from streams.settings import Settings
+from streams.sim.synthetic_tokens import greedy_tokens
 from streams.waiting import wait_for
 from tests.helpers.pages import blocks
 from tests.helpers.scopes import ScopeFactory
@@ -39,14 +43,24 @@ RATE = 40.0
 SETTLE_S = 1.0
 
 
+Running = tuple[RouterProcess, list[Engine]]
+
+
 @pytest.fixture(scope="module")
-def fleet(new_scope: ScopeFactory, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RouterProcess]:
+def fleet(running: Running) -> RouterProcess:
+    """Give the worker with its router."""
+    return running[0]
+
+
+@pytest.fixture(scope="module")
+def running(new_scope: ScopeFactory, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     """Give a worker with a router, and two engines behind it. One prompt is in the cache and in the index."""
     folder = tmp_path_factory.mktemp("client")
     with Children() as children:
         stack = Stack(new_scope(folder), folder, children)
         worker = stack.worker()
-        stack.bridge(stack.engines(2, SMALL, MODEL, TIME_SCALE))
+        engines = stack.engines(2, SMALL, MODEL, TIME_SCALE)
+        stack.bridge(engines)
         wait_workers(worker.url, 2)
 
         async def fill() -> None:
@@ -58,7 +72,7 @@ def fleet(new_scope: ScopeFactory, tmp_path_factory: pytest.TempPathFactory) -> 
         wait_for(
             lambda: get_json(f"{worker.url}/state")["blocks"] >= N_BLOCKS, VISIBLE_TIMEOUT_S, "the prompt's blocks"
         )
-        yield worker
+        yield worker, engines
 
 
 Form = Callable[[RouterProcess], KvRouter]
@@ -174,6 +188,41 @@ def test_both_forms_wait_in_the_queue(form: Form, fleet: RouterProcess) -> None:
             await until_active(fleet.url, 0)
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("form", [over_http, in_process])
+def test_both_forms_move_an_answer_whose_engine_hangs(form: Form, running: Running) -> None:
+    """Every token comes once, and the booking is at the worker that goes on, and freed at the end."""
+    worker, engines = running
+    by_id = {engine.worker_id: engine for engine in engines}
+    n_tokens = 600
+    expected = unpack_tokens(greedy_tokens(pack_tokens(PROMPT), n_tokens))
+
+    async def generate(client: KvRouter) -> int:
+        """Return how often an answer moved whose engine is stopped at its first token."""
+        answer = await client.generate(PROMPT, stop_conditions={"max_tokens": n_tokens})
+        stopped, got = by_id[answer.booking.worker_id], list[int]()
+        async for chunk in answer:
+            if not got:
+                os.kill(stopped.child.pid, signal.SIGSTOP)
+            got += chunk["token_ids"]
+        os.kill(stopped.child.pid, signal.SIGCONT)
+        assert got == expected
+        assert (answer.booking.worker_id != stopped.worker_id) == bool(answer.figures.migrations)
+        return answer.figures.migrations
+
+    async def scenario() -> None:
+        async with client_of(form, worker) as client:
+            client._engine_options = EngineOptions(stall_timeout_s=0.5)
+            while not await generate(client):  # the engine had sent the whole answer before it was stopped
+                pass
+            await until_active(worker.url, 0)
+
+    try:
+        asyncio.run(scenario())
+    finally:
+        for engine in engines:
+            os.kill(engine.child.pid, signal.SIGCONT)
 
 
 def test_a_router_in_the_process_that_stops_refuses_what_waits(fleet: RouterProcess) -> None:

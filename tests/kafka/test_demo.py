@@ -18,9 +18,8 @@ from tests.helpers.commands import Start
 def test_the_demo_shows_all_acts_and_writes_its_figures(
     kafka: KafkaState, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Every request is served, kv routing reuses more than round robin, and recovery leaves no difference.
-
-    An answer of 4,000 tokens survives the engine that began it.
+    """Every request is served, kv routing reuses more than round robin, the laboratory finds the same reuse for each
+    policy, recovery leaves no difference, and an answer of 4,000 tokens survives the engine that began it.
     """
     trace = tmp_path / "trace.jsonl"
     # Ten conversations of four turns: each turn's prompt is the previous one and another block of 512 tokens.
@@ -41,16 +40,22 @@ def test_the_demo_shows_all_acts_and_writes_its_figures(
         requests=40,
         speedup=2.0,
         directory=tmp_path / "demo",
-        policies=(RouterMode.KV, RouterMode.ROUND_ROBIN),
+        policies=(RouterMode.KV, "dynamo-agentic", RouterMode.ROUND_ROBIN),
     )
     result = run_demo(config, lambda _: replace(kafka, reused=True))
 
     assert json.loads((tmp_path / "demo" / "result.json").read_text()) == result
     assert (tmp_path / "demo" / "demo.png").stat().st_size > 10_000
     policies = result["policies"]
-    assert {name: row["requests"] for name, row in policies.items()} == {"kv": 40, "round-robin": 40}
+    assert {name: row["requests"] for name, row in policies.items()} == {
+        "kv": 40,
+        "dynamo-agentic": 40,
+        "round-robin": 40,
+    }
     assert policies["kv"]["hit_share"] > policies["round-robin"]["hit_share"]
     assert policies["kv"]["hit_share"] <= result["bound"]["infinite_cache_hit_share"]
+    for name, row in policies.items():
+        assert row["hit_share"] == pytest.approx(result["offline"][name]["hit_share"], abs=0.02), name
     # On a machine that is busy with other tests, events may be later than `behind_after_ms`, and answers say so.
     assert set(policies["kv"]["modes"]) <= {"exact", "degraded"}
     assert policies["kv"]["modes"]["exact"] > 0

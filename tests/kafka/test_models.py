@@ -154,7 +154,7 @@ def test_a_bridge_whose_scope_has_no_topics_waits_and_creates_none(scope: Settin
     assert process.stderr is not None
     lines = iter(process.stderr.readline, "")
     line = next(line for line in lines if "missing" in line)
-    assert "9 topics of this scope are missing" in line and specs[0].name in line
+    assert "10 topics of this scope are missing" in line and specs[0].name in line
     assert "kvstreams topics create" in line and "a worker that starts" in line
     assert set(describe_topics(scope, specs).values()) == {None}
     assert run("topics", "create", env=as_environ(scope)).returncode == 0
@@ -168,7 +168,7 @@ def test_a_reset_of_a_scope_without_topics_creates_none(scope: Settings, start: 
     specs = topics(scope).all()
     done = run("reset", env=as_environ(scope))
     assert done.returncode == 1
-    assert "9 topics of this scope are missing" in done.stderr and "kvstreams topics create" in done.stderr
+    assert "10 topics of this scope are missing" in done.stderr and "kvstreams topics create" in done.stderr
     api = Api(f"http://127.0.0.1:{free_port()}")
     start("router", "--router-reset-states", "--port", api.url.rpartition(":")[2], env=as_environ(scope))
 

@@ -119,7 +119,7 @@ def test_no_client_creates_a_topic_on_a_broker_that_creates_them_on_demand(
     assert bridge.stderr is not None
     seen = list(
         itertools.takewhile(
-            lambda line: "9 topics of this scope are missing" not in line, iter(bridge.stderr.readline, "")
+            lambda line: "10 topics of this scope are missing" not in line, iter(bridge.stderr.readline, "")
         )
     )
     assert bridge.poll() is None, seen
@@ -130,6 +130,6 @@ def test_no_client_creates_a_topic_on_a_broker_that_creates_them_on_demand(
 
 def is_reset(api: Api) -> bool:
     try:
-        return len(api.call("GET", "/ready").json.get("topics_missing", ())) == 9
+        return len(api.call("GET", "/ready").json.get("topics_missing", ())) == 10
     except OSError:
         return False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -15,8 +16,11 @@ from streams.reset import reset_scope
 from streams.settings import Settings, as_environ, tables_path
 from streams.topics import topics
 from streams.waiting import wait_for
+from tests.helpers.engine_double import EngineDouble
 from tests.helpers.support import VISIBLE_TIMEOUT_S
 from tests.helpers.truth import Engines, assert_equal
+from tests.kafka.test_bridge_faults import LEASE_S, WORKER_ID, bridge_to
+from tests.kafka.test_cxl_pipeline import POOL, await_reach, call
 from tests.kafka.test_pipeline import mode, put_worker
 from tests.kafka.test_table_faults import changelog
 
@@ -142,3 +146,28 @@ def test_a_forced_reset_empties_the_scope_of_a_running_worker_which_continues(st
     with KvEventPublisher(stack.settings, worker_id=1, model="m") as publisher:
         publisher.stored([1, 2], list(range(32)))
     holds(worker, 2)
+
+
+def test_pooled_blocks_of_a_bridged_engine_come_back_after_a_forced_reset(stack: Stack) -> None:
+    """Also those that the engine no longer holds itself, which no restatement contains; later transitions apply."""
+    stack.settings = replace(stack.settings, bridge_lease_s=LEASE_S)
+    worker = stack.worker()
+    call(worker, "PUT", f"/pools/{POOL}", {"members": [int(WORKER_ID)]})
+    first, second = 1000, 1001  # names of the prompt that begins with token 1
+    pooled, transit = ("cxl_pooled", [int(WORKER_ID)]), ("in_transit", list[int]())
+    with EngineDouble() as engine:
+        bridge = bridge_to(stack, engine)
+        engine.store(1, 3)
+        engine.publish(["CxlStateTransition", 1, [first, second], "in_transit", POOL, [int(WORKER_ID)]])
+        engine.publish({"type": "CxlStateTransition", "block_hashes": [first], "new_state": "cxl_pooled"})
+        engine.remove(1)
+        await_reach(worker, {first: pooled, second: transit})
+        holds(worker, 2)
+        done = run_reset(worker.settings, "--force")
+        assert done.returncode == 0, done.stderr
+        restated = "the places of 2 blocks in CXL pools are restated"
+        wait_for(lambda: restated in bridge.log_path.read_text(), VISIBLE_TIMEOUT_S, "the bridge to restate them")
+        await_reach(worker, {first: pooled, second: transit})
+        holds(worker, 2)
+        engine.publish({"type": "CxlStateTransition", "block_hashes": [second], "new_state": "cxl_pooled"})
+        await_reach(worker, {first: pooled, second: pooled})

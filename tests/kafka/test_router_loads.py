@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from streams.core.hashing import pack_hashes
 from streams.core.loads.bookings import Booking, BookingId, BookingPhase
 from streams.kafka import ensure_topics, producer
+from streams.load_records import request_partition
 from streams.router_api.loads_sync import BUFFERED_CALL_TTL_MS, BUFFERED_CALLS_MAX, LoadsSync
 from streams.router_api.wire import COUNT_MAX, NAME_CHARS_MAX
 from streams.settings import Settings
@@ -57,6 +58,18 @@ def test_a_request_without_an_id_gets_one(fleet: Fleet) -> None:
     for request_id in (first, second):
         assert fleet.main.call("DELETE", f"/loads/{request_id}").given()["buffered"] is False
     assert fleet.same_loads([worker_id], 0) == {(worker_id, 0): (0, 0, 0)}
+
+
+def test_requests_without_ids_that_follow_each_other_share_a_partition(fleet: Fleet) -> None:
+    """Their records are in one partition, or in two where the next one begins, and each booking can be ended."""
+    model, n_partitions = fleet.model(), fleet.settings.partitions
+    ids = fleet.register(model)
+    asked = [fleet.main.route(model=model, token_ids=TOKENS)["request_id"] for _ in range(20)]
+    assert len(set(asked)) == 20
+    assert len({request_partition(each, n_partitions) for each in asked}) <= 2 < n_partitions
+    for each in asked:
+        assert fleet.main.call("DELETE", f"/loads/{each}").given()["buffered"] is False
+    assert fleet.same_loads(ids, 0) == {(ids[0], 0): (0, 0, 0)}
 
 
 def test_a_repeated_request_books_once(fleet: Fleet) -> None:

@@ -30,7 +30,7 @@ from streams.settings import SaslMechanism, Settings, as_environ
 from streams.sim.engine_config import EngineConfig
 from streams.topics import Topics, topics
 from streams.waiting import wait_for
-from tests.helpers.api import Api
+from tests.helpers.api import Api, metrics
 from tests.helpers.commands import Run, assert_one_line
 from tests.helpers.posting import posting_server
 from tests.helpers.secure_kafka import Decision, SecureKafka, unsigned_token
@@ -230,7 +230,7 @@ def test_each_process_works_with_the_least_acls(
 
     output = [ran("topics create"), ran("topics describe")]
     worker = stack("worker").worker("worker", router=False)
-    router = stack("router").router("router")
+    router = stack("router").router("router", decision_log=True)
     engines = stack("bridge").engines(1, EngineConfig(block_size=16, n_blocks=64), "m", time_scale=100.0)
     bridge = stack("bridge").bridge(engines)
     wait_workers(router.url, 1)
@@ -255,6 +255,11 @@ def test_each_process_works_with_the_least_acls(
     assert "applied" in output[-1]
     api.call("PUT", "/workers/50/cordon").given()
     api.call("DELETE", "/workers/50").given()
+
+    # The decision log was written within a second.
+    wait_for(lambda: metrics(api)["kvstreams_decisions_recorded_total"] >= 1, PATIENCE_S, "a recorded decision")
+    output.append(ran("explain", "r1"))
+    output.append(ran("replay-decisions", "--policy", "round-robin"))
 
     # The doctor may read everything that it needs, and finds nothing.
     output.append(ran("doctor", "--router", router.url, "--json"))

@@ -86,7 +86,7 @@ class Stage:
 @pytest.fixture(scope="module")
 def backend() -> Iterator[tuple[LocalRouter, list[ScriptedEngine]]]:
     """Give a router and two engines that it knows."""
-    with local_router(Settings(), n_workers=0) as router, scripted_engines(2) as engines:
+    with local_router(Settings(), n_workers=0) as router, scripted_engines(2, ScriptedEngine) as engines:
         for number, engine in enumerate(engines, start=1):
             worker = Worker(WorkerId(number), engine.url, "m", 16)
             router.router.view.fold_worker(worker_key(worker.worker_id), encode_worker(worker))

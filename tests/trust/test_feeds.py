@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import selectors
-import socket
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from urllib.parse import urlsplit
 
 import pytest
 
 from streams.local.ports import free_port
 from streams.waiting import wait_for
 from tests.helpers.engine_double import BLOCK_SIZE, EngineDouble
+from tests.helpers.slow_link import slow_link
 from tests.helpers.trust import PATIENCE_S, TrustFleet, engine_option
 
 N_BLOCKS = 20
@@ -109,6 +104,37 @@ def test_a_feed_that_catches_up_over_a_slow_link_is_not_exact(fleet: TrustFleet)
         assert "feed_behind" in {sample.answer.get("degraded_because") for sample in watch.samples}
 
 
+@pytest.mark.parametrize("has_replay", [True, False])
+def test_live_batches_that_arrive_late_are_not_exact(fleet: TrustFleet, has_replay: bool) -> None:
+    """The blocks of a prompt wait behind four seconds of other batches; no exact answer lacks them for a second."""
+    model, worker_id = fleet.model(), fleet.worker_id()
+    with (
+        EngineDouble(model=model) as engine,
+        slow_link(engine.events, 60_000) as events,
+        slow_link(engine.replay, 60_000) as replay,
+    ):
+        fleet.bridge(engine_option(worker_id, engine, events=events, replay=replay if has_replay else ""))
+
+        def exact() -> bool:
+            engine.clear()  # without a replay socket, a batch proves the stream; and a clear, that nothing is missing
+            return bool(fleet.route(model, PROMPT)["mode"] == "exact")
+
+        fleet.wait_answer(model, PROMPT, lambda found: bool(found["candidates"]), "the worker")
+        wait_for(exact, PATIENCE_S, "exact answers", 0.5)
+        time.sleep(WATCHED_S)
+        with fleet.watching(model, PROMPT) as watch:
+            for n in range(60):
+                engine.store(1_000_000 + 10_000 * n, 60)
+            engine.store(PROMPT.start, N_BLOCKS)
+            stored_s = time.monotonic()
+            answer = fleet.wait_answer(
+                model, PROMPT, lambda found: (found["mode"], found["overlap_blocks"]) == ("exact", N_BLOCKS), "the end"
+            )
+        assert answer["chosen_mode"] == "exact"
+        assert time.monotonic() > stored_s + 2 * KNOWN_AFTER_S, "the link was not slow"
+        assert not [one for one in watch.wrong_while_exact(N_BLOCKS) if one.sent_s > stored_s + KNOWN_AFTER_S]
+
+
 def test_an_engine_whose_http_port_does_not_answer_is_fed_from_its_events(fleet: TrustFleet) -> None:
     """Until it is fed, no answer is exact; its events prove that it is running, and the blocks appear."""
     model, worker_id = fleet.model(), fleet.worker_id()
@@ -143,51 +169,3 @@ def test_what_one_engine_answers_does_not_end_the_feed_of_another(fleet: TrustFl
         assert bridge.log_path.read_text().count("does not name the engine's model") == 1
         bad.models_body = good_body
         fleet.wait_answer(bad_model, PROMPT, lambda found: found["overlap_blocks"] == N_BLOCKS, "the other blocks")
-
-
-@contextmanager
-def slow_link(address: str, bytes_per_s: int) -> Iterator[str]:
-    """Give another address of a TCP endpoint, whose answers pass at this rate."""
-    target = urlsplit(address)
-    stopping = threading.Event()
-
-    def pump(source: socket.socket, sink: socket.socket, rate: float) -> None:
-        with source, sink, selectors.DefaultSelector() as readable:
-            readable.register(source, selectors.EVENT_READ)
-            while not stopping.is_set():
-                if not readable.select(0.1):
-                    continue
-                try:
-                    part = source.recv(2048)
-                    if not part:
-                        return
-                    sink.sendall(part)
-                except OSError:
-                    return
-                stopping.wait(len(part) / rate)
-
-    def accept() -> None:
-        while not stopping.is_set():
-            try:
-                client, _ = listener.accept()
-            except TimeoutError:
-                continue
-            server = socket.create_connection((target.hostname, target.port))
-            for source, sink, rate in ((client, server, 1e9), (server, client, bytes_per_s)):
-                pumps.append(threading.Thread(target=pump, args=(source.dup(), sink.dup(), rate)))
-                pumps[-1].start()
-            client.close()
-            server.close()
-
-    pumps: list[threading.Thread] = []
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        listener.settimeout(0.1)
-        accepting = threading.Thread(target=accept)
-        accepting.start()
-        try:
-            yield f"tcp://127.0.0.1:{listener.getsockname()[1]}"
-        finally:
-            stopping.set()
-            accepting.join()
-            for thread in pumps:
-                thread.join()

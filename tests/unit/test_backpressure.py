@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import aiohttp
 import msgpack
 import pytest
 import zmq.asyncio
-from confluent_kafka import Producer
+from confluent_kafka import KafkaError, Message, Producer
 
 from streams.codec import decode_batch
 from streams.core.events import EngineEvents, FeedState
-from streams.core.ids import WorkerId
+from streams.core.ids import DpRank, Incarnation, RankId, WorkerId
 from streams.core.workers import Worker
 from streams.engines.address import EngineAddress
 from streams.engines.connection import RECEIVE_HWM, RECEIVE_HWM_MIN, RECEIVE_HWM_OF_ALL, receive_hwm
 from streams.engines.feed import RankFeed
+from streams.engines.publisher import RankWriter
 from streams.engines.wiring import EngineWiring
 from streams.settings import Settings
 from tests.helpers.engine_double import BLOCK_SIZE, EngineDouble
+from tests.helpers.recording_producer import RecordingProducer
 from tests.unit.test_feed import held_lease
 
 #: Records that the client of these tests buffers, and batches that wait in a socket.
@@ -132,3 +136,21 @@ def test_all_sockets_of_a_bridge_hold_a_bounded_number_of_batches() -> None:
     assert receive_hwm(0) == receive_hwm(1) == RECEIVE_HWM
     assert receive_hwm(200) * 200 == RECEIVE_HWM_OF_ALL
     assert receive_hwm(10_000) == RECEIVE_HWM_MIN
+
+
+def test_records_in_flight_are_counted_over_all_writers_of_a_worker() -> None:
+    """A bridge that feeds an engine again reads its state once Kafka has all of them, whatever other engines send."""
+    producer, in_flight = RecordingProducer(), Counter[WorkerId]()
+    ranks = [RankId(WorkerId(worker), DpRank(rank)) for worker, rank in ((7, 0), (7, 1), (8, 0))]
+    for rank in ranks:
+        writer = RankWriter(Settings(), producer, rank, "m", Incarnation(1), False, in_flight=in_flight)
+        writer.heartbeat("b", 1000, 0)
+    assert in_flight == {WorkerId(7): 2, WorkerId(8): 1}
+    delivered: list[Callable[[KafkaError | None, Message], None]] = [
+        record["on_delivery"] for _, record in producer.records
+    ]
+    error = KafkaError(KafkaError._MSG_TIMED_OUT)
+    for on_delivery in delivered[:2]:
+        on_delivery(error, Message())
+    assert in_flight == {WorkerId(8): 1}
+    assert WorkerId(7) not in in_flight

@@ -31,6 +31,7 @@ from streams.codec import (
     decode_resync,
     decode_worker,
     encode_batch,
+    encode_batch_by_schema,
     encode_cordon,
     encode_load,
     encode_metrics,
@@ -105,6 +106,7 @@ from streams.cxl.records import (
     pool_key,
 )
 from streams.errors import BadRecord, KvStreamsError
+from streams.event_encoding import datum_of
 from streams.load_records import LoadDecoder, encoded_load
 from streams.tables.event_decoding import decode_events
 from streams.tables.records import (
@@ -442,6 +444,55 @@ def test_batches_come_back_as_they_were(batch: EngineBatch) -> None:
     assert int.from_bytes(datum["digest"], "little") == batch.digest
 
 
+plain_stores = st.integers(0, 4).flatmap(
+    lambda n: st.builds(BlocksStored, st.one_of(st.none(), u64s.map(EngineHash)), arrays_of(n), arrays_of(n), some_tier)
+)
+plain_batches = st.builds(
+    EngineBatch,
+    ranks,
+    texts,
+    st.integers(1, I31),
+    u64s.map(Incarnation),
+    st.integers(-1, I63) | st.integers(0, 1000),
+    u64s,
+    longs | st.integers(1 << 40, 1 << 41),
+    st.lists(st.one_of(plain_stores, st.builds(BlocksRemoved, hash_lists.map(u64), some_tier), events), max_size=4).map(
+        lambda each: EngineEvents(tuple(each))
+    ),
+    counts,
+    st.booleans(),
+    st.sampled_from(FeedState),
+)
+
+
+@settings(max_examples=300, deadline=None, print_blob=True)
+@given(batch=plain_batches)
+def test_batches_of_events_have_the_bytes_of_fastavro(batch: EngineBatch) -> None:
+    """The fast encoder writes what fastavro writes, and leaves labels and CXL metadata to it."""
+    assert isinstance(batch.body, EngineEvents)
+    has_facts = any(
+        isinstance(event, BlocksStored) and (event.moe is not None or event.cxl is not None)
+        for event in batch.body.events
+    )
+    assert (datum_of(batch) is None) == has_facts
+    assert encode_batch(batch) == encode_batch_by_schema(batch)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"emitted_at_ms": 1 << 63},
+        {"n_unindexed": 1 << 31},
+        {"block_size": 1 << 31},
+        {"rank": RankId(WorkerId(1), DpRank(1 << 31))},
+        {"model": "\ud800"},
+    ],
+)
+def test_a_batch_that_does_not_fit_the_schema_is_left_to_fastavro(changes: dict[str, Any]) -> None:
+    """So the writer of such a batch gets the same error, or the same bytes."""
+    assert datum_of(replace(BATCH, body=EngineEvents(()), **changes)) is None
+
+
 def test_a_store_in_an_unknown_state_of_cxl_memory_is_refused() -> None:
     """The schema has the state as a string, so that the decoder checks it."""
     datum = witnessed("kv-events", encode_batch(BATCH))
@@ -751,7 +802,8 @@ def chunk_datum(**changes: Any) -> bytes:
     chunk = {"restatement_id": 1, "chunk": 0, "n_chunks": 1, "exact": True}
     runs = [run | {name: value for name, value in changes.items() if name in run}]
     chunk |= {name: value for name, value in changes.items() if name in chunk}
-    return batch_datum(body=("io.kvstreams.RestatementChunk", {**chunk, "runs": runs}))
+    body = ("io.kvstreams.RestatementChunk", {**chunk, "runs": changes.get("runs", runs)})
+    return batch_datum(body=body, sequence=changes.get("sequence", 0))
 
 
 @pytest.mark.parametrize(
@@ -773,6 +825,8 @@ def chunk_datum(**changes: Any) -> bytes:
         (stored_datum(bytes(8), bytes(16)), "bad_hashes"),
         (stored_datum(bytes(8), b""), "bad_hashes"),
         (chunk_datum(), None),
+        (chunk_datum(sequence=-1), "bad_sequence"),
+        (chunk_datum(sequence=-1, runs=[]), None),  # before its first batch, a rank holds nothing
         (chunk_datum(chunk=1), "bad_restatement"),
         (chunk_datum(chunk=-1), "bad_restatement"),
         (chunk_datum(n_chunks=0), "bad_restatement"),

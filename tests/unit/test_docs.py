@@ -140,7 +140,7 @@ def test_every_dotted_name_on_the_index_page_exists() -> None:
     "page",
     [
         *("README.md", "docs/index.md", "docs/http.md", "docs/architecture.md", "docs/sim.md", "docs/cxl.md"),
-        *("docs/client.md", "docs/from-dynamo.md", "docs/engines.md"),
+        *("docs/client.md", "docs/from-dynamo.md", "docs/engines.md", "docs/decisions.md"),
     ],
 )
 def test_pages_name_commands_and_pages_that_exist(page: str) -> None:
@@ -148,7 +148,7 @@ def test_pages_name_commands_and_pages_that_exist(page: str) -> None:
     text = (ROOT / page).read_text()
     spans = re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL))
     for code in (*spans, *(code for _, code in blocks(page, "sh"))):
-        for words in re.findall(r"^(?:\S*/)?kvstreams((?: [a-z]+)*)", code, re.MULTILINE):
+        for words in re.findall(r"^(?:\S*/)?kvstreams((?: [a-z]+(?:-[a-z]+)*)*)", code, re.MULTILINE):
             command: click.Command = cli
             for word in words.split():
                 if isinstance(command, click.Group):

@@ -70,6 +70,14 @@ def test_an_option_of_dynamo_is_accepted_or_explained(option: str) -> None:
     assert option in accepted() or row[1] not in ("", option)
 
 
+def test_what_the_page_names_in_place_of_an_option_of_the_frontend_exists() -> None:
+    """A row without a middle column names options of `kvstreams front`."""
+    front = {option for param in cli.commands["front"].params for option in param.opts}
+    named = {name for row in rows() if len(row) == 2 for name in names(row[1])}
+    assert "--tls-certificate" in named and "--tokenizer" in named
+    assert named <= front
+
+
 def test_the_list_has_every_option_of_the_page() -> None:
     """A row that is added to the page is added to the list of options too."""
     named = {name for row in rows() for name in names(row[0]) if not name.endswith("…")}

@@ -23,6 +23,8 @@ ADDRESS = "id=1,url=http://x:8000/,events=tcp://x:1"
         ("id=-1,url=http://x,events=tcp://x:1", "0 to 2^64-1"),
         ("id=1,url=http://x,events=tcp://x:1,dp=0", "dp 1 to"),
         ("id=1,url=http://x,events=tcp://x:1,colour=red", "colour unknown"),
+        ("id=1,url=http://x,events=tcp://x:1,events=tcp://x:2", "events given more than once"),
+        ("id=1,url=http://x,events=tcp://x:1,id=2", "id given more than once"),
         ("id=1,url=x:8000,events=tcp://x:1", "url is 'x:8000'. It must look like http://HOST:PORT"),
         ("id=1,url=x,events=tcp://x:1", "It must look like http://"),
         ("id=1,url=tcp://x:8000,events=tcp://x:1", "It must look like http://"),

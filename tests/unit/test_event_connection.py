@@ -87,7 +87,7 @@ def test_an_attempt_to_connect_to_something_else_fails_with_its_reason(kind: int
                 assert reason in connection.reason
                 now_s = time.monotonic()
                 connection.reopen(now_s)
-                assert connection.attend(now_s) is None and connection.received is None
+                assert connection.attend(now_s) is None and not connection.is_open
 
         connecting(address, act)
         if peer is not None:

@@ -19,6 +19,7 @@ from streams.core.loads.bookings import ActiveLoads, Booking, BookingId
 from streams.core.loads.observations import NO_FORECAST, Forecast, OutputObserved, PrefillObserved, Unreported
 from streams.core.routing.policies import expected_time
 from streams.core.routing.policies.expected_time import NAMES, ExpectedTime, ExpectedTimeParameters, price_in_numpy
+from streams.core.routing.policies.expected_time_defaults import UNCACHED_WEIGHT
 from streams.core.routing.policies.interface import Prices, Situation
 from streams.core.routing.policies.timings import PREFILL_DEFAULT, Line, LineFit, Timings
 from streams.errors import SettingsError
@@ -99,7 +100,7 @@ def test_a_cost_is_the_sum_of_its_terms_in_milliseconds() -> None:
             "kv_room_ms": 0.0,
             "prefill_ms": own,
             "load_ms": 0.0,
-            "uncached_ms": 0.02 * 6 * BLOCK,
+            "uncached_ms": UNCACHED_WEIGHT * 0.02 * 6 * BLOCK,
             "slowed_decodes_ms": 0.01 * 1 * own,
             "own_decode_ms": 0.01 * 100 * (8.0 + 4e-5 * BLOCK * (2 + 8 + 1)),
         }
@@ -223,6 +224,29 @@ def test_prompts_of_one_length_say_nothing_about_others_but_their_speed() -> Non
         fit.add(1000, 5.0 * PREFILL_DEFAULT.at(1000))
     assert fit.line.at(1000) == pytest.approx(5.0 * PREFILL_DEFAULT.at(1000), rel=0.05)
     assert fit.line.at(10_000) == pytest.approx(5.0 * PREFILL_DEFAULT.at(10_000), rel=0.3)
+
+
+def test_prompts_that_are_computed_together_show_the_same_line() -> None:
+    """An engine with steps of many prompts is as fast as their sum says, whatever the first one's share of it seems.
+
+    The first of four prompts is complete when nearly all are, as its step has parts of the others.
+    """
+    rng = random.Random(5)
+    policy, true = ExpectedTime(PARAMETERS), Line(16.0, 0.02)
+    for _ in range(400):
+        lengths = [int(10 ** rng.uniform(2.0, 4.3)) for _ in range(4)]
+        total = sum(true.at(n_tokens) for n_tokens in lengths)
+        times = [0.85 * total, 0.15 * total, 0.0, 0.0]
+        policy.observe(
+            [
+                PrefillObserved(A, "m", n_tokens, took_ms, Forecast(), continues=number > 0)
+                for number, (n_tokens, took_ms) in enumerate(zip(lengths, times, strict=True))
+            ],
+            block_size_of,
+        )
+    found = policy.timings.of("m").prefill
+    for n_tokens in (200, 2000, 20_000):
+        assert found.at(n_tokens) == pytest.approx(true.at(n_tokens), rel=0.1)
 
 
 def test_a_slow_rank_is_slow_in_its_backlog_only() -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 import aiohttp
 import pytest
@@ -13,13 +14,25 @@ import zmq
 import zmq.asyncio
 
 from streams.codec import decode_batch
-from streams.core.events import BEFORE_FIRST, EngineBatch, EngineEvents, FeedState, Heartbeat
-from streams.core.ids import WorkerId
+from streams.core.cxl_memory import CxlMemoryState
+from streams.core.events import (
+    BEFORE_FIRST,
+    EngineBatch,
+    EngineEvents,
+    FeedState,
+    Heartbeat,
+    RestatementChunk,
+    ResyncRequest,
+)
+from streams.core.ids import Incarnation, RankId, SequenceHash, WorkerId
 from streams.core.workers import Worker
+from streams.cxl.events import CxlTransition
+from streams.cxl.records import decode_transition
 from streams.engines import evidence as evidence_module
 from streams.engines import feed as feed_module
 from streams.engines import missing_events
 from streams.engines.address import EngineAddress
+from streams.engines.cxl_names import PooledRows
 from streams.engines.feed import RankFeed
 from streams.engines.lease import EngineLease
 from streams.engines.lease_handle import LeaseHandle
@@ -46,6 +59,11 @@ class FeedUnderTest:
     def batches(self) -> list[EngineBatch]:
         """Every record of kv-events, in order."""
         return [decode_batch(value) for value in self._producer.values("kv-events")]
+
+    @property
+    def transitions(self) -> list[CxlTransition]:
+        """Every record of cxl-events, in order."""
+        return [decode_transition(value) for value in self._producer.values("cxl-events")]
 
     @property
     def state(self) -> FeedState | None:
@@ -84,8 +102,9 @@ def feeding(
     address: EngineAddress,
     act: Callable[[FeedUnderTest], Awaitable[None]],
     settings: Settings | None = None,
+    **more: Any,
 ) -> list[EngineBatch]:
-    """Feed an engine while `act` runs; return all records."""
+    """Feed an engine while `act` runs; return all records. more: further parts of the feed's wiring."""
 
     async def main() -> list[EngineBatch]:
         chosen = settings or Settings(bridge_lease_s=600.0)
@@ -105,6 +124,7 @@ def feeding(
                     lambda _: 0,
                     lambda _: None,
                     lambda _: None,
+                    **more,
                 )
                 under_test = FeedUnderTest(RankFeed(wiring, 0, None), producer)
                 running = asyncio.create_task(under_test.feed.run())
@@ -151,6 +171,86 @@ def test_an_engine_that_never_published_is_live_once_its_replay_socket_answered(
 
         batches = feeding(address_of(engine), act)
     assert [batch.feed for batch in batches][-2:] == [UNPROVEN, LIVE] and batches[-1].sequence == BEFORE_FIRST
+
+
+def test_an_idle_engine_is_restated_as_empty_only_once_its_stream_is_proven() -> None:
+    """Nothing is restated while batches may exist that have not arrived; later, the engine is known to be empty."""
+    with EngineDouble() as engine:
+        engine.stop_replays()
+
+        async def act(fed: FeedUnderTest) -> None:
+            await fed.until(lambda: fed.state is UNPROVEN, "the incarnation to begin")
+            request = ResyncRequest(fed.feed.rank, fed.batches[-1].incarnation, BEFORE_FIRST, 1, "a test", 0)
+            fed.feed.request_restatement(request)
+            await asyncio.sleep(1.0)
+            assert not any(isinstance(batch.body, RestatementChunk) for batch in fed.batches)
+            engine.answer_replays()
+            await fed.until(lambda: fed.state is LIVE, "the feed to be live")
+            fed.feed.request_restatement(request)
+            await fed.until(lambda: isinstance(fed.batches[-1].body, RestatementChunk), "the restatement")
+            engine.store(1)
+            await fed.until(lambda: fed.numbers() == [0], "the first batch")
+
+        batches = feeding(address_of(engine), act)
+    chunks = [batch for batch in batches if isinstance(batch.body, RestatementChunk)]
+    assert [(each.sequence, each.n_unindexed, each.feed) for each in chunks] == [(BEFORE_FIRST, 0, LIVE)]
+    assert isinstance(chunks[0].body, RestatementChunk) and chunks[0].body.exact and not chunks[0].body.runs
+
+
+def test_a_page_that_shows_another_process_is_followed_up_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The page was read for its metrics; one that shows the same process changes nothing."""
+    with EngineDouble() as engine:
+
+        async def act(fed: FeedUnderTest) -> None:
+            engine.store(1)
+            await fed.until(lambda: fed.numbers() == [0] and fed.state is LIVE, "the feed to be live")
+            monkeypatch.setattr(feed_module, "INCARNATION_CHECK_S", 600.0)
+            known = fed.batches[-1].incarnation
+            fed.feed.note_start_on_page(known)
+            await asyncio.sleep(3.0)  # what was asked for before
+            assert fed.feed.counters.incarnations == 1
+            engine.started_s += 10.0
+            fed.feed.note_start_on_page(Incarnation(known + 10_000_000))
+            await fed.until(lambda: fed.batches[-1].incarnation > known, "the next incarnation")
+
+        feeding(address_of(engine), act)
+
+
+def test_pooled_blocks_are_published_again_if_the_table_lacks_them() -> None:
+    """After a restatement, and only those that are in another state there, or not at all."""
+    first, second, third = 1000, 1001, 1002  # names of the blocks of the prompt that begins with token 1
+    rows: dict[RankId, PooledRows] = {}
+    n_reads: list[int] = []
+
+    async def read_pooled(worker_id: WorkerId) -> Mapping[RankId, PooledRows]:
+        n_reads.append(worker_id)
+        return rows
+
+    with EngineDouble() as engine:
+
+        async def act(fed: FeedUnderTest) -> None:
+            engine.store(1, 3)
+            engine.publish(["CxlStateTransition", 1, [first, second, third], "in_transit", "p", [7]])
+            engine.publish({"type": "CxlStateTransition", "block_hashes": [first, second], "new_state": "cxl_pooled"})
+            engine.remove(1)
+            await fed.until(lambda: fed.numbers() == [0, 1, 2, 3] and fed.state is LIVE, "the batches")
+            sent = len(fed.transitions)
+            incarnation = fed.batches[-1].incarnation
+            pooled = fed.transitions[0].blocks.sequence.tolist()
+            rows[fed.feed.rank] = {SequenceHash(pooled[1]): (incarnation, CxlMemoryState.CXL_POOLED, "p")}
+            fed.feed.request_restatement(ResyncRequest(fed.feed.rank, incarnation, 3, 1, "a test", 0))
+            await fed.until(lambda: len(fed.transitions) >= sent + 3, "the transitions")
+            again = [(each.state.value, each.blocks.engine.tolist(), each.follows) for each in fed.transitions[sent:]]
+            assert sorted(again) == [
+                ("cxl_pooled", [first], 3),
+                ("in_transit", [first], 3),
+                ("in_transit", [third], 3),
+            ]
+            assert again.index(("in_transit", [first], 3)) < again.index(("cxl_pooled", [first], 3))
+            assert {each.pool_id for each in fed.transitions[sent:]} == {"p"}
+            assert n_reads == [7]
+
+        feeding(address_of(engine), act, read_pooled=read_pooled)
 
 
 @pytest.mark.parametrize("first", [0, 5])
@@ -341,3 +441,20 @@ def test_requests_without_events_are_reported_once(
 
         feeding(address_of(engine), act_with_events)
         assert not [record for record in caplog.records if "requests are running" in record.getMessage()]
+
+
+def test_an_engine_whose_batches_cannot_be_used_fills_no_log(caplog: pytest.LogCaptureFixture) -> None:
+    """Each batch is a dead letter, and the first one of each reason is logged; further ones once a minute."""
+    with EngineDouble() as engine:
+
+        async def act(fed: FeedUnderTest) -> None:
+            await fed.until(lambda: fed.state is LIVE, "the feed to be live")
+            for n in range(100):
+                engine.publish(["BlockStored", [n], None, [], 16, None, "GPU"])
+            engine.send(b"\xc1")
+            await fed.until(lambda: fed.feed.counters.dead_letters == 101, "a dead letter of each batch")
+
+        feeding(address_of(engine), act)
+    lines = [record.message for record in caplog.records if "dead letter from rank" in record.message]
+    assert len(lines) == 2
+    assert "0 tokens for 1 blocks" in lines[0]

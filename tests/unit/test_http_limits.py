@@ -27,7 +27,7 @@ from streams.router_api import inspections as inspections_module
 from streams.router_api import view as view_module
 from streams.router_api.bodies import LARGE_BODY_BYTES, SHORT_BODY_BYTES_MAX, UNCOUNTED_BODY_BYTES
 from streams.router_api.handlers import FACT
-from streams.router_api.wire import NAME_CHARS_MAX, WORKER_IDS_MAX
+from streams.router_api.wire import NAME_CHARS_MAX, WORKER_IDS_MAX, without_middle
 from streams.settings import Settings
 from streams.waiting import wait_for
 from tests.helpers.api import OCTETS, PATIENCE_S, Api, metrics, packed
@@ -194,6 +194,17 @@ def test_an_error_does_not_repeat_a_large_body(api: Api) -> None:
         answer = api.call("POST", "/route", asked(**fields))
         answer.refused(400, "invalid_request")
         assert len(answer.body) < 4000
+
+
+def test_of_a_name_of_megabytes_only_the_ends_are_searched(api: Api) -> None:
+    """The object that has the unknown field is found nevertheless. Searching all of it would stop other requests."""
+    fields = {"router_config_override": {"x" * 3_000_000: 1}}
+    message = api.call("POST", "/route", asked(**fields)).refused(400, "invalid_request")
+    assert "of router_config_override" in message and "router_temperature" in message and "session_id" not in message
+    short = "Object contains unknown field `x` - at `$.router_config_override`"
+    assert without_middle(short) == short
+    kept = without_middle(short.replace("x", "x" * 3_000_000))
+    assert len(kept) < 2000 and kept.startswith(short[:32]) and kept.endswith(short[32:])
 
 
 LARGE: dict[str, Callable[[], dict[str, Any]]] = {

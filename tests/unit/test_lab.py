@@ -219,6 +219,14 @@ def test_a_queue_shortens_bursts(chat: Workload) -> None:
     assert queued.figures.mean_ttft_ms < direct.figures.mean_ttft_ms
 
 
+@pytest.mark.parametrize(("apart_ms", "short_is_first"), [(0.0, True), (100.0, False)])
+def test_requests_of_one_moment_are_ordered(apart_ms: float, short_is_first: bool) -> None:
+    """Of a long and a short prompt that come together, the short one is sent first; a later one does not overtake."""
+    raw = [RawRequest(0.0, 20_000, 2, range(1000, 1313)), RawRequest(apart_ms, 500, 2, range(8))]
+    row = run_policy(build("two", raw, 64, 64), FleetConfig(ENGINE, 1), "expected-time+queue")
+    assert (row.result.first_ms[1] < row.result.first_ms[0]) == short_is_first
+
+
 def test_modes_have_queues_too(chat: Workload) -> None:
     """A queue by tokens, as with queue=on in mode kv."""
     result = simulate(chat, "kv+queue", concurrency=200).result

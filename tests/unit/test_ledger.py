@@ -593,6 +593,9 @@ def test_a_request_is_answered_once(request_of: ResyncRequest, at_s: float, answ
     restatements.sent(20, 0.0)
     assert restatements.answers(request_of, Incarnation(5), 30, at_s) is answered
     assert not Restatements().answers(REQUEST, Incarnation(5), -1, at_s)  # no batch has been published yet
+    of_idle = Restatements().answers(REQUEST, Incarnation(5), -1, at_s, is_proven=True)
+    assert of_idle is True  # nor has the engine reported any, so it is known to hold nothing
+    assert not Restatements().answers(REQUEST, Incarnation(6), -1, at_s, is_proven=True)
 
 
 def waits(ledger: Ledger, *events: Any) -> list[tuple[Any, ...]]:

@@ -24,6 +24,7 @@ from streams.core.ids import RankId
 from streams.core.loads.bookings import ENDED_BOOKING_BYTES, Booking, BookingId, BookingPhase
 from streams.errors import BookingConflict
 from streams.kafka import Record, producer
+from streams.load_records import request_partition
 from streams.local.ports import free_port
 from streams.router_api import outbox as outbox_module
 from streams.router_api.loads_sync import BUFFERED_CALL_TTL_MS, QUIET_MS, LoadsSync
@@ -95,14 +96,14 @@ class Client:
             raise KafkaException(self.refusing)
         self._queue.append((partition, key, value, on_delivery))
 
-    def produce_batch(self, topic: str, messages: list[dict[str, Any]], on_delivery: Any) -> int:
+    def produce_batch(self, topic: str, messages: list[dict[str, Any]], partition: int, on_delivery: Any) -> int:
         assert topic == TOPIC.name
         if self.refusing is not None:
             full = isinstance(self.refusing, BufferError)
             for message in messages:
                 message["_error"] = KafkaError(KafkaError._QUEUE_FULL) if full else self.refusing
             return 0
-        self._queue += [(each["partition"], each["key"], each["value"], on_delivery) for each in messages]
+        self._queue += [(partition, each["key"], each["value"], on_delivery) for each in messages]
         return len(messages)
 
     def poll(self, timeout_s: float) -> int:  # noqa: ARG002 - as the client has it
@@ -837,16 +838,59 @@ def test_a_started_router_sends_without_being_asked() -> None:
     assert world.same() == {rank_of(1): (16, 1, 1), rank_of(2): (16, 1, 1)}
 
 
-def test_a_started_router_sends_the_records_of_an_interval_together() -> None:
-    """However many bookings are made one after another, the client gets at most one batch per interval."""
+def test_a_started_router_serves_reports_on_the_thread_that_answers_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The end of a booking serves the delivery reports that have come, and the thread that sends records does not."""
+    monkeypatch.setattr(outbox_module, "_SERVE_EVERY_S", 0.0)
+    monkeypatch.setattr(outbox_module, "_SERVE_LATE_S", float("inf"))
     world = World()
     first = world.replicas[0]
-    batches: list[int] = []
+    first.sync.start()
+    try:
+        for request_id in ("r", "s"):
+            first.sync.book(request_id, booking(1))
+        wait_for(lambda: len(first.client._queue) == 2, PATIENCE_S, "the bookings to be sent")
+        assert first.sync.unacknowledged == 2
+        first.sync.report_phase("r", BookingPhase.FREE)
+        assert (first.sync.unacknowledged, len(world.log.written)) == (1, 2)
+    finally:
+        first.sync.stop(PATIENCE_S)
+    assert world.same() == {rank_of(1): (16, 1, 1)}
+
+
+def test_a_mistake_in_a_report_does_not_fail_the_request_that_serves_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A report that cannot be served is logged, and the booking ends."""
+    monkeypatch.setattr(outbox_module, "_SERVE_EVERY_S", 0.0)
+    monkeypatch.setattr(outbox_module, "_SERVE_LATE_S", float("inf"))
+    world = World()
+    first = world.replicas[0]
+    first.sync.start()
+    first.sync.book("r", booking(1))
+    wait_for(lambda: bool(first.client._queue), PATIENCE_S, "the booking to be sent")
+    serve = first.client.poll
+
+    def failing(timeout_s: float) -> int:
+        raise RuntimeError(timeout_s)
+
+    first.client.poll = failing  # type: ignore[method-assign]
+    assert first.sync.report_phase("r", BookingPhase.FREE)
+    first.client.poll = serve  # type: ignore[method-assign]
+    first.sync.stop(PATIENCE_S)
+    assert "were not served" in caplog.text
+    assert world.same() == {}
+
+
+def test_a_started_router_sends_the_records_of_an_interval_together() -> None:
+    """However many bookings are made, the client gets at most one batch for each partition per interval."""
+    world = World()
+    first = world.replicas[0]
+    batches: dict[int, list[int]] = {}
     send = first.client.produce_batch
 
-    def counting(topic: str, messages: list[dict[str, Any]], on_delivery: Any) -> int:
-        batches.append(len(messages))
-        return send(topic, messages, on_delivery)
+    def counting(topic: str, messages: list[dict[str, Any]], partition: int, on_delivery: Any) -> int:
+        batches.setdefault(partition, []).append(len(messages))
+        return send(topic, messages, partition, on_delivery)
 
     first.client.produce_batch = counting  # type: ignore[method-assign]
     began_s = time.monotonic()
@@ -854,10 +898,35 @@ def test_a_started_router_sends_the_records_of_an_interval_together() -> None:
     for number in range(100):
         first.sync.book(f"r{number}", booking(1))
         time.sleep(0.0005)
-    wait_for(lambda: sum(batches) == 100, PATIENCE_S, "the bookings to be sent")
+    wait_for(lambda: sum(map(sum, batches.values())) == 100, PATIENCE_S, "the bookings to be sent")
     took_s = time.monotonic() - began_s
     first.sync.stop(PATIENCE_S)
-    assert len(batches) <= took_s / outbox_module.SEND_INTERVAL_S + 1
+    assert len(batches) == TOPIC.partitions
+    assert max(map(len, batches.values())) <= took_s / outbox_module.SEND_INTERVAL_S + 1
+
+
+def test_a_real_client_writes_all_records_of_a_request_to_its_partition() -> None:
+    """The client ignores the partitions of single messages in a batch, so that it gets a batch for each partition."""
+    knobs = Settings(kafka=f"127.0.0.1:{free_port()}", partitions=4)  # the client's own stand-in has 4 by default
+    client = producer(knobs, **{"test.mock.num.brokers": 1, "allow.auto.create.topics": True, "log_level": 0})
+    sync = LoadsSync(knobs, topics(knobs).router_loads, client, lambda: 0)
+    written: dict[str, list[int]] = {}
+    deliver = sync._outbox._on_delivery
+
+    def noting(error: KafkaError | None, message: Any) -> None:
+        assert error is None
+        written.setdefault(decode_load(message.value())[0].request_id, []).append(message.partition())
+        deliver(error, message)
+
+    sync._outbox._on_delivery = noting  # type: ignore[method-assign]
+    for number in range(20):
+        sync.book(str(number), booking(1))
+    sync.poll()
+    for number in range(20):
+        sync.report_phase(str(number), BookingPhase.FREE)
+    sync.flush(PATIENCE_S)
+    assert sync.unacknowledged == 0
+    assert written == {str(number): [request_partition(str(number), 4)] * 2 for number in range(20)}
 
 
 @contextmanager

@@ -26,7 +26,7 @@ from streams.core.reducer.maintenance import MAINTENANCE_COUNTS
 from streams.core.reducer.ordering import Verdict
 from streams.engines.bridge_metrics import BRIDGE_METRICS, bridge_snapshot
 from streams.engines.dialects.interface import NOT_INDEXED_REASONS
-from streams.engines.feed_counters import NOT_INDEXED, FeedCounters
+from streams.engines.feed_counters import NOT_INDEXED, RELEASED_RANKS_MAX, FeedCounters, RankCounters
 from streams.errors import API_ERRORS, api_error
 from streams.metrics import (
     OTHER,
@@ -257,13 +257,39 @@ def test_every_counter_of_a_feed_is_served_as_the_sum_over_ranks() -> None:
     """Each field of FeedCounters has a metric; two ranks are added up, and none has a label of its own."""
     ranks = [RankId(WorkerId(1), DpRank(0)), RankId(WorkerId(2), DpRank(1))]
     names = [each.name for each in fields(FeedCounters) if each.name != "not_indexed"]
-    by_reason = {f"{NOT_INDEXED}{reason}": 3 for reason in NOT_INDEXED_REASONS}
-    counts = {rank: {name: 10 * n + 1 for n, name in enumerate(names)} | by_reason for rank in ranks}
-    found = samples(MetricsRegistry(BRIDGE_METRICS, lambda: bridge_snapshot(counts, 3, 4)))
+    counters = RankCounters()
+    for rank in ranks:
+        for n, name in enumerate(names):
+            setattr(counters.of(rank), name, 10 * n + 1)
+        counters.of(rank).not_indexed.update(dict.fromkeys(NOT_INDEXED_REASONS, 3))
+    found = samples(MetricsRegistry(BRIDGE_METRICS, lambda: bridge_snapshot(counters, 3, 4)))
     wanted = {f"kvstreams_bridge_{name}_total": 20.0 * n + 2 for n, name in enumerate(names)}
     wanted |= {f"kvstreams_bridge_not_indexed_total/{reason}": 6.0 for reason in NOT_INDEXED_REASONS}
     gauges = {"kvstreams_bridge_ranks": 2.0, "kvstreams_bridge_engines": 3.0, "kvstreams_bridge_buffered_records": 4.0}
     assert found == wanted | gauges
+
+
+def test_the_counters_of_released_ranks_are_added_up_beyond_a_limit() -> None:
+    """A bridge keeps those of the last released ranks, and no total decreases, whichever ranks come and go."""
+    counters, n_ranks = RankCounters(), RELEASED_RANKS_MAX + 100
+    ranks = [RankId(WorkerId(n), DpRank(0)) for n in range(n_ranks)]
+    for rank in ranks:
+        counters.of(rank).batches_published += 2
+        counters.of(rank).not_indexed["tail"] += 1
+        counters.release(rank)
+        counters.release(rank)
+    assert set(counters.counts()) == set(ranks[100:])
+    assert counters.of(ranks[100]).batches_published == 2  # it returns, with its counters
+    counters.of(ranks[0]).batches_published += 1  # it returns after its counters were added up
+    for rank in ranks[1:50]:
+        counters.of(rank)
+        counters.release(rank)
+    assert {ranks[0], ranks[100]} < set(counters.counts())
+    assert len(counters.counts()) == RELEASED_RANKS_MAX + 2
+    totals = counters.totals()
+    assert totals["batches_published"] == 2 * n_ranks + 1
+    assert totals[f"{NOT_INDEXED}tail"] == n_ranks
+    assert len(counters) == n_ranks + 50  # those that returned after they were added up count twice
 
 
 def report(worker_id: int, n_failed: int, dp_rank: int = 0) -> MetricsReport:

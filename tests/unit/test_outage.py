@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from streams.engines.missing_events import MISSED_AFTER_S, MissingEvents
-from streams.outage import REMIND_S, Outage, lasting
+from streams.outage import REMIND_S, REPETITIONS_MAX, Outage, Repetitions, lasting, repeated
 
 
 def test_an_outage_is_reported_at_once_then_once_a_minute_and_at_its_end() -> None:
@@ -20,6 +20,24 @@ def test_an_outage_is_reported_at_once_then_once_a_minute_and_at_its_end() -> No
 def test_a_line_about_an_outage_says_for_how_long_it_has_lasted() -> None:
     """The first line has no duration."""
     assert (lasting(0.0), lasting(60.4)) == ("", " (for 60 s)")
+
+
+def test_what_happens_ten_times_a_second_is_reported_at_once_and_then_once_a_minute_with_its_number() -> None:
+    """Each thing has lines of its own."""
+    things = Repetitions()
+    reported = [things.happened("a", n / 10) for n in range(20 * round(REMIND_S) + 1)]
+    assert [n for n in reported if n is not None] == [1, 10 * REMIND_S, 10 * REMIND_S]
+    assert things.happened("b", 1.0) == 1
+    assert (repeated(1), repeated(600)) == ("", " (600 times since the last such line)")
+
+
+def test_of_too_many_things_some_are_reported_again() -> None:
+    """What is remembered is limited."""
+    things = Repetitions()
+    assert {things.happened(n, 0.0) for n in range(REPETITIONS_MAX)} == {1}
+    assert things.happened(0, 1.0) is None
+    assert things.happened(REPETITIONS_MAX, 1.0) == 1
+    assert things.happened(0, 1.0) == 1
 
 
 def test_events_are_missed_once_requests_have_been_seen_for_a_while() -> None:

@@ -123,7 +123,10 @@ def test_charges_of_the_queue_add_to_a_backlog_until_they_are_taken_back() -> No
 
 
 def test_observations_say_how_long_a_rank_worked_on_a_prompt() -> None:
-    """Time counts from the booking, or from the completion before it; output counts from the first token."""
+    """Time counts from the booking, or from the completion before it; output counts from the first token.
+
+    A prompt that was booked before that completion continues what the rank was computing.
+    """
     loads = ActiveLoads(TTL_MS, observe=True)
     loads.add(request(1), booking(), 1000)
     loads.add(request(2), booking(), 1010)
@@ -134,7 +137,7 @@ def test_observations_say_how_long_a_rank_worked_on_a_prompt() -> None:
     forecast = HUNDRED_MS
     assert list(loads.observations or ()) == [
         PrefillObserved(RANKS[0], "m", 48, 150, forecast),
-        PrefillObserved(RANKS[0], "m", 48, 60, forecast),
+        PrefillObserved(RANKS[0], "m", 48, 60, forecast, continues=True),
         OutputObserved(RANKS[0], "m", 4, 100, 7, ended=False),
         OutputObserved(RANKS[0], "m", 4, 200, 7, ended=True),
     ]

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import sys
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
+from streams.load_records import request_partition
 from streams.router_api.request_ids import RequestIds
 
 N_IDS = 5_000
 N_THREADS = 4
+N_PARTITIONS = 8
+
+
+def partition(request_id: str) -> int:
+    return request_partition(request_id, N_PARTITIONS)
 
 
 def test_no_two_requests_get_the_same_id_even_from_several_threads() -> None:
     """Ids are 32 hexadecimal digits, and none is given twice."""
-    ids = RequestIds()
+    ids = RequestIds(partition)
     interval_s = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     try:
@@ -29,5 +37,16 @@ def test_no_two_requests_get_the_same_id_even_from_several_threads() -> None:
 
 def test_two_routers_make_different_ids() -> None:
     """Ids come from the system's random numbers, so that nothing has to be agreed."""
-    first, second = RequestIds(), RequestIds()
+    first, second = RequestIds(partition), RequestIds(partition)
     assert not {first.next() for _ in range(1000)} & {second.next() for _ in range(1000)}
+
+
+def test_requests_that_follow_each_other_mostly_have_the_same_partition() -> None:
+    """The partition changes every 64 ids or so, and all partitions get about as many."""
+    ids = RequestIds(partition)
+    made = [partition(ids.next()) for _ in range(N_IDS)]
+    n_changes = sum(one != other for one, other in itertools.pairwise(made))
+    assert n_changes <= N_IDS / 64 + N_PARTITIONS
+    counts = Counter(made)
+    assert len(counts) == N_PARTITIONS
+    assert max(counts.values()) < 1.5 * min(counts.values())

@@ -101,6 +101,18 @@ def test_an_empty_restatement_leaves_nothing_and_is_exact() -> None:
     assert (blocks(holdings), holdings.progress[RANK].health) == (set(), Health.EXACT)
 
 
+def test_a_rank_without_a_batch_is_exact_again_after_a_restatement() -> None:
+    """Its source lost records, and its bridge knows that none of them was a batch; the first batch is no gap."""
+    holdings = plain_holdings()
+    judge(holdings, batch(BEFORE_FIRST))
+    holdings.degrade_all()
+    assert holdings.progress[RANK].health is Health.DEGRADED
+    empty = replace(batch(BEFORE_FIRST), body=RestatementChunk(9, 0, 1, True, ()))
+    assert judge(holdings, decode_batch(encode_batch(empty))) is Verdict.RESTATED
+    assert (holdings.progress[RANK].health, holdings.progress[RANK].sequence) == (Health.EXACT, BEFORE_FIRST)
+    assert judge(holdings, batch(0)) is Verdict.APPLIED
+
+
 def test_a_restatement_older_than_the_applied_batches_changes_nothing() -> None:
     """It lacks batches that are applied, so it is not parked; chunks that are parked remain."""
     holdings = degraded()

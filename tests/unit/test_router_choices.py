@@ -5,6 +5,8 @@ What must not be here: anything that depends on Kafka's behaviour (test_router_m
 
 from __future__ import annotations
 
+import logging
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -23,6 +25,8 @@ from streams.core.routing.selection import RouterMode
 from streams.core.workers import Role, WorkerState
 from streams.errors import AllWorkersBusy, InvalidRequest, NoEligibleWorker, NotReady, SettingsError
 from streams.kafka import Record
+from streams.kafka_log import CLIENT_LOGGER
+from streams.local.ports import free_port
 from streams.router_api import prompt_matches
 from streams.router_api.prompt_matches import UNMATCHED_DECISIONS
 from streams.router_api.router import Router
@@ -36,7 +40,8 @@ from streams.router_api.wire import (
 )
 from streams.settings import Settings
 from streams.tables.records import encode_progress, progress_key
-from tests.helpers.api import TOKENS, packed
+from streams.waiting import wait_for
+from tests.helpers.api import PATIENCE_S, TOKENS, packed
 from tests.unit.test_view_predictions import BLOCK_SIZE, hold, rank, register, report
 
 
@@ -170,6 +175,18 @@ def test_a_burst_between_two_reports_spreads_and_ends_when_all_slots_are_taken(r
     assert cold(router, 9) == chosen[3]
     with pytest.raises(AllWorkersBusy):
         cold(router, 10)
+
+
+def test_a_burst_of_requests_that_override_the_mode_spreads_as_well() -> None:
+    """A router whose own mode reads no reports counts bookings from the first request on whose mode reads them."""
+    router = router_of(2)
+    for worker_id in (1, 2):
+        report(router.view, rank(worker_id), request_total_slots=4, kv_total_blocks=100)
+    chosen = [cold(router, number, router_mode="load-deviation") for number in range(8)]
+    assert [chosen.count(worker_id) for worker_id in (1, 2)] == [4, 4]
+    with pytest.raises(AllWorkersBusy, match="full"):
+        cold(router, 8, router_mode="load-deviation")
+    assert cold(router, 9) in (1, 2)
 
 
 def test_a_report_replaces_the_bookings_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -640,3 +657,26 @@ def test_all_filters_are_tested() -> None:
     tested = {"worker_id", "dp_rank", "allowed", "excluded", "phase", "required_taints", "lora_name"}
     assert {*WorkerFilter._fields} == tested | {"model", "block_size"}
     assert worker_filter(parse_route(orjson.dumps({"token_ids": TOKENS}))) is UNFILTERED
+
+
+def test_what_every_client_of_a_router_logs_is_taken_by_its_ticks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lines that wait in a client would be logged long after Kafka answered again."""
+    names: set[str] = set()
+
+    def keep(record: logging.LogRecord) -> bool:
+        names.update(re.findall(r"rdkafka#producer-\d+", record.getMessage()))
+        return True
+
+    monkeypatch.setattr(CLIENT_LOGGER, "filters", [keep, *CLIENT_LOGGER.filters])
+    router = Router(Settings(kafka=f"127.0.0.1:{free_port()}", router_replica_sync=False))
+    clients = (router._kafka, router.registry._producer())
+    try:
+
+        def both_logged() -> bool:
+            router.tick()
+            return len(names) == len(clients)
+
+        wait_for(both_logged, PATIENCE_S, "a line of each client")
+    finally:
+        for client in clients:
+            client.close()

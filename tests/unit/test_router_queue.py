@@ -5,6 +5,7 @@ The router reads no topics. Bookings, reports and registrations come over HTTP, 
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import socket
 import threading
@@ -17,11 +18,16 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import msgspec
 import numpy as np
 import pytest
 
 from streams.core.hashing import local_hashes
+from streams.core.loads.bookings import BookingPhase
+from streams.core.routing.queue import QueuePolicy
 from streams.kafka import worker_key
+from streams.router_api.admission import Admission, Outcome
+from streams.router_api.wire import RouteRequest
 from streams.settings import Settings
 from streams.waiting import wait_for
 from tests.helpers.api import JSON, OCTETS, PATIENCE_S, Answer, Api, metrics, packed
@@ -388,3 +394,46 @@ def test_a_server_that_ends_answers_what_waits() -> None:
     asking._thread.join(PATIENCE_S)
     assert not asking._thread.is_alive()
     assert asking.answer is None or asking.answer.status == 503
+
+
+@pytest.mark.parametrize(
+    ("policy", "fields", "first"),
+    [
+        ("arrival-plus-prefill", [{}, {}], 1),
+        ("arrival-plus-prefill", [{"priority": 1}, {}], 0),
+        ("arrival-plus-prefill", [{"priority_jump": 30.0}, {}], 0),
+        ("wspt", [{}, {}], 1),
+        ("fcfs", [{}, {}], 0),
+    ],
+)
+def test_requests_that_come_together_begin_in_the_order_of_the_queue(
+    policy: str, fields: list[dict[str, Any]], first: int
+) -> None:
+    """Of a long and a short prompt in one turn of the event loop, the first by policy and priority gets the open rank.
+
+    No request waits for another one to come: alone, the long one is routed at once.
+    """
+    settings = replace(SETTINGS, router_queue_policy=QueuePolicy(policy))
+    with local_router(settings, n_workers=1) as served:
+        router = served.router
+        lengths = (LONG, LONG // 2 + 200)
+
+        async def together() -> list[str]:
+            admission, names = Admission(router), ["long", "short"]
+            done: list[str] = []
+
+            async def route(name: str, n_tokens: int, given: dict[str, Any]) -> None:
+                body = {"request_id": name, "model": "m", "queue": "on", **given}
+                prepared = router.prepare(msgspec.convert(body, RouteRequest), packed(prompt(n_tokens)))
+                await admission.route(prepared, "", lambda: False)
+                done.append(name)
+                router.report_phase(name, BookingPhase.FREE, None)
+
+            async with asyncio.timeout(PATIENCE_S), asyncio.TaskGroup() as group:
+                for name, n_tokens, given in zip(names, lengths, fields, strict=True):
+                    group.create_task(route(name, n_tokens, given))
+            assert admission.outcomes[Outcome.AT_ONCE] + admission.outcomes[Outcome.ROUTED] == 2
+            assert admission.outcomes[Outcome.AT_ONCE] >= 1
+            return done
+
+        assert asyncio.run(together())[0] == ("long", "short")[first]

@@ -47,6 +47,14 @@ EXPECTED: dict[str, dict[str, str]] = {
         "retention.ms": str(7 * 24 * HOUR_MS),
         "max.message.bytes": str((8 << 20) + 65536),
     },
+    # 2 GiB over 5 partitions, in segments of at most 64 MiB.
+    "router-decisions": {
+        "cleanup.policy": "delete",
+        "retention.ms": str(24 * HOUR_MS),
+        "retention.bytes": str((2 << 30) // 5),
+        "segment.bytes": str(64 << 20),
+        "max.message.bytes": str(4 << 20),
+    },
     # A parked chunk of a restatement is a row of its own, as large as it arrived.
     "kvstreams-prefix-index-changelog": {**COMPACTED, "max.message.bytes": str((3 << 19) + 65536)},
     "kvstreams-cxl-blocks-changelog": COMPACTED,
@@ -87,6 +95,20 @@ def test_retention_follows_the_settings() -> None:
     named = topics(Settings(retention_ms=120_000, booking_ttl_s=1.5))
     assert named.kv_events.config["retention.ms"] == named.cxl_events.config["retention.ms"] == "120000"
     assert named.router_loads.config["retention.ms"] == "3000"
+
+
+@pytest.mark.parametrize(
+    ("n_bytes", "partitions", "retention_bytes", "segment_bytes"),
+    [(1 << 30, 8, 1 << 27, 1 << 25), (1 << 26, 8, 1 << 23, 1 << 23), (1 << 40, 1, 1 << 40, 1 << 26)],
+)
+def test_the_decision_log_is_limited_in_time_and_bytes(
+    n_bytes: int, partitions: int, retention_bytes: int, segment_bytes: int
+) -> None:
+    """Each partition has its share of the bytes. Kafka deletes whole segments, so these are smaller than the share."""
+    knobs = Settings(decision_log_bytes_max=n_bytes, decision_log_retention_ms=60_000, partitions=partitions)
+    config = topics(knobs).router_decisions.config
+    assert config["retention.ms"] == "60000"
+    assert (config["retention.bytes"], config["segment.bytes"]) == (str(retention_bytes), str(segment_bytes))
 
 
 @pytest.mark.parametrize("spec", topics(Settings()).all(), ids=lambda spec: spec.name)

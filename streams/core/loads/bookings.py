@@ -280,11 +280,14 @@ class ActiveLoads:
             if state.prefilled or state.timed is None:
                 self.times.note_prefilled(row, now_ms)
             else:
+                continues = state.timed.since_ms <= self.times.prefilled_ms(row)
                 took_ms = self.times.prefilled(state.timed, now_ms)
                 state.computed_us = self.times.computed_us(row)
                 if self.observations is not None and took_ms is not None:
                     self.observations.append(
-                        PrefillObserved(booking.rank, booking.model, booking.prefill_tokens, took_ms, booking.forecast)
+                        PrefillObserved(
+                            booking.rank, booking.model, booking.prefill_tokens, took_ms, booking.forecast, continues
+                        )
                     )
         if now_ms > state.prefilled_ms:
             state.prefilled_ms = now_ms
@@ -321,7 +324,7 @@ class ActiveLoads:
         That includes bookings that have ended: `add` then notes the time.
         """
         state = self._states.get(booking_id)
-        if state is None or state.booking != booking:
+        if state is None or (state.booking is not booking and state.booking != booking):
             return False
         self._state(booking_id, at_ms, clock)
         if at_ms != state.since_ms:

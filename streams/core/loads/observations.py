@@ -33,7 +33,8 @@ class PrefillObserved(NamedTuple):
     """A rank completed a prompt.
 
     n_tokens: those that it had to compute, as booked. took_ms: since the booking, or since the rank's completion before
-    it if that was later. forecast: NO_FORECAST if the booking has none.
+    it if that was later. forecast: NO_FORECAST if the booking has none. continues: whether it was booked before the
+    rank's completion before it, so that the rank may have computed a part of it by then.
     """
 
     rank: RankId
@@ -41,6 +42,7 @@ class PrefillObserved(NamedTuple):
     n_tokens: int
     took_ms: float
     forecast: Forecast
+    continues: bool = False
 
 
 class OutputObserved(NamedTuple):

@@ -155,6 +155,11 @@ class RankTimes:
         found: int = self._cells[COMPUTED_US * self._n_rows + row]
         return found
 
+    def prefilled_ms(self, row: int) -> int:
+        """When a rank completed the last prompt, 0 if it never did."""
+        found: int = self._cells[PREFILLED_MS * self._n_rows + row]
+        return found
+
     def note_prefilled(self, row: int, at_ms: int) -> None:
         """A rank completed a prompt at this time."""
         at = PREFILLED_MS * self._n_rows + row

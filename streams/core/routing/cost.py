@@ -120,6 +120,11 @@ class TermColumns:
         self._terms = terms
 
     @property
+    def terms(self) -> Float64Array:
+        """All terms: float64[4, n], as from `price_terms`."""
+        return self._terms
+
+    @property
     def own_prefill_blocks(self) -> Float64Array:
         """What each rank would have to compute of the request, in blocks."""
         own: Float64Array = self._terms[0]

@@ -122,27 +122,28 @@ _NOTHING_REPORTED = FleetState()
 class Decision:
     """The choice, and every candidate's terms.
 
-    preferred: False if the mode had nothing to choose by and fell back to least-loaded or random; the answer is then
-    `fallback`.
+    columns, index: the candidates' terms, and the position of the chosen one among them. Costs and terms never change,
+    but PolicyColumns.row reads loads that do. preferred: False if the mode had nothing to choose by and fell back to
+    least-loaded or random; the answer is then `fallback`.
     """
 
-    __slots__ = ("_columns", "_index", "chosen", "preferred")
+    __slots__ = ("chosen", "columns", "index", "preferred")
 
     def __init__(self, columns: TermColumns | PolicyColumns, index: int, preferred: bool) -> None:
-        self._columns = columns
-        self._index = index
+        self.columns = columns
+        self.index = index
         self.chosen: RankTerms = columns.row(index)
         self.preferred = preferred
 
     @property
     def candidates(self) -> tuple[RankTerms, ...]:
         """Every candidate's terms, in the candidates' order. The tuple is built on each call."""
-        return self._columns.rows()
+        return self.columns.rows()
 
     def forecast(self) -> Forecast:
         """What the policy expects of the request on the chosen rank; call it before the loads change."""
-        columns = self._columns
-        return columns.forecast(self._index) if isinstance(columns, PolicyColumns) else NO_FORECAST
+        columns = self.columns
+        return columns.forecast(self.index) if isinstance(columns, PolicyColumns) else NO_FORECAST
 
 
 class _CandidateColumns:

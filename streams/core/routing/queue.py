@@ -14,7 +14,7 @@ import enum
 import heapq
 from bisect import bisect_left, insort
 from collections import Counter, OrderedDict, deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import assert_never
 
@@ -214,6 +214,14 @@ class RequestQueue:
         self._waiting[number] = (changed, moved)
 
     # -- order ---------------------------------------------------------------------------------------------------------
+
+    def together(self, requests: Iterable[Waiting]) -> list[int]:
+        """Give the numbers of requests that came together while nothing waited, in the order in which to route them.
+
+        None of them is in the queue, so there are no shares of tenants yet: priority decides, then the policy's key.
+        """
+        ordered = sorted(requests, key=lambda each: (-each.priority, self._place(each)))
+        return [each.number for each in ordered]
 
     def in_order(self) -> Iterator[int]:
         """Give the numbers of the waiting requests in their order. The queue must not change meanwhile.

@@ -24,6 +24,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+
 from streams.engines.dialects.fields import FIELD_ERRORS
 from streams.engines.dialects.interface import DecodedBatch, Dialect
 from streams.engines.dialects.sglang import METADATA_AT, SGLANG, SglangDecoder
@@ -139,7 +141,8 @@ def _by_array(event: list[Any], block_size: int) -> Dialect | None:
     tokens, size = values[2], values[3]
     # The versions of vLLM that report the beginnings of blocks have more fields.
     is_page = type(size) is int and 0 < size < block_size
-    if is_page or (tokens and isinstance(tokens[0], list)) or (len(values) > 5 and values[5] in _SGLANG_MEDIA):
+    is_bigram = not isinstance(tokens, np.ndarray) and tokens and isinstance(tokens[0], list)
+    if is_page or is_bigram or (len(values) > 5 and values[5] in _SGLANG_MEDIA):
         return SGLANG
     return _by_hashes([*values[0], values[1]])
 

@@ -37,7 +37,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgpack
 import numpy as np
 
 from streams.core.cxl_memory import CxlMemoryMetadata, CxlMemoryState, pool_name
@@ -49,6 +48,7 @@ from streams.core.events import (
     MoeLabels,
     check_labels,
 )
+from streams.core.hashing import TokenArray
 from streams.core.ids import U64_MASK, HashArray, Tier, WorkerId
 from streams.cxl.events import POOL_MEMBERS_MAX, CxlStateChanged, check_change, check_pool_id
 from streams.cxl.states import stored_as
@@ -76,6 +76,7 @@ from streams.engines.dialects.fields import (
     wrong_block_size,
 )
 from streams.engines.dialects.interface import BlocksCopied, DecodedBatch, Dialect, GroupChanged, UnusableEvent
+from streams.engines.dialects.token_lists import as_list, is_tokens, unpack
 from streams.errors import BadRecord
 
 __all__ = ["PARTIAL_NAMES_MAX", "PAYLOAD_BYTES_MAX", "VLLM", "VllmDecoder", "decode_payload", "engine_hash"]
@@ -124,6 +125,8 @@ _STORED_FIELDS = (
     "session_id",
     "lookahead_token_ids",
 )
+#: Where a store that is an array has the kind of its cache group, after the tag.
+_KIND_AT = 1 + _STORED_FIELDS.index("kv_cache_spec_kind")
 _REMOVED_FIELDS = ("block_hashes", "medium", "group_idx")
 _CXL_FIELDS = ("event_id", "block_hashes", "new_state", "pool_id", "accessible_workers")
 
@@ -195,10 +198,10 @@ def decode_payload(raw: bytes, block_size: int, state: _State | None = None) -> 
 
 
 def unpacked(raw: bytes) -> Any:
-    """Unpack a payload; raises BadRecord."""
+    """Unpack a payload; long lists of tokens become uint32[n] (token_lists). Raises BadRecord."""
     check_length(raw)
     try:
-        return msgpack.unpackb(raw, strict_map_key=False)
+        return unpack(raw)
     except Exception as exc:  # msgpack raises exceptions of its own as well as ValueError; some quote the payload
         raise BadRecord("not_msgpack", f"the payload is not msgpack ({type(exc).__name__})") from None
 
@@ -270,6 +273,8 @@ def _find_main_group(batch: BatchBuilder, state: _State, raw_events: list[Any]) 
     If blocks of another group were indexed until now, they are cleared: groups share the names of blocks.
     """
     for raw in raw_events:
+        if type(raw) is list and len(raw) <= _KIND_AT:
+            continue  # it ends before the kind, as all events of older versions do
         try:
             tag, get = _fields(raw)
             if tag == "BlockStored" and get("kv_cache_spec_kind") in _PREFIX_KINDS and not is_elsewhere(get):
@@ -300,7 +305,8 @@ def _store(batch: BatchBuilder, state: _State, get: Get, block_size: int) -> Non
     values = get("block_hashes")
     hashes = engine_hashes(values)
     if not len(hashes):
-        if get("token_ids"):
+        tokens = get("token_ids")
+        if isinstance(tokens, np.ndarray) or tokens:
             batch.ignore("masked", 0)  # all blocks of the event are null or masked in the engine
         return
     if is_elsewhere(get):
@@ -319,9 +325,9 @@ def _store(batch: BatchBuilder, state: _State, get: Get, block_size: int) -> Non
         batch.events.append(GroupChanged(group, needed, hashes, is_stored=True, at_root=at_root))
         return
     tokens, size, tier = get("token_ids"), get("block_size"), tier_of(get("medium"))
-    if not isinstance(tokens, list):  # bytes would be read as packed tokens, four bytes per token
+    if not is_tokens(tokens):  # bytes would be read as packed tokens, four bytes per token
         raise BadRecord("bad_event", f"token_ids is a {type(tokens).__name__}, not a list")
-    if not tokens and tier is not Tier.DEVICE:
+    if not len(tokens) and tier is not Tier.DEVICE:
         # Offloading connectors report a chunk of blocks in a lower tier by the hash of its last block alone. The ledger
         # knows that block if another tier holds it; how many more the chunk has is not known.
         batch.events.append(BlocksCopied(hashes, tier))
@@ -357,7 +363,7 @@ def _store_blocks(
     get: Get,
     values: list[Any],
     hashes: HashArray,
-    tokens: list[Any],
+    tokens: list[Any] | TokenArray,
     tier: Tier,
     block_size: int,
 ) -> int:
@@ -365,8 +371,8 @@ def _store_blocks(
     parent, lora, extra_keys = get("parent_block_hash"), adapter_of(get), get("extra_keys")
     keep, reason = distinct_prefix(values, hashes, parent)
     salt: str | None = None
-    if extra_keys:
-        contents = block_contents(tokens, block_size, extra_keys, get("lora_name"), at_root=parent is None)
+    if extra_keys and (type(extra_keys) is not list or any(extra_keys)):
+        contents = block_contents(as_list(tokens), block_size, extra_keys, get("lora_name"), at_root=parent is None)
         tokens, salt = contents.tokens, contents.cache_salt
         if contents.n_known < keep:
             keep, reason = contents.n_known, "content_unknown"
@@ -407,7 +413,9 @@ def _note_special(state: _State, names: list[int], local: list[int], extra_keys:
         del state.special[next(iter(state.special))]
 
 
-def _is_beginning(state: _State, get: Get, hashes: HashArray, tokens: list[Any], size: Any, block_size: int) -> bool:
+def _is_beginning(
+    state: _State, get: Get, hashes: HashArray, tokens: list[Any] | TokenArray, size: Any, block_size: int
+) -> bool:
     """Whether a store is that of the beginning of a block; its name is kept then."""
     if not (type(size) is int and 0 < size == len(tokens) < block_size and len(hashes) == 1):
         return False
@@ -524,7 +532,7 @@ def _shown(raw: Any) -> dict[str, object]:
     for name in ("block_hashes", "token_ids", "extra_keys", "accessible_workers", "lookahead_token_ids"):
         value = get(name)
         if value is not None:
-            shown[f"n_{name}"] = len(value) if isinstance(value, list) else type(value).__name__
+            shown[f"n_{name}"] = len(value) if is_tokens(value) else type(value).__name__
     hashes = get("block_hashes")
     if isinstance(hashes, list):
         shown["block_hashes"] = [shown_hash(value) for value in hashes[:HASHES_SHOWN_MAX]]

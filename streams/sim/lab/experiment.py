@@ -105,14 +105,21 @@ def load_workload(text: str, engine: LabEngineConfig, n_workers: int) -> Workloa
     return generators.generate(name, parameters, engine.block_size, fleet_tokens)
 
 
-def make_router(text: str, config: FleetConfig, rng: Rng) -> LabRouter:
-    """The router of a policy's name. Raises SettingsError."""
-    name, parameters = split_name(text.removesuffix(WITH_QUEUE))
+def check_policy(text: str) -> tuple[str, dict[str, float]]:
+    """Split the name of a policy as `split_name` does. Raises SettingsError if there is none of this name."""
+    name, parameters = split_name(text)
     modes = {str(mode) for mode in MODES}
     if name in modes and parameters:
         raise SettingsError(f"mode {name} has no parameters")
     if name not in modes and name not in policy_names():
         raise SettingsError(f"there is no policy {name!r}; there are {', '.join(known_policies())}")
+    return name, parameters
+
+
+def make_router(text: str, config: FleetConfig, rng: Rng) -> LabRouter:
+    """The router of a policy's name. Raises SettingsError."""
+    name, parameters = check_policy(text.removesuffix(WITH_QUEUE))
+    modes = {str(mode) for mode in MODES}
     policy = RoutePolicy(mode=RouterMode(name)) if name in modes else RoutePolicy(mode=RouterMode.POLICY, name=name)
     queue = None
     if text.endswith(WITH_QUEUE):

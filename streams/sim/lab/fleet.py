@@ -3,8 +3,8 @@
 What lives here: the order of everything that happens, by simulated time. What must not: what routers and engines do
 with it.
 
-At one point in time, in this order: events that are due reach the router; engines end their steps; requests arrive and
-are routed; engines begin their steps.
+At one point in time, in this order: events that are due reach the router; engines end their steps; requests arrive;
+they are routed, together with those that wait; engines begin their steps.
 """
 
 from __future__ import annotations
@@ -148,6 +148,9 @@ class _Run:
         engines, ends = self.engines, self._ends
         while self._n_done < n:
             self._arrive(touched)
+            if self.router.wake_ms <= self.now_ms:
+                for request, worker in self.router.pump(self.now_ms):
+                    self._submit(request, worker, touched)
             for number in sorted(touched):
                 engine = engines[number]
                 if not engine.is_busy and engine.has_work and not self._down[number]:
@@ -166,9 +169,6 @@ class _Run:
                 if version == self._version[number]:
                     self._finish(number)
                     touched.add(number)
-            if self.router.wake_ms <= now_ms:
-                for request, worker in self.router.pump(now_ms):
-                    self._submit(request, worker, touched)
             touched.update(number for number, down in enumerate(self._down) if not down and not engines[number].is_busy)
         self.result.close(self.now_ms, [engine.busy_ms for engine in self.engines])
         self.result.n_preempted = sum(engine.n_preempted for engine in self.engines)

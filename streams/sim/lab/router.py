@@ -9,6 +9,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import islice
+from typing import TypedDict
 
 import numpy as np
 
@@ -58,6 +59,18 @@ class RoutedRequest:
     names: HashArray
     sequence: bytes
     excluded: int | None = None
+
+
+class _Situation(TypedDict):
+    """Arguments of Chooser.choose that are the same for all policies."""
+
+    scores: OverlapScores
+    loads: ActiveLoads
+    sequence: bytes
+    request_blocks: int
+    block_size: int
+    n_tokens: int
+    supplementary: SupplementaryMatches | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,19 +204,20 @@ class LabRouter:
     # -- requests ------------------------------------------------------------------------------------------------------
 
     def arrive(self, request: RoutedRequest, now_ms: float) -> int | None:
-        """Route a request: return the number of its engine, or None if it waits (see `pump`)."""
+        """Route a request: return the number of its engine, or None if it waits (see `pump`).
+
+        With a queue, every request waits for the pump of its own instant, so that those that come together are ordered.
+        """
         if self._queue is None:
             return self._book(request, self._choose(request, now_ms), now_ms)
-        if not self._queue:
-            self._gate.begin(now_ms, now_ms, (_ROUTER_ID,))
-            worker = self._try(request, now_ms)
-            if worker is not None:
-                return worker
+        if self._queue:
+            self._pump_soon(now_ms)
+        else:
+            self.wake_ms = now_ms
         self._arrivals += 1
         uncached = self._uncached_tokens(request)
         self._queue.add(Waiting(self._arrivals, now_ms, _NEVER, uncached, 0))
         self._requests[self._arrivals] = request
-        self._pump_soon(now_ms)
         return None
 
     def pump(self, now_ms: float) -> list[tuple[int, int]]:
@@ -276,22 +290,24 @@ class LabRouter:
         return worker
 
     def _choose(self, request: RoutedRequest, now_ms: float) -> Decision:
+        situation = self._situation(request, now_ms)
+        ranks = self._ranks_for(request)
+        return self._chooser.choose(self._policy, ranks, capacity_blocks=self._capacity[: len(ranks)], **situation)
+
+    def _situation(self, request: RoutedRequest, now_ms: float) -> _Situation:
+        """Advance to this time, learn, and return what every policy is given."""
         self.loads.advance(int(now_ms))
         while self._chooser.learn(self.loads, lambda _: self._block_size):
             pass
-        ranks = self._ranks_for(request)
-        return self._chooser.choose(
-            self._policy,
-            ranks,
-            self._scores(request),
-            self.loads,
-            sequence=request.sequence,
-            request_blocks=-(-request.n_tokens // self._block_size),
-            block_size=self._block_size,
-            n_tokens=request.n_tokens,
-            supplementary=self._supplementary(request.names),
-            capacity_blocks=self._capacity[: len(ranks)],
-        )
+        return {
+            "scores": self._scores(request),
+            "loads": self.loads,
+            "sequence": request.sequence,
+            "request_blocks": -(-request.n_tokens // self._block_size),
+            "block_size": self._block_size,
+            "n_tokens": request.n_tokens,
+            "supplementary": self._supplementary(request.names),
+        }
 
     def _book(self, request: RoutedRequest, decision: Decision, now_ms: float) -> int:
         booking = booking_of(

@@ -12,7 +12,7 @@ KV_BYTES_PER_TOKEN = 131_072
 HOST_GB_PER_S, DISK_GB_PER_S, EXTERNAL_GB_PER_S, POOL_GB_PER_S = 25.0, 5.0, 0.0, 25.0
 
 #: Source: docs/quality.md, as for the formula.
-UNCACHED_WEIGHT = 1.0
+UNCACHED_WEIGHT = 1.25
 DECODE_WEIGHT = 0.01
 
 #: A waiting request leaves for a rank that is busy for no longer than this. Longer, and it is bound too early; shorter,

@@ -55,6 +55,9 @@ _RATIO_MAX, _RATIO_MIN = 4.0, 0.02
 #: shows it. Source: the measurements of docs/quality.md with unequal engines.
 _SPEED_MIN, _SPEED_MAX, _SPEED_WEIGHT, _SPEED_TOKENS_MIN = 0.1, 8.0, 0.02, 1024
 
+#: Prompts that are taken together at most: a rank that is always busy would otherwise show nothing.
+_TOGETHER_MAX = 5
+
 #: Weight of one request in the mean length of outputs, and how many requests the default weighs.
 _OUTPUT_WEIGHT, _OUTPUT_PRIOR = 0.01, 20.0
 _OUTPUT_TOKENS_MAX = 1_000_000.0
@@ -93,18 +96,27 @@ class LineFit:
         self._sums = (0.0, 0.0, 0.0, 0.0, 0.0)
         self.line = default
 
-    def add(self, x: float, y: float) -> None:
-        """Take in one observation: y ms at x."""
-        expected = self.line.at(x)
+    def add(self, x: float, y: float, count: int = 1) -> None:
+        """Take in one observation: y ms at x. count: of values of the line that y is the sum of, at xs with sum x."""
+        base, slope = self.line
+        expected = count * base + slope * x
         y = min(max(y, _RATIO_MIN * expected), _RATIO_MAX * expected)
-        self._n += 1
+        self._n += count
         # The weight of the first observations is 1/n, so that the mean of few ones counts before there are many.
-        weight = max(1.0 / (self._n + _PRIOR), 1.0 / _MEMORY)
-        self._ratio += weight * (y / self._default.at(x) - self._ratio)
-        keep, scale = 1.0 - 1.0 / _MEMORY, 1.0 / (expected * expected)
+        weight = max(1.0 / (self._n + _PRIOR), count / _MEMORY)
+        default = count * self._default.base + self._default.slope * x
+        self._ratio += weight * (y / default - self._ratio)
+        # A sum has less noise than its parts have, relative to itself: it weighs as much as all of them.
+        keep, scale = 1.0 - count / _MEMORY, count / (expected * expected)
         n, sx, sxx, sy, sxy = (keep * each for each in self._sums)
         # Weights by a line that may still move are good enough; they fade as well.
-        self._sums = (n + scale, sx + scale * x, sxx + scale * x * x, sy + scale * y, sxy + scale * x * y)
+        self._sums = (
+            n + scale * count * count,
+            sx + scale * count * x,
+            sxx + scale * x * x,
+            sy + scale * count * y,
+            sxy + scale * x * y,
+        )
         n, sx, sxx, sy, sxy = self._sums
         for at in self._at:
             height = self._ratio * self._default.at(at)
@@ -145,9 +157,9 @@ class ModelTimings:
         """Time of one step of decoding by tokens in use."""
         return self._decode.line
 
-    def note_prefill(self, n_tokens: int, took_ms: float) -> None:
-        """A prompt took this long."""
-        self._prefill.add(n_tokens, took_ms)
+    def note_prefills(self, n_tokens: int, took_ms: float, count: int) -> None:
+        """So many prompts took this long together."""
+        self._prefill.add(n_tokens, took_ms, count)
 
     def note_step(self, tokens_in_use: float, took_ms: float) -> None:
         """A step of decoding took this long."""
@@ -161,6 +173,28 @@ class ModelTimings:
         self.output_tokens += weight * (n_tokens - self.output_tokens)
 
 
+class _Prefills:
+    """Prompts that one rank computed without a pause.
+
+    An engine computes several prompts in the same steps. So the first one that is complete has the time of all, and
+    those after it less than their own: as single observations they would show that short prompts take long and that
+    long ones do not. Their sum is right.
+    """
+
+    __slots__ = ("count", "model", "n_tokens", "took_ms")
+
+    def __init__(self, model: str) -> None:
+        self.model = model
+        self.count = self.n_tokens = 0
+        self.took_ms = 0.0
+
+    def add(self, n_tokens: int, took_ms: float) -> None:
+        """One more of them."""
+        self.count += 1
+        self.n_tokens += n_tokens
+        self.took_ms += took_ms
+
+
 class Timings:
     """All that one router has learnt about its engines and clients.
 
@@ -171,6 +205,7 @@ class Timings:
         self._defaults = prefill, decode
         self._models: dict[str, ModelTimings] = {}
         self._speeds: dict[RankId, float] = {}
+        self._completing: dict[RankId, _Prefills] = {}  # the last ones of each rank
         self.prefills_reported = self.ends_reported = 1.0
 
     def of(self, model: str) -> ModelTimings:
@@ -224,16 +259,30 @@ class Timings:
                     self.prefills_reported -= _REPORT_WEIGHT * self.prefills_reported
 
     def _observe_prefill(self, each: PrefillObserved) -> None:
+        took_ms = max(each.took_ms - each.forecast.load_us / 1000.0, 0.0)
+        before = self._completing.get(each.rank)
+        if before is not None:
+            if each.continues and before.model == each.model and before.count < _TOGETHER_MAX:
+                before.add(each.n_tokens, took_ms)
+                return
+            self._learn_prefills(each.rank, before)
+        elif len(self._completing) >= _RANKS_MAX:
+            self._completing.clear()
+        self._completing[each.rank] = _Prefills(each.model)
+        self._completing[each.rank].add(each.n_tokens, took_ms)
+
+    def _learn_prefills(self, rank: RankId, each: _Prefills) -> None:
         timings = self.of(each.model)
-        expected_ms = timings.prefill.at(each.n_tokens)
-        took_ms = max(each.took_ms - each.forecast.load_us / 1000.0, _RATIO_MIN * expected_ms)
+        base, slope = timings.prefill
+        expected_ms = each.count * base + slope * each.n_tokens
+        took_ms = max(each.took_ms, _RATIO_MIN * expected_ms)
         if each.n_tokens >= _SPEED_TOKENS_MIN:
             ratio = min(max(took_ms / expected_ms, _SPEED_MIN), _SPEED_MAX)
-            if len(self._speeds) >= _RANKS_MAX and each.rank not in self._speeds:
+            if len(self._speeds) >= _RANKS_MAX and rank not in self._speeds:
                 self._speeds.clear()
-            speed = self._speeds.get(each.rank, 1.0)
-            self._speeds[each.rank] = speed + _SPEED_WEIGHT * (ratio - speed)
-        timings.note_prefill(each.n_tokens, took_ms)
+            speed = self._speeds.get(rank, 1.0)
+            self._speeds[rank] = speed + _SPEED_WEIGHT * (ratio - speed)
+        timings.note_prefills(each.n_tokens, took_ms, each.count)
 
     def _observe_output(self, each: OutputObserved, block_size: int) -> None:
         timings = self.of(each.model)

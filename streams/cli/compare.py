@@ -1,0 +1,189 @@
+"""`kvstreams compare`: routing modes compared on a live fleet, in alternation."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from streams.cli.options import GroupedCommand
+from streams.cli.output import console
+
+if TYPE_CHECKING:
+    from streams.compare.estimates import Estimate, Outcome
+    from streams.compare.variants import Variant
+
+
+@click.command(cls=GroupedCommand)
+@click.option(
+    "--router",
+    "routers",
+    multiple=True,
+    required=True,
+    metavar="URL",
+    help="a router of the fleet; repeat it for several",
+)
+@click.option(
+    "--mode",
+    "modes",
+    multiple=True,
+    metavar="MODE",
+    help="[NAME=]MODE[:FIELD=VALUE][+queue][@URL], at least two; the others are compared with the first. FIELDs are "
+    "those of router_config_override; +queue lets requests wait in the router; URL is a router for this mode alone, "
+    "with other settings  [default: kv and expected-time]",
+)
+@click.option(
+    "--trace", type=click.Path(path_type=Path), help="file of Mooncake's format  [default: generated conversations]"
+)
+@click.option(
+    "--requests", "n_requests", default=0, help="requests of all modes together  [default: 4,000, or the trace]"
+)
+@click.option("--concurrency", default=0, help="requests at the same time  [default: they come at their times]")
+@click.option(
+    "--speedup", default=1.0, show_default=True, help="without --concurrency: time runs so many times as fast"
+)
+@click.option("--block", "block_requests", default=100, show_default=True, help="requests before the mode changes")
+@click.option(
+    "--washout", "washout_requests", default=30, show_default=True, help="of these, the first ones that do not count"
+)
+@click.option("--model", default=None, help="model  [default: the only one]")
+@click.option("--vocabulary", default=32_000, show_default=True, help="prompts have token ids below this")
+@click.option("--prompt-max", default=0, help="leaves out requests with more prompt tokens  [default: none]")
+@click.option("--output-max", default=0, help="answers have at most so many tokens  [default: as in the trace]")
+@click.option(
+    "--seed", default=None, type=int, help="of the order of modes and of generated requests  [default: random]"
+)
+@click.option(
+    "--token-file",
+    type=click.Path(path_type=Path),
+    help="file with a token for the routers, which has the rights `route` and `read`",
+)
+@click.option("--engine-key-file", type=click.Path(path_type=Path), help="file with the key that engines require")
+@click.option("--json", "json_file", type=click.Path(path_type=Path), help="file for the figures")
+def compare(
+    routers: tuple[str, ...],
+    modes: tuple[str, ...],
+    trace: Path | None,
+    n_requests: int,
+    concurrency: int,
+    speedup: float,
+    block_requests: int,
+    washout_requests: int,
+    model: str | None,
+    vocabulary: int,
+    prompt_max: int,
+    output_max: int,
+    seed: int | None,
+    token_file: Path | None,
+    engine_key_file: Path | None,
+    json_file: Path | None,
+) -> None:
+    """Compare routing modes on a live fleet: send requests, and let the modes take turns.
+
+    Prompts are synthetic tokens with the shared prefixes of a trace. docs/compare.md explains the experiment and how to
+    run it. Ctrl-C ends it early, with what was measured until then.
+    """
+    import random
+
+    import numpy as np
+    import orjson
+    from rich.console import Console
+
+    from streams.compare.estimates import evaluate, n_complete_rounds
+    from streams.compare.plan import make_plan
+    from streams.compare.report import in_words, report
+    from streams.compare.traffic import RUNS_MAX, Measured, TrafficConfig, run
+    from streams.compare.variants import parse_variants
+    from streams.errors import SettingsError
+    from streams.progress import shown
+    from streams.security.files import read_secret
+
+    variants = parse_variants(modes or ("kv", "expected-time"))
+    given_seed = random.SystemRandom().randrange(1 << 32) if seed is None else seed
+    rng = random.Random(given_seed)
+    requests = _requests(trace, n_requests, prompt_max, output_max, given_seed)
+    plan = make_plan(len(requests), len(variants), block_requests, washout_requests, rng)
+    config = TrafficConfig(
+        routers,
+        model,
+        concurrency,
+        speedup,
+        vocabulary,
+        random.SystemRandom().randrange(RUNS_MAX),
+        None if token_file is None else read_secret("--token-file", str(token_file)),
+        None if engine_key_file is None else read_secret("--engine-key-file", str(engine_key_file)),
+    )
+    measured = Measured()
+    names = ", ".join(each.name for each in variants)
+    with shown(Console(stderr=True), f"comparing {names}", plan.n_requests) as step:
+        try:
+            asyncio.run(run(requests, variants, plan, config, measured, step.advance))
+        except KeyboardInterrupt:
+            click.echo("Ended early; the figures are of what was measured until now.", err=True)
+    n_rounds = n_complete_rounds(measured.samples, len(variants))
+    if not n_rounds:
+        raise SettingsError("not one round was completed, so there is nothing to compare")
+    outcome = evaluate(measured.samples, len(variants), measured.worker_ids, np.random.default_rng(given_seed))
+    found = report(variants, plan, config, measured, outcome, n_rounds) | {"seed": given_seed}
+    _print(variants, outcome, found)
+    for sentence in in_words(variants, outcome):
+        click.echo(f"{sentence}.")
+    for warning in found["warnings"]:
+        click.echo(f"Note: {warning}", err=True)
+    if json_file is not None:
+        json_file.write_bytes(orjson.dumps(found, option=orjson.OPT_INDENT_2) + b"\n")
+
+
+def _requests(trace: Path | None, n_requests: int, prompt_max: int, output_max: int, seed: int) -> list[Any]:
+    """The requests to send, by time."""
+    from dataclasses import replace
+
+    import numpy as np
+
+    from streams.errors import SettingsError
+    from streams.sim.trace import generate, parse_trace
+
+    if trace is None:
+        requests = generate(n_requests or 4000, np.random.default_rng(seed))
+    else:
+        try:
+            with trace.open(encoding="utf-8") as lines:
+                requests = parse_trace(lines)
+        except OSError as exc:
+            raise SettingsError(f"--trace {trace} cannot be read: {exc.strerror}") from exc
+    if prompt_max:
+        requests = [each for each in requests if each.input_length <= prompt_max]
+    if output_max:
+        requests = [replace(each, output_length=min(each.output_length, output_max)) for each in requests]
+    return requests[:n_requests] if n_requests else requests
+
+
+def _print(variants: list[Variant], outcome: Outcome, found: dict[str, Any]) -> None:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    table.add_column("mode")
+    for column in ("requests", "mean TTFT ms", "p50", "p95", "hit share", "balance"):
+        table.add_column(column, justify="right")
+    for row, variant, values in zip(found["rows"], variants, outcome.values, strict=True):
+        table.add_row(
+            variant.name,
+            f"{row['requests']:,}",
+            _cell(values["ttft_ms_mean"], "{:.0f}"),
+            _cell(values["ttft_ms_p50"], "{:.0f}"),
+            _cell(values["ttft_ms_p95"], "{:.0f}"),
+            _cell(values["hit_share"], "{:.3f}"),
+            _cell(values["balance"], "{:.2f}"),
+        )
+    console().print(table)
+    click.echo(f"In brackets: intervals of 95 % from {found['rounds']} rounds of blocks of {found['block_requests']}.")
+
+
+def _cell(estimate: Estimate, form: str) -> str:
+    low, high = form.format(estimate.low), form.format(estimate.high)
+    return f"{form.format(estimate.value)} [{low}, {high}]"
+
+
+COMMANDS = (compare,)

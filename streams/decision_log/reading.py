@@ -1,0 +1,76 @@
+"""Reading the decision log from Kafka.
+
+What lives here: finding where a time begins in each partition, reading to the end, and counting what cannot be read.
+What must not: what is made of the decisions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from confluent_kafka import OFFSET_END, KafkaException, Message, TopicPartition
+
+from streams.decision_log.records import LoggedBatch, decode_batch
+from streams.errors import BadRecord, NotReady
+from streams.kafka import ANSWER_TIMEOUT_S, TOPICS_REMEDY, describe_topics, reader
+from streams.settings import Settings
+from streams.tables.changelog import read_messages
+from streams.topics import topics
+
+
+@dataclass(slots=True)
+class ReadLog:
+    """What was read. batches: those that `wanted` selects. n_records: all of them. n_bad: those that nobody can read.
+
+    first_ms, last_ms: when the first and the last record were appended; 0 without any.
+    """
+
+    batches: list[LoggedBatch] = field(default_factory=list)
+    n_records: int = 0
+    n_bad: int = 0
+    first_ms: int = 0
+    last_ms: int = 0
+
+
+def read_log(settings: Settings, since_ms: int, wanted: Callable[[bytes], bool] = lambda _: True) -> ReadLog:
+    """Read every record that may contain decisions since a time. wanted: whether a value is to be decoded.
+
+    Raises NotReady if the topic does not exist, and KvStreamsError if Kafka cannot be read.
+    """
+    spec = topics(settings).router_decisions
+    state = describe_topics(settings, [spec])[spec.name]
+    if state is None:
+        raise NotReady(f"there is no topic {spec.name}, so no decision was recorded", remedy=TOPICS_REMEDY)
+    found = ReadLog()
+
+    def take(messages: list[Message]) -> None:
+        for message in messages:
+            at_ms, value = message.timestamp()[1], message.value()
+            found.n_records += 1
+            found.first_ms = min(found.first_ms or at_ms, at_ms)
+            found.last_ms = max(found.last_ms, at_ms)
+            if value is None or not wanted(value):
+                continue
+            try:
+                found.batches.append(decode_batch(value, settings.schema_ids))
+            except BadRecord:
+                found.n_bad += 1
+
+    for partition, offset in _starts(settings, spec.name, state.partitions, since_ms):
+        read_messages(settings, spec.name, partition, offset, take)
+    return found
+
+
+def _starts(settings: Settings, topic: str, n_partitions: int, since_ms: int) -> Iterator[tuple[int, int]]:
+    """The first offsets of a time, of the partitions that have any record since then."""
+    consumer = reader(settings)
+    try:
+        asked = [TopicPartition(topic, number, max(0, since_ms)) for number in range(n_partitions)]
+        for each in consumer.offsets_for_times(asked, timeout=ANSWER_TIMEOUT_S):
+            if each.offset != OFFSET_END and each.offset >= 0:
+                yield each.partition, each.offset
+    except KafkaException as exc:
+        raise NotReady(f"{topic} cannot be read: {exc.args[0].str()}") from exc
+    finally:
+        consumer.close()

@@ -1,0 +1,68 @@
+"""Whether an engine's batches arrive late (pure; both clocks are arguments).
+
+What lives here: judging the delay of live batches by the times that the engine wrote into them. What must not: reading
+these times (dialects), and asking the replay socket (gap_filling).
+
+Batches that wait on a slow link have been published by the engine, and the bridge does not know of them. A replay
+socket shows them within seconds; without one, only the delay of those that do arrive does. The engine's clock need not
+agree with the bridge's: the least delay of the last minutes is taken for the difference of the clocks.
+"""
+
+from __future__ import annotations
+
+import math
+
+#: A batch is late if it needed this much longer than the fastest one. An engine's publishing thread, and this loop when
+#: it is busy, delay a batch by less.
+LATE_S = 0.5
+
+#: The least delay is remembered for at least this long, and for at most twice that. Two clocks that nothing adjusts
+#: differ by another 0.1 s afterwards.
+LEAST_KEPT_S = 600.0
+
+#: After a late batch, nothing else is assumed to be on its way once nothing has arrived for twice the longest pause
+#: between late batches, within these limits.
+QUIET_S_MIN = 1.0
+QUIET_S_MAX = 10.0
+
+
+class LinkDelay:
+    """The delay of one engine's live batches. Times of batches are Unix times; now_s is monotonic."""
+
+    def __init__(self) -> None:
+        self._least_s = math.inf
+        self._least_before_s = math.inf  # of the period before
+        self._period_ends_s = -math.inf
+        self._last_emitted_s = -math.inf
+        self._late_at_s: float | None = None  # when the last batch arrived, if it was late
+        self._pause_s = 0.0  # the longest one between two late batches in a row
+
+    def on_batch(self, emitted_s: float, arrived_s: float, now_s: float) -> None:
+        """Note that a live batch has arrived, which the engine published at `emitted_s` by its own clock."""
+        if emitted_s == self._last_emitted_s:
+            return  # an engine without a clock may send a constant
+        if emitted_s < self._last_emitted_s - LATE_S:
+            # Live batches arrive in order, so the engine's clock was set back, or the last time was damaged.
+            self._least_s = self._least_before_s = math.inf
+        self._last_emitted_s = emitted_s
+        if now_s >= self._period_ends_s:
+            self._least_before_s, self._least_s = self._least_s, math.inf
+            self._period_ends_s = now_s + LEAST_KEPT_S
+        delay_s = arrived_s - emitted_s
+        self._least_s = min(self._least_s, delay_s)
+        if delay_s - min(self._least_s, self._least_before_s) < LATE_S:
+            self._late_at_s, self._pause_s = None, 0.0
+            return
+        if self._late_at_s is not None:
+            self._pause_s = max(self._pause_s, now_s - self._late_at_s)
+        self._late_at_s = now_s
+
+    def is_behind(self, now_s: float, answered_from_s: float) -> bool:
+        """Whether further batches may be on their way.
+
+        answered_from_s: when the last replay began that was answered completely, since it brought all of them.
+        """
+        late_at_s = self._late_at_s
+        if late_at_s is None or answered_from_s >= late_at_s:
+            return False
+        return now_s - late_at_s < min(QUIET_S_MAX, max(QUIET_S_MIN, 2.0 * self._pause_s))
