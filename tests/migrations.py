@@ -3,8 +3,9 @@
 What lives here: the clients, the failures, and the checks. What must not: how processes are started (streams.local).
 Everything is real: a Kafka, a worker with its router, a bridge, a pool, engines and a front, each a process. Engines
 are killed with SIGKILL from outside and on command at a random token, stall, and refuse a stream; they are started
-again, with an empty cache. Two of the four may be away at a time, so that streams move more than once. One engine does
-not reach the pool.
+again, with an empty cache. One is away at a time, and another one refuses streams meanwhile, so that streams move more
+than once. One engine of six does not reach the pool. (A front does not return to an engine that has failed a stream, so
+with fewer engines, a stream may have none left.)
 
 Checked: every stream is complete, and has every token exactly once, equal to those of an undisturbed engine; no booking
 is left; every prefill of a resumed stream computed exactly the tokens that neither the engine nor its pool held; and
@@ -34,7 +35,7 @@ import numpy as np
 
 from streams.core.hashing import local_hashes, sequence_hashes
 from streams.local.kafka import LocalKafka
-from streams.local.moving import FOUR_PLACES, PooledFleet, Streamed, read_stream
+from streams.local.moving import FOUR_PLACES, Place, PooledFleet, Streamed, read_stream
 from streams.local.processes import Children
 from streams.local.stack import FrontProcess, RouterProcess, Stack
 from streams.settings import Settings
@@ -54,6 +55,8 @@ ENGINE = EngineConfig(block_size=16, n_blocks=4096)
 POOL = PoolConfig("rack1", block_size=ENGINE.block_size, capacity_blocks=1 << 20, offload_gb_per_s=64.0, link="own")
 #: An answer of 250 tokens takes 5 s of model time.
 TIME_SCALE = 10.0
+
+SIX_PLACES = (*FOUR_PLACES, Place(), Place(expert=9))
 
 CLIENTS = 12
 PROMPT_TOKENS = (40, 600)
@@ -167,8 +170,8 @@ class MigrationRun:
         async with asyncio.TaskGroup() as group:
             for _ in range(clients):
                 group.create_task(client())
-            for _ in range(2):
-                group.create_task(self._break_engines())
+            group.create_task(self._break_engines(["sigkill", "sigkill", FaultKind.DIE, FaultKind.STALL]))
+            group.create_task(self._break_engines([FaultKind.REFUSE]))
 
     async def _one(self, http: aiohttp.ClientSession, n_enough: int) -> None:
         asked = self._requests.next()
@@ -179,20 +182,19 @@ class MigrationRun:
         if self.n_migrations >= n_enough:
             self._enough.set()
 
-    async def _break_engines(self) -> None:
+    async def _break_engines(self, kinds: Sequence[str]) -> None:
         while not self._enough.is_set():
             worker_id = self._rng.choice([each for each in self.fleet.places if each not in self._broken])
             self._broken.add(worker_id)
             try:
-                await self._break(worker_id)
+                await self._break(worker_id, self._rng.choice(kinds))
             finally:
                 self._broken.discard(worker_id)
             await asyncio.sleep(self._rng.random() * 0.5)
 
-    async def _break(self, worker_id: int) -> None:
+    async def _break(self, worker_id: int, kind: str) -> None:
         """Let one engine fail in one way, and bring it back."""
         fleet = self.fleet
-        kind = self._rng.choice(["sigkill", "sigkill", *FaultKind])
         if kind == "sigkill":
             await asyncio.sleep(self._rng.random())
             fleet.engines[worker_id].child.kill()
@@ -237,6 +239,8 @@ class MigrationRun:
 
     def _wrong_of(self, asked: Asked, truth: Truth) -> Iterator[str]:
         got, body, who = asked.streamed, asked.body, asked.request_id
+        if got.error is not None and self._had_no_engine(asked):
+            return
         if got.error is not None:
             yield f"{who} ended with {got.error} after {len(got.text)} of {len(asked.answer)} tokens"
             return
@@ -256,6 +260,23 @@ class MigrationRun:
             if counts != (len(asked.tokens), len(asked.answer)):
                 yield f"{who} has usage {usage} for {len(asked.tokens)} and {len(asked.answer)} tokens"
         yield from truth.wrong_of(asked)
+
+    def _had_no_engine(self, asked: Asked) -> bool:
+        """Whether a stream ended properly because all engines had failed it but the one that may be away.
+
+        Not with the six engines of `make migrations`, where each stream must be complete.
+        """
+        got, n_engines = asked.streamed, len(self.fleet.places)
+        told = str((got.error or {}).get("message"))
+        text = "".join(map(chr, asked.answer))
+        n_failed = got.figures.get("migrations", 0) + 1
+        return (
+            n_engines < len(SIX_PLACES)
+            and n_failed >= n_engines - 2
+            and told.startswith("no other engine is left")
+            and text.startswith(got.text)
+            and (got.n_ends, got.finish_reason) == (1, None)
+        )
 
     def summary(self) -> dict[str, Any]:
         """Return what happened."""
@@ -364,11 +385,13 @@ def prefills_of(worker_id: int, path: Path) -> list[tuple[str, Prefill]]:
     return [(request, Prefill(worker_id, **figures)) for request, figures in found]
 
 
-def start_fleet(stack: Stack, router: RouterProcess, journals: Path) -> PooledFleet:
+def start_fleet(
+    stack: Stack, router: RouterProcess, journals: Path, places: Sequence[Place] = FOUR_PLACES
+) -> PooledFleet:
     """Start the engines, the pool and the bridge of a run."""
     journals.mkdir(parents=True, exist_ok=True)
     fleet = PooledFleet(
-        stack, router, MODEL, ENGINE, pool=POOL, time_scale=TIME_SCALE, places=FOUR_PLACES, journals=journals
+        stack, router, MODEL, ENGINE, pool=POOL, time_scale=TIME_SCALE, places=places, journals=journals
     )
     fleet.start()
     return fleet
@@ -419,7 +442,7 @@ def main(migrations: int, clients: int, seed: int | None, kafka: str | None, kee
 
 def _run(stack: Stack, journals: Path, migrations: int, clients: int, seed: int) -> list[str]:
     worker = stack.worker()
-    fleet = start_fleet(stack, worker, journals)
+    fleet = start_fleet(stack, worker, journals, SIX_PLACES)
     front = fleet.front("front", [worker], **FRONT)
     run = MigrationRun(fleet, front, seed)
 

@@ -210,7 +210,8 @@ class MigrationFigures:
     """What clients who ask get at the end. lost_s: from the last byte of one engine to the first token of another.
 
     tokens_recovered: of the resumed prompts, found in pools; tokens_prefilled_again: found in no cache and no pool.
-    Both are what the router expected, or what the engine reported if it did.
+    Both are what the router expected, or what the engine reported if it did, and leave out engines that failed before
+    their first token.
     """
 
     migrations: int = 0
@@ -455,6 +456,11 @@ class Migration:
     def _failure(self, event: EngineFailed) -> Instruction:
         if self.phase is Phase.STREAMING:
             self._silent_since_s = event.last_heard_s
+        else:
+            # No token came of this engine, so its prefill was for nothing, if there was one: it is not counted.
+            recovered, prefilled, _ = self._expected
+            self.figures.tokens_recovered -= recovered
+            self.figures.tokens_prefilled_again -= prefilled
         self._failed.append(self._worker_id)
         n_kept, _ = self.shown.resume_point()
         if self._max_tokens is not None and n_kept >= self._max_tokens:

@@ -416,7 +416,13 @@ class EngineModel:
         self._reserved -= n_new
 
     def _prefill(self, at_ms: float, job: _Job) -> None:
-        """Begin to compute the tokens that are neither cached nor loaded."""
+        """Begin to compute the tokens that are neither cached nor loaded.
+
+        The prompt's engine hashes are computed here, which takes milliseconds: in a live engine, while it loads.
+        """
+        width = self.config.block_size * BYTES_PER_TOKEN
+        prompt_new = job.request.tokens[job.n_hit * width : len(job.sequence_list) * width]
+        job.chain = self._engine_hashes(job, prompt_new, job.engine_tail)
         n_cached = (job.n_hit + job.n_loaded) * self.config.block_size
         end_ms = at_ms + self.config.prefill_ms(job.n_prompt - n_cached)
         heapq.heappush(self._due, (end_ms, _Due.PREFILL_END, job.order, job, ""))
@@ -441,12 +447,9 @@ class EngineModel:
             job.local = np.concatenate([job.local, local])
             job.sequence = np.concatenate([job.sequence, sequence_hashes(local, tail)])
             job.sequence_list = job.sequence.tolist()
-        job.chain = engine_hashes(
-            prompt_new + job.answer[: n_decode_full * width],
-            width,
-            job.engine_tail,
-            adapter_seed(self.config.engine_seed, request.lora_name),
-        )
+            before = EngineHash(int(job.chain[-1])) if len(job.chain) else job.engine_tail
+            answered = self._engine_hashes(job, job.answer[: n_decode_full * width], before)
+            job.chain = np.concatenate([job.chain, answered])
         if job.n_in_place:
             out.append(self._next_stored(at_ms, job, job.n_in_place, prompt_new[: job.n_in_place * width], "SHARED"))
         n_before = job.n_hit + job.n_in_place
@@ -460,6 +463,11 @@ class EngineModel:
         if len(job.blocks) + job.n_in_place == n_full and len(job.blocks) < job.n_blocks_total:
             self._grow(at_ms, job, out)  # the prompt ended with its block: the first decode step needs another
         self._schedule(job)
+
+    def _engine_hashes(self, job: _Job, tokens: bytes, parent: EngineHash | None) -> HashArray:
+        """Chain the engine hashes of whole blocks of a job."""
+        seed = adapter_seed(self.config.engine_seed, job.request.lora_name)
+        return engine_hashes(tokens, self.config.block_size * BYTES_PER_TOKEN, parent, seed)
 
     def _fill_block(self, at_ms: float, job: _Job, out: list[Output]) -> None:
         """Store the block that this decode step filled, and take the next one if the answer continues into it."""

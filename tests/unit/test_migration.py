@@ -221,6 +221,21 @@ def test_what_the_engine_found_replaces_what_the_router_expected(cached: int, re
     assert (stream.figures.tokens_recovered, stream.figures.tokens_prefilled_again) == (recovered, prefilled)
 
 
+def test_an_engine_that_fails_before_its_first_token_has_prefilled_nothing() -> None:
+    """What the router expected of it is not counted, as that of an engine that was dead already."""
+    stream = migration()
+    for number in range(12):
+        stream.handle(TokensShown(0.0, (number,), "x"))
+    stream.handle(failed())
+    stream.handle(chosen(reachable=96, pooled=64))
+    stream.handle(failed())
+    assert (stream.figures.tokens_recovered, stream.figures.tokens_prefilled_again) == (0, 0)
+    stream.handle(chosen(reachable=80, pooled=80))
+    stream.handle(TokensShown(1.0, (12,), "x"))
+    stream.handle(failed())
+    assert (stream.figures.migrations, stream.figures.tokens_prefilled_again) == (2, 32)
+
+
 def test_an_engine_that_says_what_came_from_pools_is_believed() -> None:
     """The router's index may lag behind the pools."""
     usage = {"prompt_tokens": 100, "prompt_tokens_details": {"cached_tokens": 96, "pooled_tokens": 80}}
