@@ -18,11 +18,10 @@ from pathlib import Path
 import click
 import numpy as np
 import psutil
-from rich.console import Console
 
 from benchmarks.machinery import machinery
 from benchmarks.memory import resident_bytes
-from benchmarks.report import OURS, Bar, Report, Samples
+from benchmarks.report import OURS, Bar, Report, Samples, wide_console
 from streams.core.hashing import pack_hashes
 from streams.core.ids import DpRank, RankId, WorkerId
 from streams.core.loads.bookings import Booking, BookingPhase
@@ -110,7 +109,7 @@ def main(json_path: Path | None, pairs: int, rate: float, lives: float, blocks: 
                 report.wrong.append(f"the other router has load left: {row}")
         router.stop()
     report.rows = samples.rows()
-    report.print(Console(width=None if sys.stdout.isatty() else 140))
+    report.print(wide_console())
     if json_path is not None:
         report.write(json_path)
     sys.exit(1 if report.wrong or not all(bar.held for bar in report.bars) else 0)

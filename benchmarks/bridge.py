@@ -31,10 +31,9 @@ import zmq
 from aiohttp import web
 from confluent_kafka import OFFSET_END, Message, TopicPartition
 from confluent_kafka.admin import AlterConfigOpType, ConfigEntry, ConfigResource  # type: ignore[attr-defined]
-from rich.console import Console
 
 from benchmarks.machinery import Machinery, cpu_seconds, machinery
-from benchmarks.report import OURS, Report, Samples, select, value_bar
+from benchmarks.report import OURS, Report, Samples, select, value_bar, wide_console
 from streams.codec import decode_batch
 from streams.core.events import EngineEvents
 from streams.core.ids import DpRank, Incarnation, RankId, WorkerId
@@ -385,7 +384,7 @@ def main(seconds: float, quick: bool, profile: bool, json_path: Path | None, be_
         value_bar("event to record, p99", select(rows, "event to record, p99"), P99_MS_MAX, "ms"),
     ]
     report.wrong += [] if complete else ["the bridge did not publish every batch"]
-    report.print(Console())
+    report.print(wide_console())
     if json_path is not None:
         report.write(json_path)
     sys.exit(1 if report.wrong else 0)

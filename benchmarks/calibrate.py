@@ -24,9 +24,9 @@ from typing import Any
 
 import click
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 
+from benchmarks.report import wide_console
 from streams.sim.lab.engine_config import default_engine
 from streams.sim.lab.experiment import load_workload, run_policy
 from streams.sim.lab.fleet import FleetConfig
@@ -158,7 +158,7 @@ def compare(
             apart.append(f"{row['policy']} at {row['concurrency']}: {largest} differs by {differs[largest]:+.1%}")
         figures = (f"{row[name]:.4g} / {mine[name]:.4g}" for name in FIGURES)
         table.add_row(row["policy"], str(row["concurrency"]), *figures, f"{largest} {differs[largest]:+.1%}")
-    Console(width=None if sys.stdout.isatty() else 200).print(table)
+    wide_console().print(table)
     for each in apart:
         click.echo(each, err=True)
     sys.exit(1 if apart else 0)

@@ -11,7 +11,6 @@ import gc
 import itertools
 import random
 import statistics
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,10 +20,9 @@ from typing import Any
 import click
 import msgspec
 import numpy as np
-from rich.console import Console
 
 from benchmarks.ours import clock
-from benchmarks.report import OURS, Bar, Report, Samples, ratio_bar, select
+from benchmarks.report import OURS, Bar, Report, Samples, ratio_bar, select, wide_console
 from streams import __version__
 from streams.codec import encode_worker
 from streams.core.cxl_memory import CxlMemoryState
@@ -239,7 +237,7 @@ def main(ranks: int, pooled: int, decisions: int, repeats: int, json_file: Path 
         ),
     ]
     report = Report("cxl", {"kvstreams": __version__}, rows, bars)
-    report.print(Console(width=None if sys.stdout.isatty() else 140))
+    report.print(wide_console())
     if json_file is not None:
         report.write(json_file)
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import gc
 import random
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,10 +20,9 @@ from typing import Any
 import click
 import numpy as np
 import orjson
-from rich.console import Console
 
 from benchmarks.ours import clock
-from benchmarks.report import OURS, Bar, Report, Samples
+from benchmarks.report import OURS, Bar, Report, Samples, wide_console
 from streams import __version__
 from streams.codec import encode_load, encode_metrics, encode_pulse, encode_worker, pulse_key
 from streams.core.bridge_pulses import BridgePulse
@@ -371,7 +369,7 @@ def main(
         figures = f"{large_us / small_us:.2f}: {large_us:.1f} and {small_us:.1f} us"
         bars.append(Bar(name, large_us <= LARGE_RATIO_MAX * small_us, figures))
     report = Report("decision", {"kvstreams": __version__}, rows, bars)
-    report.print(Console(width=None if sys.stdout.isatty() else 140))
+    report.print(wide_console())
     if json_file is not None:
         report.write(json_file)
 

@@ -15,11 +15,10 @@ from pathlib import Path
 
 import click
 import numpy as np
-from rich.console import Console
 
 from benchmarks.http_load import ask, pair_loop, request
 from benchmarks.machinery import Machinery, cpu_seconds, machinery
-from benchmarks.report import OURS, Bar, Report, Row, Samples, installed
+from benchmarks.report import OURS, Bar, Report, Row, Samples, installed, wide_console
 from streams.core.routing.selection import RouterMode
 from streams.local.processes import Children
 from streams.local.stack import Stack, get_bytes, wait_workers
@@ -136,7 +135,7 @@ def main(json_path: Path | None, seconds: float, repeats: int, fleets: str, mode
                     samples.add(case, "bytes per decision", "", OURS, parts.topic_bytes(name) / max(1, recorded))
     report.rows = samples.rows()
     report.bars = [_bar(row) for row in report.rows if row.metric == "processor time"]
-    report.print(Console(width=200 if not sys.stdout.isatty() else None))
+    report.print(wide_console())
     if json_path is not None:
         report.write(json_path)
     sys.exit(1 if report.wrong else 0)

@@ -14,12 +14,11 @@ from functools import partial
 from pathlib import Path
 
 import click
-from rich.console import Console
 
 from benchmarks.machinery import machinery
 from benchmarks.pipeline import BLOCK_SIZE, Fleet, mixed
 from benchmarks.recovery import READY_TIMEOUT_S, Written, all_open, opened, write
-from benchmarks.report import OURS, Bar, Report, Samples
+from benchmarks.report import OURS, Bar, Report, Samples, wide_console
 from streams.core.ids import DpRank, RankId, WorkerId
 from streams.kafka import partition_of
 from streams.waiting import wait_for
@@ -41,7 +40,7 @@ FIRST_SETTLED = 100_001
 @click.option("--partitions", default=8, show_default=True)
 def main(json_path: Path | None, blocks: int, rate: float, session_s: float, ranks: int, partitions: int) -> None:
     """Measure a fail-over."""
-    samples, report, console = Samples(), Report("failover", {}, []), Console()
+    samples, report, console = Samples(), Report("failover", {}, []), wide_console()
     settled = [RankId(WorkerId(FIRST_SETTLED + n), DpRank(0)) for n in range(ranks)]
     written = Written(partitions, settled, 2 * blocks, None, seed=1)
     with machinery(partitions=partitions, block_size=BLOCK_SIZE, session_timeout_s=session_s) as parts:

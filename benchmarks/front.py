@@ -31,10 +31,9 @@ import psutil
 import uvloop
 import xxhash
 from aiohttp import ClientSession
-from rich.console import Console
 
 from benchmarks.machinery import machinery
-from benchmarks.report import OURS, Bar, Report, Samples, installed
+from benchmarks.report import OURS, Bar, Report, Samples, installed, wide_console
 from benchmarks.token_engine import STAMP, STAMP_DIGITS
 from streams.local.ports import free_port
 from streams.local.processes import Child
@@ -349,7 +348,7 @@ def main(json_path: Path | None, streams: int, tokens: int, rate: float, migrati
                 ways[NGINX] = nginx
             samples = uvloop.run(measure(ways, engine_url, worker, streams, tokens, rounds, report))
     report.rows = samples.rows()
-    report.print(Console())
+    report.print(wide_console())
     if json_path is not None:
         report.write(json_path)
     sys.exit(1 if report.wrong else 0)

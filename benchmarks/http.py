@@ -28,11 +28,10 @@ from typing import Any
 import click
 from aiohttp import web
 from confluent_kafka import TopicPartition
-from rich.console import Console
 
 from benchmarks.http_load import Done, ask, pair_loop, request, select_loop
 from benchmarks.machinery import Machinery, cpu_seconds, machinery
-from benchmarks.report import OURS, Bar, Report, Row, Samples, installed
+from benchmarks.report import OURS, Bar, Report, Row, Samples, installed, wide_console
 from benchmarks.wire_engines import (
     BLOCK_SIZE,
     LONG_TOKENS,
@@ -483,7 +482,7 @@ def main(
         bench.check_overlaps()
     report.rows = samples.rows()
     report.bars = _bars(report.rows)
-    report.print(Console(width=200 if not sys.stdout.isatty() else None))
+    report.print(wide_console())
     if json_path is not None:
         report.write(json_path)
     sys.exit(1 if report.wrong else 0)

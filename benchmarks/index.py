@@ -34,6 +34,7 @@ from benchmarks.report import (
     ratio_bar,
     select,
     value_bar,
+    wide_console,
 )
 from benchmarks.workload import QUICK_RECIPES, RECIPES, Recipe, Workload, ensure, load
 
@@ -427,7 +428,7 @@ def main(
     build: bool | None,
 ) -> None:
     """Compare the prefix index with kv-index and Dynamo's indexes, interleaved in one run."""
-    console = Console(width=None if sys.stdout.isatty() else 150)
+    console = wide_console()
     asked = tuple(peer for peer in peers.split(",") if peer)
     unknown = set(asked) - set(PEERS)
     if unknown:

@@ -23,10 +23,9 @@ from pathlib import Path
 import aiohttp
 import click
 import numpy as np
-from rich.console import Console
 
 from benchmarks.machinery import machinery
-from benchmarks.report import OURS, Bar, Report, Row, Samples
+from benchmarks.report import OURS, Bar, Report, Row, Samples, wide_console
 from streams.local.moving import Place, PooledFleet, Streamed, read_stream
 from streams.local.stack import FrontProcess
 from streams.sim.engine_config import EngineConfig
@@ -177,7 +176,7 @@ class Bench:
 @click.option("--class", "classes", type=click.Choice(["70b", "8b"]), multiple=True, default=("70b", "8b"))
 def main(json_path: Path | None, repeats: int, classes: tuple[ModelClass, ...]) -> None:
     """Measure, and say whether the bars are met."""
-    samples, report, console = Samples(), Report("migration", {}, []), Console()
+    samples, report, console = Samples(), Report("migration", {}, []), wide_console()
     n_prompts = 0
     worker_ids = iter(range(1, 1000, 2))
     with machinery(partitions=4) as parts:

@@ -24,10 +24,9 @@ from urllib.parse import urlsplit
 import click
 import numpy as np
 from confluent_kafka import Producer
-from rich.console import Console
 
 from benchmarks.machinery import Machinery, cpu_seconds, machinery
-from benchmarks.report import OURS, Bar, Report, Samples
+from benchmarks.report import OURS, Bar, Report, Samples, wide_console
 from streams.codec import decode_batch, encode_batch, encode_worker
 from streams.core.events import EngineBatch, EngineEvents
 from streams.core.ids import DpRank, HashArray, Incarnation, RankId, WorkerId
@@ -357,7 +356,7 @@ def main(
 ) -> None:
     """Measure throughput and latency from engine events to a router's view."""
     samples, report = Samples(), Report("pipeline", {}, [])
-    console, wanted = Console(), _cases(cases)
+    console, wanted = wide_console(), _cases(cases)
     with machinery(partitions=partitions, block_size=BLOCK_SIZE) as parts:
         fleet = Fleet(parts, engines, seed=1)
         rng = random.Random(1)

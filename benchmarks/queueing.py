@@ -16,9 +16,9 @@ import sys
 
 import click
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 
+from benchmarks.report import wide_console
 from streams.core.routing.decision import RoutePolicy
 from streams.core.routing.queue import QUEUE_BACKLOG_MS, QueuePolicy
 from streams.sim.engine_config import EngineConfig
@@ -66,7 +66,7 @@ def main(rate_per_s: float, n_requests: int, seeds: int, backlog_ms: float, poli
     table = Table("", "mean time to first token, ms", "per trace")
     for name, values in found.items():
         table.add_row(name, f"{means[name]:.0f}", " ".join(f"{value:.0f}" for value in values))
-    console = Console()
+    console = wide_console()
     console.print(table)
     ratio = means[f"{N_ROUTERS} routers"] / means["1 router"]
     console.print(

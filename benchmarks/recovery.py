@@ -18,10 +18,9 @@ from pathlib import Path
 
 import click
 import numpy as np
-from rich.console import Console
 
 from benchmarks.machinery import Machinery, cpu_seconds, machinery
-from benchmarks.report import OURS, Bar, Report, Samples
+from benchmarks.report import OURS, Bar, Report, Samples, wide_console
 from streams.core.events import BlocksStored, EngineBatch, EngineEvents
 from streams.core.ids import DpRank, EngineHash, Incarnation, RankId, WorkerId
 from streams.core.reducer.holdings import Holdings
@@ -185,7 +184,7 @@ def _answers(router: RouterProcess) -> bool:
 @click.option("--partitions", default=8, show_default=True)
 def main(json_path: Path | None, sizes: tuple[int, ...], trace: Path | None, ranks: int, partitions: int) -> None:
     """Measure recovery from the changelog."""
-    samples, report, console = Samples(), Report("recovery", {}, []), Console()
+    samples, report, console = Samples(), Report("recovery", {}, []), wide_console()
     for n_blocks in sizes or (1_000_000, 2_000_000, 5_000_000):
         case = f"{n_blocks / 1e6:g} M"
         fleet = [RankId(WorkerId(n + 1), DpRank(0)) for n in range(ranks)]

@@ -9,6 +9,7 @@ import json
 import os
 import platform
 import statistics
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
@@ -19,6 +20,15 @@ from rich.table import Table
 
 #: The series with which every other series of the same metric is compared.
 OURS = "ours"
+
+
+#: Columns of a table that is written to a file or a pipe. In rich's 80 columns, figures would be cut off.
+FILE_COLUMNS = 160
+
+
+def wide_console() -> Console:
+    """Return the console for a report: as wide as the terminal, or wide enough for every figure."""
+    return Console(width=None if sys.stdout.isatty() else FILE_COLUMNS)
 
 
 @dataclass(frozen=True, slots=True)

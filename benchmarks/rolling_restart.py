@@ -20,10 +20,9 @@ from typing import Any
 import click
 import uvloop
 from aiohttp import ClientSession
-from rich.console import Console
 
 from benchmarks.machinery import machinery
-from benchmarks.report import OURS, Bar, Report, Samples
+from benchmarks.report import OURS, Bar, Report, Samples, wide_console
 from streams.client import Booking, KvRouterClient
 from streams.errors import KvStreamsError
 from streams.local.stack import READY_TIMEOUT_S, RouterProcess, get_json, is_ready
@@ -169,7 +168,7 @@ def main(json_path: Path | None, rate: float, rounds: int, settle_s: float) -> N
         if not worker.child.running:
             report.wrong.append("the Faust worker ended")
     report.rows = samples.rows()
-    report.print(Console())
+    report.print(wide_console())
     if json_path is not None:
         report.write(json_path)
     sys.exit(1 if report.wrong else 0)

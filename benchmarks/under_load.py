@@ -21,11 +21,10 @@ from pathlib import Path
 
 import click
 import numpy as np
-from rich.console import Console
 
 from benchmarks.machinery import cpu_seconds, machinery
 from benchmarks.pipeline import BLOCK_SIZE, MODEL, Fleet, mixed
-from benchmarks.report import OURS, Bar, Report, Samples
+from benchmarks.report import OURS, Bar, Report, Samples, wide_console
 from benchmarks.steady_client import Run, command, prompts
 from streams.core.hashing import request_hashes
 
@@ -136,7 +135,7 @@ def main(
             )
             report.wrong += fleet.wrong()
     report.rows = samples.rows()
-    report.print(Console(width=None if sys.stdout.isatty() else 140))
+    report.print(wide_console())
     if json_path is not None:
         report.write(json_path)
     sys.exit(1 if report.wrong else 0)
