@@ -61,10 +61,15 @@ def _bars(axes: Axes, groups: Sequence[str], series: Mapping[str, tuple[str, Seq
     for number, (name, (colour, values)) in enumerate(series.items()):
         at = [group + (number - (len(series) - 1) / 2) * width for group in range(len(groups))]
         bars = axes.bar(at, values, width * 0.92, label=name, color=colour)
-        axes.bar_label(bars, fmt=form, fontsize=8, padding=2)
+        # On the bars, where no line crosses them.
+        axes.bar_label(bars, fmt=form, fontsize=8, label_type="center", color="white")
     axes.set_xticks(range(len(groups)), groups)
-    axes.margins(y=0.15)
-    axes.legend()
+
+
+def _legend(axes: Axes) -> None:
+    """Explain the colours below the plot, where nothing is drawn."""
+    _, names = axes.get_legend_handles_labels()
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2 if axes.get_xlabel() else -0.1), ncols=min(3, len(names)))
 
 
 def lengths(folder: Path, rows: Sequence[tuple[int, float, float]]) -> Path:
@@ -79,6 +84,7 @@ def lengths(folder: Path, rows: Sequence[tuple[int, float, float]]) -> Path:
             "90 % cached": (BLUE, [row[2] for row in rows]),
         }
         _bars(axes, [f"{row[0]:,} tokens" for row in rows], series, "%.0f")
+        _legend(axes)
     return path
 
 
@@ -111,8 +117,7 @@ def conversation(folder: Path, rows: Mapping[str, Mapping[str, float]]) -> Path:
         series = {name: (colour, [row[name] for row in rows.values()]) for name, colour in policies.items()}
         _bars(axes, list(rows), series, "%.2f")
         axes.axhline(1.0, color=TEXT, linewidth=1, linestyle="--")
-        axes.set_ylim(0.7, 1.08)
-        axes.legend(loc="upper center", ncols=3)
+        _legend(axes)
     return path
 
 
@@ -127,8 +132,7 @@ def live(folder: Path, result: Mapping[str, Any]) -> Path:
         }
         _bars(axes, names, series, "%.1f")
         bound = 100.0 * result["bound"]["infinite_cache_hit_share"]
-        axes.axhline(bound, color=TEXT, linewidth=1, linestyle="--")
-        axes.annotate("one infinite cache", (len(names) - 0.5, bound), ha="right", va="bottom", fontsize=8)
-        axes.set_ylim(0.0, bound * 1.2)
+        axes.axhline(bound, color=TEXT, linewidth=1, linestyle="--", label="one infinite cache")
         axes.set_ylabel("%")
+        _legend(axes)
     return path

@@ -116,7 +116,8 @@ class PooledFleet:
         self.engines = {engine.worker_id: engine for engine in started}
         self.bridge = self.stack.bridge(started, f"bridge-{self.model}")
         wait_for(
-            lambda: {row["worker_id"] for row in self._get("/workers")["workers"]} >= set(self.places),
+            # A router that is not ready answers without them.
+            lambda: {row["worker_id"] for row in self._get("/workers").get("workers", ())} >= set(self.places),
             READY_TIMEOUT_S,
             "the engines in the registry",
         )

@@ -448,6 +448,8 @@ def test_workers_are_registered_changed_and_listed(fleet: Fleet) -> None:
         "model_block_size": BLOCK_SIZE,
         "wrong_block_size_dp_ranks": [],
         "silent_dp_ranks": [],
+        "avoided": False,
+        "avoided_ms": 0,
         "metrics": [],
         **body,
     }

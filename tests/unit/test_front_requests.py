@@ -235,6 +235,9 @@ def worker(
         "url": url,
         "state": state,
         "dp_size": 1,
+        "worker_id": 1,
+        "role": "both",
+        "block_size": 16,
         "silent_dp_ranks": [0] * silent,
         "registered_at_ms": registered_ms,
     }
