@@ -5,9 +5,11 @@ What lives here: starting and stopping the parts. What must not: the measurement
 
 from __future__ import annotations
 
+import signal
+import sys
 import tempfile
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,8 +42,19 @@ class Machinery:
 def machinery(partitions: int = 8, directory: Path | None = None, **changes: object) -> Iterator[Machinery]:
     """Start a broker with its default settings, and stop everything afterwards.
 
-    directory: parent of the temporary directory for all data, which is removed afterwards.
+    directory: parent of the temporary directory for all data, which is removed afterwards. SIGTERM, which `timeout`
+    sends, stops everything as well. Call it on the main thread.
     """
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        with _running(partitions, directory, changes) as parts:
+            yield parts
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def _running(partitions: int, directory: Path | None, changes: Mapping[str, object]) -> Iterator[Machinery]:
     with tempfile.TemporaryDirectory(prefix="kvstreams-bench-", dir=directory) as folder:
         root = Path(folder)
         # By default, brokers allow no session timeout below 6 s, which is ours.
