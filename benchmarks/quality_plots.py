@@ -84,6 +84,8 @@ def lengths(folder: Path, rows: Sequence[tuple[int, float, float]]) -> Path:
             "90 % cached": (BLUE, [row[2] for row in rows]),
         }
         _bars(axes, [f"{row[0]:,} tokens" for row in rows], series, "%.0f")
+        axes.set_ylim(10.0, max(1000.0, *(row[1] for row in rows)))
+        axes.yaxis.set_major_formatter("{x:g}")
         _legend(axes)
     return path
 
