@@ -211,7 +211,8 @@ def test_a_prompt_of_a_hundred_thousand_tokens_is_generated(router: LocalRouter)
             prompt = [100_000 + n for n in range(100_000)]
             answer = await client.generate(prompt, stop_conditions={"max_tokens": 3})
             assert answer.booking.request_blocks == len(prompt) // BLOCK_SIZE
-            assert [len(chunk["token_ids"]) async for chunk in answer] == [3]
+            # In one chunk or in several, as the engine's loop found time.
+            assert sum([len(chunk["token_ids"]) async for chunk in answer]) == 3
 
     live(scenario)
 

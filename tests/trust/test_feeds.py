@@ -21,6 +21,9 @@ WATCHED_S = 3.0
 #: What an engine did this long ago must not be missing from an answer that claims to be exact.
 KNOWN_AFTER_S = 1.0
 
+#: A batch is late once it needed half a second more than the fastest one, and its record needs the usual time.
+LATE_KNOWN_AFTER_S = 2.0
+
 
 @pytest.mark.parametrize("case", ["nothing listens", "ports swapped", "idle, without replay"])
 def test_a_rank_whose_event_stream_is_not_proven_is_not_exact(fleet: TrustFleet, case: str) -> None:
@@ -106,7 +109,7 @@ def test_a_feed_that_catches_up_over_a_slow_link_is_not_exact(fleet: TrustFleet)
 
 @pytest.mark.parametrize("has_replay", [True, False])
 def test_live_batches_that_arrive_late_are_not_exact(fleet: TrustFleet, has_replay: bool) -> None:
-    """The blocks of a prompt wait behind four seconds of other batches; no exact answer lacks them for a second."""
+    """The blocks of a prompt wait behind four seconds of other batches; no exact answer lacks them for long."""
     model, worker_id = fleet.model(), fleet.worker_id()
     with (
         EngineDouble(model=model) as engine,
@@ -131,8 +134,9 @@ def test_live_batches_that_arrive_late_are_not_exact(fleet: TrustFleet, has_repl
                 model, PROMPT, lambda found: (found["mode"], found["overlap_blocks"]) == ("exact", N_BLOCKS), "the end"
             )
         assert answer["chosen_mode"] == "exact"
-        assert time.monotonic() > stored_s + 2 * KNOWN_AFTER_S, "the link was not slow"
-        assert not [one for one in watch.wrong_while_exact(N_BLOCKS) if one.sent_s > stored_s + KNOWN_AFTER_S]
+        assert time.monotonic() > stored_s + LATE_KNOWN_AFTER_S + 1.0, "the link was not slow"
+        after_s = [one.sent_s - stored_s for one in watch.wrong_while_exact(N_BLOCKS)]
+        assert not [each for each in after_s if each > LATE_KNOWN_AFTER_S]
 
 
 def test_an_engine_whose_http_port_does_not_answer_is_fed_from_its_events(fleet: TrustFleet) -> None:
