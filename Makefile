@@ -23,7 +23,7 @@ lint: $(INSTALLED)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# The kernels are compiled first, because otherwise each of four test processes would compile them. Up to three tests that
+# The kernels are compiled first, because otherwise each of four test processes would compile them. Up to five tests that
 # fail next to others are run once more alone, and named.
 unit: warm
 	$(BIN)/pytest || { [ $$? -eq 1 ] && $(BIN)/python -m tests.rerun; }

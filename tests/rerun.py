@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 
 #: More failures than this are not chance.
-FAILED_MAX = 3
+FAILED_MAX = 5
 
 LAST_FAILED = Path(".pytest_cache/v/cache/lastfailed")
 
