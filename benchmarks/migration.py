@@ -111,13 +111,7 @@ class Bench:
         self, prompt: Sequence[int], answer: Sequence[int], n_tokens: int, kills: bool
     ) -> tuple[Streamed, float, int, int, int]:
         fleet = self.fleet
-        body = {
-            "model": fleet.model,
-            "prompt": list(prompt),
-            "max_tokens": n_tokens,
-            "stream": True,
-            "return_token_ids": True,
-        }
+        body = fleet.request(prompt, n_tokens)
         streamed = Streamed()
         for worker_id in fleet.places:
             fleet.fault(worker_id, "stall", ANSWERED_TOKENS)

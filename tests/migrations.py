@@ -267,13 +267,13 @@ class MigrationRun:
         Not with the six engines of `make migrations`, where each stream must be complete.
         """
         got, n_engines = asked.streamed, len(self.fleet.places)
-        told = str((got.error or {}).get("message"))
+        message = str((got.error or {}).get("message"))
         text = "".join(map(chr, asked.answer))
         n_failed = got.figures.get("migrations", 0) + 1
         return (
             n_engines < len(SIX_PLACES)
             and n_failed >= n_engines - 2
-            and told.startswith("no other engine is left")
+            and message.startswith("no other engine is left")
             and text.startswith(got.text)
             and (got.n_ends, got.finish_reason) == (1, None)
         )
@@ -334,10 +334,11 @@ class Truth:
         for prefill in resumed:
             yield from self._wrong_prefill(asked, prefill)
         figures = asked.streamed.figures
-        told = figures.get("tokens_prefilled_again", 0)
+        reported = figures.get("tokens_prefilled_again", 0)
         sent = sum(each.computed for each in resumed if each.sent)
-        if told != sent:
-            yield f"{asked.request_id}: {told} tokens prefilled again for the front, {sent} for the engines: {resumed}"
+        if reported != sent:
+            figures_differ = f"{reported} tokens prefilled again for the front, {sent} for the engines"
+            yield f"{asked.request_id}: {figures_differ}: {resumed}"
 
     def _wrong_prefill(self, asked: Asked, prefill: Prefill) -> Iterator[str]:
         """Compare what a resumed prefill computed with what the engine and the pool held."""

@@ -5,7 +5,7 @@ What lives here: running again what failed next to three other tests, and naming
 Tests that start processes share two cores with three others. On a busy machine one of 6,000 can miss its time limit,
 which says nothing of the change under test. A test that fails alone as well is a failure, and so is a run in which more
 than FAILED_MAX tests failed. What passed only alone is named at the end, since it depends on load or on its neighbours
-and has to be mended.
+and has to be fixed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def main() -> int:
     print(f"rerun: once more, one at a time: {', '.join(failed)}", flush=True)
     status = subprocess.run([sys.executable, "-m", "pytest", "--numprocesses", "0", *failed], check=False).returncode
     if status == 0:
-        print("rerun: PASSED ONLY ALONE, so each of these depends on load or on other tests and has to be mended:")
+        print("rerun: PASSED ONLY ALONE, so each of these depends on load or on other tests and has to be fixed:")
         for test in failed:
             print(f"  {test}")
     return status

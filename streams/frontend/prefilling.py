@@ -40,6 +40,7 @@ from streams.frontend.disaggregation import (
 )
 from streams.frontend.fleet import Fleet
 from streams.frontend.metrics import FrontCounts
+from streams.frontend.moving import ENGINE_FAILURES
 from streams.settings import KvTransfer, Settings
 
 log = logging.getLogger(__name__)
@@ -48,7 +49,6 @@ log = logging.getLogger(__name__)
 ANSWER_BYTES_MAX = 8 << 20
 
 _PREFILL, _DECODE = "prefill", "decode"
-_FAILURES = (aiohttp.ClientError, TimeoutError, OSError)
 
 #: Fields of the route request that the prefill's own request does not have: it neither waits in a queue nor generates.
 _NOT_OF_A_PREFILL = ("phase", "queue", "queue_timeout_ms", "expected_output_tokens", "explain")
@@ -237,7 +237,7 @@ class Prefilling:
                     answer += data
                     if len(answer) > ANSWER_BYTES_MAX:
                         return None
-        except _FAILURES as exc:
+        except ENGINE_FAILURES as exc:
             log.debug("the prefill of worker %d failed: %r", prefill.worker_id, exc)
             self._note_failed(prefill.worker_id)
             return None

@@ -236,6 +236,16 @@ class PooledFleet:
 
         wait_for(attached, READY_TIMEOUT_S, f"engine {worker_id} to attach to the pool")
 
+    def request(self, prompt: Sequence[int], n_tokens: int) -> dict[str, Any]:
+        """Return the body of a streamed completion whose token ids can be compared."""
+        return {
+            "model": self.model,
+            "prompt": list(prompt),
+            "max_tokens": n_tokens,
+            "stream": True,
+            "return_token_ids": True,
+        }
+
     def _get(self, path: str) -> Any:
         return get(f"{self.router.url}{path}", self.token)
 
@@ -341,13 +351,7 @@ def killed_midway(
     fleet.prepare(prompt, first)
     fleet.fault(first, "die", kill_at)
     before = {worker_id: fleet.info(worker_id) for worker_id in fleet.places if worker_id != first}
-    body = {
-        "model": fleet.model,
-        "prompt": list(prompt),
-        "max_tokens": n_tokens,
-        "stream": True,
-        "return_token_ids": True,
-    }
+    body = fleet.request(prompt, n_tokens)
     headers = {"Content-Type": "application/json", "X-Moe-Query": json.dumps(STRICT_MOE_QUERY), **bearer(fleet.token)}
 
     async def main() -> Streamed:

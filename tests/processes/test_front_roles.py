@@ -69,7 +69,7 @@ def splits(stage: Stage) -> dict[str, int]:
 
 
 def test_kv_transfer_params_pass_from_the_prefill_to_the_decode_worker(backend: Backend) -> None:
-    """The prefill worker computes the prompt, and the decode worker is told where it is; the client sees one stream."""
+    """The prefill worker computes the prompt, and the decode worker learns where it is; the client sees one stream."""
 
     async def scenario(stage: Stage) -> None:
         stage.script(PREFILLED, Script(), Script())
