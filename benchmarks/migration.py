@@ -21,6 +21,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -31,6 +32,7 @@ import numpy as np
 
 from benchmarks.machinery import machinery
 from benchmarks.report import OURS, Bar, Report, Row, Samples, wide_console
+from streams.client import EngineOptions, KvRouterClient
 from streams.local.moving import Place, PooledFleet, Streamed, read_stream
 from streams.local.stack import FrontProcess, RouterProcess, Stack
 from streams.sim.engine_config import EngineConfig
@@ -51,7 +53,7 @@ MORE_TOKENS = 30
 QUIET_S = 0.5
 
 #: The most of the time without a pool that the move may take, by class.
-RATIO_MAX: dict[ModelClass, float] = {"70b": 0.10, "8b": 0.20}
+RATIO_MAX: dict[str, float] = {"70b": 0.10, "8b": 0.20}
 #: What may be added to detection, load and step.
 REST_MS_MAX = 20.0
 STALL_TIMEOUT_S = 1.0
@@ -158,11 +160,11 @@ class Bench:
         self._restarts.shutdown()
         self.fleet.stop()
 
-    def move(self, front: FrontProcess, n_prompts: int, *, kills: bool = True) -> Moved:
+    def move(self, front: FrontProcess | None, n_prompts: int, *, kills: bool = True) -> Moved:
         """Move one stream.
 
-        n_prompts: of all moves before, since no two prompts may be equal. kills: the engine is killed; otherwise it
-        stays stalled.
+        front: None for the Python client's `generate`. n_prompts: of all moves before, since no two prompts may be
+        equal. kills: the engine is killed; otherwise it stays stalled.
         """
         prompt = [(at * 31 + n_prompts) % 50_000 for at in range(PROMPT_TOKENS)]
         n_tokens = ANSWERED_TOKENS + MORE_TOKENS
@@ -177,40 +179,56 @@ class Bench:
         return moved
 
     async def _move(
-        self, front: FrontProcess, prompt: Sequence[int], answer: Sequence[int], *, kills: bool
+        self, front: FrontProcess | None, prompt: Sequence[int], answer: Sequence[int], *, kills: bool
     ) -> tuple[Streamed, Moved, int]:
         fleet, streamed = self.fleet, Streamed()
-        body = fleet.request(prompt, len(answer))
+        if not kills:  # the stream moves as soon as its engine has stalled for long enough
+            await asyncio.to_thread(self.ready)
+            await asyncio.to_thread(
+                wait_for, lambda: len(fleet.scores(prompt)) == len(fleet.places), VISIBLE_TIMEOUT_S, "both engines"
+            )
         for worker_id, engine in fleet.engines.items():
             if engine.child.running:
                 fleet.fault(worker_id, "stall", ANSWERED_TOKENS)
-        async with aiohttp.ClientSession() as http:
-            url = f"{front.url}/v1/completions"
-            reading = asyncio.create_task(
-                read_stream(http, url, body, {"Content-Type": "application/json"}, into=streamed)
-            )
-            first = await asyncio.to_thread(self._stalled)
-            second = next(each for each in fleet.places if each != first)
-            await asyncio.to_thread(self.ready)
-            fleet.fault(second, "none")
-            before = fleet.info(second)["computed_tokens"]
-            began_s = detected_s = streamed.arrivals[-1][0]
-            if kills:
-                await asyncio.to_thread(self._await_known, [*prompt, *answer[:ANSWERED_TOKENS]], second)
-                async with _closing(fleet.engines[first].url) as closed:
-                    await asyncio.sleep(QUIET_S)
-                    began_s = time.monotonic()
-                    fleet.engines[first].child.signal(signal.SIGKILL)
-                    detected_s = await closed
-            while streamed.arrivals[-1][1] <= ANSWERED_TOKENS and not reading.done():
-                await asyncio.sleep(0.05)
-            info = fleet.info(second)
-            await reading
-            if not kills:
-                fleet.fault(first, "none")
+        read = self._read_generated if front is None else partial(self._read_stream, front)
+        reading = asyncio.create_task(read(prompt, len(answer), streamed))
+        first = await asyncio.to_thread(self._stalled)
+        second = next(each for each in fleet.places if each != first)
+        await asyncio.to_thread(self.ready)
+        fleet.fault(second, "none")
+        before = fleet.info(second)["computed_tokens"]
+        began_s = detected_s = streamed.arrivals[-1][0]
+        if kills:
+            await asyncio.to_thread(self._await_known, [*prompt, *answer[:ANSWERED_TOKENS]], second)
+            async with _closing(fleet.engines[first].url) as closed:
+                await asyncio.sleep(QUIET_S)
+                began_s = time.monotonic()
+                fleet.engines[first].child.signal(signal.SIGKILL)
+                detected_s = await closed
+        while streamed.arrivals[-1][1] <= ANSWERED_TOKENS and not reading.done():
+            await asyncio.sleep(0.05)
+        info = fleet.info(second)
+        await reading
+        if not kills:
+            fleet.fault(first, "none")
         next_s = next((at_s for at_s, n in streamed.arrivals if n > ANSWERED_TOKENS), float("inf"))
         times = (next_s - began_s) * 1000.0, (detected_s - began_s) * 1000.0
         return streamed, Moved(*times, info["computed_tokens"] - before, info["n_blocks_used"]), second
+
+    async def _read_stream(self, front: FrontProcess, prompt: Sequence[int], n_tokens: int, streamed: Streamed) -> None:
+        """Read an answer that a front passes on."""
+        body, headers = self.fleet.request(prompt, n_tokens), {"Content-Type": "application/json"}
+        async with aiohttp.ClientSession() as http:
+            await read_stream(http, f"{front.url}/v1/completions", body, headers, into=streamed)
+
+    async def _read_generated(self, prompt: Sequence[int], n_tokens: int, streamed: Streamed) -> None:
+        """Read an answer of the Python client."""
+        async with KvRouterClient(self.fleet.router.url, engine=EngineOptions(stall_timeout_s=60.0)) as client:
+            generation = await client.generate(prompt, self.fleet.model, {"max_tokens": n_tokens})
+            async for chunk in generation:
+                streamed.token_ids += chunk["token_ids"]
+                streamed.arrivals.append((time.monotonic(), len(streamed.token_ids)))
+            streamed.figures = {"migrations": generation.figures.migrations}
 
     def _stalled(self) -> int:
         """Wait until an engine has stalled, and return its worker."""
@@ -283,22 +301,23 @@ def main(json_path: Path | None, repeats: int, classes: tuple[ModelClass, ...], 
                     name = f"stalled, with a limit of {STALL_TIMEOUT_S:g} s: to the next token"
                     moved = bench.move(hasty, next(n_prompts), kills=False)
                     samples.add(model_class, name, "ms", OURS, moved.took_ms)
+                    add(samples, f"{model_class}, generate", bench, bench.move(None, next(n_prompts)))
                 bench.stop()
                 report.wrong += bench.wrong
             front.child.stop()
             hasty.child.stop()
     report.rows = samples.rows()
-    report.bars += bars(report.rows, classes)
+    report.bars += bars(report.rows)
     report.print(console)
     if json_path is not None:
         report.write(json_path)
     sys.exit(1 if report.wrong else 0)
 
 
-def add(samples: Samples, model_class: ModelClass, bench: Bench, moved: Moved) -> None:
+def add(samples: Samples, case: str, bench: Bench, moved: Moved) -> None:
     """Note what a move took, and its parts."""
     series = OURS if bench.way == POOLED else bench.way
-    samples.add(model_class, TO_NEXT_TOKEN, "ms", series, moved.took_ms)
+    samples.add(case, TO_NEXT_TOKEN, "ms", series, moved.took_ms)
     computed_ms = bench.step_ms if bench.way != NO_POOL else bench.config.prefill_ms(CONTEXT_TOKENS + 1)
     rest_ms = moved.took_ms - moved.detected_ms - bench.load_ms - computed_ms
     for name, value in (
@@ -307,26 +326,25 @@ def add(samples: Samples, model_class: ModelClass, bench: Bench, moved: Moved) -
         ("of it: one step, or the prefill", computed_ms),
         (ALL_ELSE, rest_ms),
     ):
-        samples.add(model_class, name, "ms", series, value)
-    samples.add(model_class, PREFILLED_AGAIN, "", series, moved.computed - 1.0)
-    samples.add(model_class, "blocks on the backup", "", series, float(moved.n_blocks))
+        samples.add(case, name, "ms", series, value)
+    samples.add(case, PREFILLED_AGAIN, "", series, moved.computed - 1.0)
+    samples.add(case, "blocks on the backup", "", series, float(moved.n_blocks))
 
 
-def bars(rows: Sequence[Row], classes: Sequence[ModelClass]) -> list[Bar]:
-    """Return the requirements of each class, as far as both ways were measured."""
+def bars(rows: Sequence[Row]) -> list[Bar]:
+    """Return the requirements of what was measured. No ratio is required of the client's `generate`."""
     found: list[Bar] = []
-    for model_class in classes:
-        of_class = [row for row in rows if row.case == model_class]
-        for row in of_class:
-            if row.metric == TO_NEXT_TOKEN and row.peer == NO_POOL:
-                most, ratio = RATIO_MAX[model_class], row.ratio or float("inf")
-                name = f"{model_class}: at most {most:.0%} of the time without a pool"
-                found.append(Bar(name, ratio <= most, f"{ratio:.1%}"))
-        for metric, most, unit in ((ALL_ELSE, REST_MS_MAX, " ms"), (PREFILLED_AGAIN, 0.0, "")):
-            value = next((row.value for row in of_class if row.metric == metric), None)
-            if value is not None:
-                name = f"{model_class}: {metric.removeprefix('of it: ')} at most {most:g}{unit}"
-                found.append(Bar(name, value <= most, f"{value:.1f}"))
+    for row in rows:
+        if row.metric == TO_NEXT_TOKEN and row.peer == NO_POOL:
+            most, ratio = RATIO_MAX[row.case], row.ratio or float("inf")
+            found.append(
+                Bar(f"{row.case}: at most {most:.0%} of the time without a pool", ratio <= most, f"{ratio:.1%}")
+            )
+    for metric, most, unit in ((ALL_ELSE, REST_MS_MAX, " ms"), (PREFILLED_AGAIN, 0.0, "")):
+        values = {row.case: row.value for row in rows if row.metric == metric}
+        for case, value in values.items():
+            name = f"{case}: {metric.removeprefix('of it: ')} at most {most:g}{unit}"
+            found.append(Bar(name, value <= most, f"{value:.1f}"))
     return found
 
 

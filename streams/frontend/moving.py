@@ -60,6 +60,9 @@ TOKENIZING_ATTEMPTS_MAX = 3
 #: Engines of which it is remembered that they refuse to be asked for token ids. Beyond it, they are asked again.
 WITHOUT_IDS_MAX = 4096
 
+#: Routers are asked to avoid a failed engine this much later, so that the call does not delay the streams that it had.
+NOTE_FAILED_S = 0.05
+
 #: Statuses with which an engine refuses a request that has a field it does not know.
 _UNKNOWN_FIELD = (400, 422)
 
@@ -247,9 +250,10 @@ class Mover:
 
     def _failed(self, booking: Booking, moving: Moving, failure: Failure) -> Instruction:
         assert moving.relay is not None
-        self._note_failed(booking.worker_id)
+        loop = asyncio.get_running_loop()
+        loop.call_later(NOTE_FAILED_S, self._note_failed, booking.worker_id)
         self._counts.engine_failures[failure.value] += 1
-        now_s = asyncio.get_running_loop().time()
+        now_s = loop.time()
         return moving.relay.migration.handle(EngineFailed(now_s, failure, moving.heard_s))
 
     async def _prepare(self, moving: Moving, booking: Booking) -> None:

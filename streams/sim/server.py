@@ -368,18 +368,23 @@ class SimServer:
         """
         now_ms = self._advance()
         cleared = self.model.clear(now_ms) if clear else []
-        self._unpublished += cleared
+        self._hand_out(cleared)
         self._publish_outputs()
         return not clear or bool(cleared)
 
     def _advance(self) -> float:
         """Advance the model to now, and hand out its outputs, whose events are still to be published. Returns now."""
         now_ms = self._clock.now_ms()
-        outputs = self.model.advance(now_ms)
+        self._hand_out(self.model.advance(now_ms))
+        return now_ms
+
+    def _hand_out(self, outputs: Sequence[Output]) -> None:
+        """Note outputs in the journal, and hand them to those who wait for them."""
         self._unpublished += outputs
         for output in outputs:
+            if self._journal is not None:
+                self._journal.note([output])
             self._deliver(output)
-        return now_ms
 
     def _publish_outputs(self) -> None:
         """Publish the events of all outputs so far, in the order in which they happened."""
@@ -406,8 +411,6 @@ class SimServer:
         return stored.medium == "GPU" and (writes == "all" or (writes == "prompt" and not stored.generated))
 
     def _publish(self, events: Sequence[BlockEvent]) -> None:
-        if self._journal is not None:
-            self._journal.note(events)
         if self._publisher is not None:
             self._publisher.publish(events)
 
