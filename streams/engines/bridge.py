@@ -258,6 +258,8 @@ class Bridge:
     def _keeps_up(self) -> bool:
         """Whether no message of an engine waits in a socket, except where the rank's records say so themselves."""
         self._watch.look()  # what arrived since the last look would otherwise not be seen
+        if self._watch.is_cut_short:
+            return False
         return not any(bridged.has_backlog for bridged in self._engines.values())
 
     async def _tick(self) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import selectors
+import time
 from collections.abc import Callable
 
 log = logging.getLogger(__name__)
@@ -20,6 +21,10 @@ log = logging.getLogger(__name__)
 #: The time between two looks at the sockets while messages arrive. It delays a batch by half as much on average. With
 #: 4,000 batches per second from 200 ranks, each look finds some twenty of them.
 LOOK_EVERY_S = 0.005
+
+#: A look that takes longer is continued after everything else on the loop had its turn: after a standstill, thousands
+#: of batches may wait, and leases have to be renewed meanwhile.
+LOOK_S_MAX = 0.02
 
 
 class SocketWatch:
@@ -29,6 +34,8 @@ class SocketWatch:
         self._selector = selectors.DefaultSelector()
         self._is_watched = False  # whether the loop watches the selector
         self._next_look: asyncio.TimerHandle | None = None
+        #: Whether the last look ended early, so that other sockets may be readable too.
+        self.is_cut_short = False
 
     def add(self, descriptor: int, on_readable: Callable[[], None]) -> None:
         """Call `on_readable` at the looks at which the descriptor is readable, until it is removed."""
@@ -47,7 +54,12 @@ class SocketWatch:
         """Call back for every descriptor that is readable now; return whether there was one."""
         found = self._selector.select(0)
         watched = self._selector.get_map()
+        ends_at_s = time.monotonic() + LOOK_S_MAX
+        self.is_cut_short = False
         for key, _ in found:
+            if time.monotonic() > ends_at_s:
+                self.is_cut_short = True
+                break
             if watched.get(key.fd) is not key:
                 continue  # an earlier callback has removed it
             try:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Awaitable, Callable
 
 from streams.engines import socket_watch
-from streams.engines.socket_watch import LOOK_EVERY_S, SocketWatch
+from streams.engines.socket_watch import LOOK_EVERY_S, LOOK_S_MAX, SocketWatch
 
 PATIENCE_S = 20.0
 
@@ -107,6 +107,30 @@ def test_a_look_in_between_finds_what_waits_for_the_next_one() -> None:
         assert not watch.look()
 
     watching(2, act)
+
+
+def test_a_long_look_is_continued_after_everything_else() -> None:
+    """Other tasks have their turn in between, and every message is read."""
+
+    async def main() -> None:
+        watch, log = SocketWatch(), list[tuple[float, Pipe]]()
+        pipes = [Pipe(watch, log) for _ in range(6)]
+        turns: list[int] = []
+        for pipe in pipes:
+            watch.remove(pipe.descriptor)
+            watch.add(pipe.descriptor, lambda pipe=pipe: (time.sleep(LOOK_S_MAX), pipe.read()))  # type: ignore[misc]
+            pipe.write()
+        assert watch.look() and watch.is_cut_short and 0 < len(log) < len(pipes)
+        while len(log) < len(pipes):
+            turns.append(len(log))
+            await asyncio.sleep(0)
+        assert len(set(turns)) >= 3
+        await until(lambda: not watch.look())
+        assert not watch.is_cut_short
+        for pipe in pipes:
+            pipe.close()
+
+    asyncio.run(main())
 
 
 def test_a_callback_that_fails_or_removes_another_socket_does_not_stop_the_watch() -> None:
