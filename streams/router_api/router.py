@@ -91,11 +91,6 @@ _UNFILTERED_MAX = 256
 #: How long the client waits for further records of a batch. The outbox hands over those of an interval in one step.
 _LINGER_MS = 0.5
 
-#: How often everything but bookings is read. Events are known 5 ms later on average than if each of an agent's
-#: transactions were read at once. It differs from the interval of bookings, so that these have a thread of their own:
-#: they must not wait while an engine's whole cache is folded.
-EVENTS_INTERVAL_S = 0.010
-
 _NO_SCORES = OverlapScores({})
 _NO_RANKS: frozenset[RankId] = frozenset()
 _NOTHING_REPORTED = FleetState()
@@ -187,13 +182,13 @@ class Router:
             "workers": Feed(
                 self._topics.workers,
                 one_by_one_live(lambda record, live: self.view.fold_worker(record.key, record.value, live)),
-                EVENTS_INTERVAL_S,
+                READ_INTERVAL_S,
             ),
             # Read from its end, because bridges soon report every engine again.
             "metrics": Feed(
                 self._topics.worker_metrics,
                 one_by_one(lambda record: self.view.fold_report(record.key, record.value)),
-                EVENTS_INTERVAL_S,
+                READ_INTERVAL_S,
                 from_end=True,
             ),
         }
@@ -201,21 +196,19 @@ class Router:
             feeds["index"] = Feed(
                 self._topics.index_changelog,
                 lambda messages, live: self.view.fold_index_batch(list(map(key_and_value, messages)), live),
-                EVENTS_INTERVAL_S,
+                READ_INTERVAL_S,
                 in_parallel=True,
             )
             feeds["pooled"] = Feed(
                 self._topics.cxl_changelog,
                 one_by_one(lambda record: self.view.fold_pooled(record.key, record.value)),
-                EVENTS_INTERVAL_S,
+                READ_INTERVAL_S,
                 in_parallel=True,
             )
         # Read from its end, so that the counts begin when this router starts. They include the dead letters of agents
         # that run without a router.
         self.dead_letters = DeadLetterCounts(settings)
-        feeds["dead letters"] = Feed(
-            self._topics.dead_letters, self.dead_letters.fold, EVENTS_INTERVAL_S, from_end=True
-        )
+        feeds["dead letters"] = Feed(self._topics.dead_letters, self.dead_letters.fold, READ_INTERVAL_S, from_end=True)
         if settings.router_replica_sync:
             feeds["loads"] = Feed(self._topics.router_loads, self.loads.fold_messages, READ_INTERVAL_S)
         self.feeds = Feeds(settings, feeds, self._restart)
