@@ -148,6 +148,19 @@ class KvRouterClient(KvRouter):
         avoided: bool = answer["avoided"]
         return avoided
 
+    async def report_render(self, worker_id: int, body: dict[str, Any]) -> dict[str, Any]:
+        """Report what a front found when it probed an engine; returns the answer of `PUT /workers/{id}/render`.
+
+        It is not repeated if all routers are away. Raises UnknownId, WorkerChanged, and the errors of routers.
+        """
+        headers = {"Content-Type": JSON}
+        try:
+            return await self._round(
+                "PUT", f"/workers/{worker_id}/render", Attempt(), None, orjson.dumps(body), headers
+            )
+        except Refused as exc:
+            raise exc.error from exc
+
     async def _call(self, call: Call, fields: dict[str, Any], packed: bytes, attempt: Attempt) -> dict[str, Any]:
         fields = dict(fields)
         tenant = fields.pop("tenant", None)

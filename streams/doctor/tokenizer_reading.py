@@ -16,6 +16,7 @@ import aiohttp
 import orjson
 
 from streams.client.payloads import unpack_tokens
+from streams.core.workers import RenderPart
 from streams.doctor.http_reading import call
 from streams.doctor.observations import EngineSeen
 from streams.errors import InvalidRequest, SettingsError
@@ -30,8 +31,8 @@ ENGINES_AT_ONCE = 8
 #: Bytes that a tokenizer may cache; the prompts are few and short.
 _CACHE_BYTES = 1 << 20
 
-#: By the name of a prompt, its tokens by the files; None if the files cannot make them.
-_Ours = Mapping[str, list[int] | None]
+#: By prompt, its tokens by the files; None if the files cannot make them.
+_Ours = Mapping[RenderPart, list[int] | None]
 
 
 async def read_tokenizers(
@@ -57,12 +58,12 @@ async def read_tokenizers(
 
 def _tokens_of_files(path: str) -> _Ours:
     tokenizer = _load(path)
-    ours: dict[str, list[int] | None] = {}
-    for name, (kind, body) in PROMPTS.items():
+    ours: dict[RenderPart, list[int] | None] = {}
+    for part, (kind, body) in PROMPTS.items():
         try:
-            ours[name] = unpack_tokens(tokenizer.encode(kind, orjson.dumps(body)).tokens)
+            ours[part] = unpack_tokens(tokenizer.encode(kind, orjson.dumps(body)).tokens)
         except InvalidRequest:  # no chat template, or one that refuses a system message or tools
-            ours[name] = None
+            ours[part] = None
     return ours
 
 
@@ -81,9 +82,10 @@ async def _differences(
 ) -> Mapping[str, str]:
     """What differs, by the name of the prompt; "" if nothing does."""
     found: dict[str, str] = {}
-    for name, tokens in ours.items():
+    for part, tokens in ours.items():
+        name = part.words
         answer = await call(
-            http, f"{engine.worker.url}/tokenize", headers, {"model": engine.worker.model, **PROMPTS[name][1]}
+            http, f"{engine.worker.url}/tokenize", headers, {"model": engine.worker.model, **PROMPTS[part][1]}
         )
         theirs = _token_ids(answer.json()) if answer.ok else None
         if answer.error is not None:

@@ -28,8 +28,15 @@ FLEET_STALE_S = 10.0
 class Fleet:
     """The registered engines by model. If routers forbid reading them, the list is empty, and requests are served."""
 
-    def __init__(self, router: KvRouterClient, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        router: KvRouterClient,
+        clock: Callable[[], float] = time.monotonic,
+        on_workers: Callable[[list[dict[str, Any]]], None] = lambda _: None,
+    ) -> None:
+        """on_workers: called with the workers each time that the registry was read."""
         self._router = router
+        self._on_workers = on_workers
         self._clock = clock
         self._engines: dict[str, list[str]] = {}
         self._created_s: dict[str, int] = {}
@@ -63,6 +70,7 @@ class Fleet:
             self._read_s = self._clock()
             self.router_mode = str(registry.get("router_mode", ""))
             self._take(registry["workers"])
+            self._on_workers(registry["workers"])
 
     def _take(self, workers: list[dict[str, Any]]) -> None:
         engines: dict[str, list[str]] = {}
