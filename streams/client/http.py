@@ -139,6 +139,14 @@ class KvRouterClient(KvRouter):
         except Refused as exc:
             raise exc.error from exc
 
+    async def pools(self) -> list[dict[str, Any]]:
+        """Return the registered CXL pools, as `GET /pools` does. Errors are as of `workers`."""
+        try:
+            pools: list[dict[str, Any]] = (await self._round("GET", "/pools", Attempt(), None, None, {}))["pools"]
+        except Refused as exc:
+            raise exc.error from exc
+        return pools
+
     async def avoid(self, worker_id: int) -> bool:
         """Let all routers avoid a worker for a short time; it is not repeated if all routers are away."""
         try:

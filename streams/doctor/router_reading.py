@@ -12,6 +12,7 @@ from typing import Any
 
 import aiohttp
 
+from streams.core.workers import RenderOutcome, RenderPart
 from streams.doctor.http_reading import NOT_ALLOWED, call, read_page
 from streams.doctor.observations import PageSeen, RankDigest, RouterSeen
 
@@ -72,6 +73,7 @@ async def _read_router(http: aiohttp.ClientSession, url: str, headers: Mapping[s
                 frozenset(row["worker_id"] for row in each["workers"]["workers"] if row["silent_dp_ranks"])
                 for each in rounds
             ),
+            differing=_differing(rounds[-1]["workers"]["workers"]),
             page=await read_page(http, f"{url}/metrics", headers),
             clock=ready.clock,
         )
@@ -86,6 +88,15 @@ def _digests(state: dict[str, Any]) -> dict[tuple[int, int], RankDigest]:
         )
         for row in state["ranks"]
         if row["health"] != "removed"
+    }
+
+
+def _differing(workers: list[dict[str, Any]]) -> dict[int, tuple[str, int]]:
+    found = {row["worker_id"]: row.get("render") or {} for row in workers}  # an earlier version has no `render`
+    return {
+        worker_id: (RenderPart(render["part"]).words, int(render["from_token"]))
+        for worker_id, render in found.items()
+        if render.get("outcome") == RenderOutcome.DIFFERS
     }
 
 

@@ -78,8 +78,9 @@ FRONT_METRICS: tuple[Metric[FrontCounts], ...] = (
         "kvstreams_front_split_requests_total",
         "Requests of models with prefill workers, by what became of their prompts: `remote` ones were computed on a "
         "prefill worker; the others on the decode worker, because it lacked too few tokens (`short`), the request "
-        "cannot be split (`unsuitable`), no prefill worker was idle enough (`busy`), one failed (`failed`), or the KV "
-        "cache did not become available to the decode worker (`not_transferred`).",
+        "cannot be split (`unsuitable`), no prefill worker was idle enough (`busy`), one failed (`failed`), "
+        "no CXL pool has a prefill worker as a member although KV caches go through pools (`no_pool`), or the KV cache "
+        "did not become available to the decode worker (`not_transferred`).",
         lambda counts: {split.value: counts.splits[split] for split in Split},
         Label("outcome", tuple(split.value for split in Split)),
     ),

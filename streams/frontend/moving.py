@@ -76,7 +76,8 @@ class Moving:
     """What is needed to resume one request's answer.
 
     relay: the stream. body: the client's request. headers: for engines. prompt: the tokens of the prompt as the front
-    knows them, u32 LE; None if it does not. heard_s: when the last byte of an engine came.
+    knows them, u32 LE; None if it does not. heard_s: when the last byte of an engine came. failed: the incarnations of
+    workers that failed the request, None if they are not known.
     """
 
     def __init__(
@@ -89,6 +90,7 @@ class Moving:
         self.prompt = prompt
         self.heard_s = 0.0
         self.relay: StreamRelay | None = None
+        self.failed: dict[int, int | None] = {}
 
 
 class Mover:
@@ -246,6 +248,7 @@ class Mover:
     def _failed(self, booking: Booking, moving: Moving, failure: Failure) -> Instruction:
         assert moving.relay is not None
         self._note_failed(booking.worker_id)
+        moving.failed[booking.worker_id] = self._fleet.incarnation(booking.worker_id)
         self._counts.engine_failures[failure.value] += 1
         now_s = asyncio.get_running_loop().time()
         return moving.relay.migration.handle(EngineFailed(now_s, failure, moving.heard_s))
@@ -306,6 +309,11 @@ class Mover:
         loop, migration = asyncio.get_running_loop(), relay.migration
         token_ids = prompt + migration.shown.token_ids[: choose.n_kept]
         expected = None if relay.tokens_max is None else relay.tokens_max - choose.n_kept
+        for worker_id, failed in list(moving.failed.items()):
+            now = self._fleet.incarnation(worker_id)
+            if failed is not None and now is not None and now > failed:
+                booking.allow_again(worker_id)
+                del moving.failed[worker_id]
         chosen = await choose_worker(booking, token_ids, expected, migration.deadline_s)
         instruction = migration.handle(chosen)
         if not isinstance(instruction, Resume):

@@ -46,7 +46,7 @@ from streams.router_api.connections import LINGERING_S, Connections
 from streams.security.access import ANY_RIGHT, CHECK_S, Access, grant_of
 from streams.security.files import Watched, read_secret
 from streams.security.tokens import Right
-from streams.settings import Settings
+from streams.settings import KvTransfer, Settings
 
 log = logging.getLogger(__name__)
 
@@ -128,7 +128,11 @@ class Front:
         )
         cache_bytes = settings.front_tokenizer_cache_mb << 20
         self.tokenizing = Tokenizing(options.tokenizers, settings.front_tokenizer_processes, cache_bytes)
-        self.fleet = Fleet(self.router, on_workers=lambda workers: self.parity.note(workers))
+        self.fleet = Fleet(
+            self.router,
+            on_workers=lambda workers: self.parity.note(workers),
+            reads_pools=settings.front_disaggregation and settings.front_kv_transfer is KvTransfer.POOL,
+        )
         self.counts = FrontCounts(self.tokenizing.sources, self.tokenizing.characters)
         self._spans = make_spans(settings) if spans is None else spans
         self.proxy = Proxy(
@@ -271,7 +275,7 @@ class Front:
 
 
 def _http_error(http: web.Request, exc: web.HTTPException) -> dict[str, Any]:
-    """Return the page of an error of the server itself. For a call that the front does not have, it says which it has."""
+    """Return the page of an error of the server itself. If the front lacks a call, it says which it has."""
     message, path = exc.reason, http.path[:NAME_CHARS_MAX]
     if exc.status == web.HTTPNotFound.status_code:
         message = f"there is no {path} here. The front serves {SERVED_CALLS}; ask an engine for anything else"

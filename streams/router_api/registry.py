@@ -1,7 +1,7 @@
 """The calls that change the registry: workers, cordons, avoidances, render parities and CXL pools.
 
-What lives here: one method per call. Each of them, except for `avoid`, returns after Kafka has taken the change. What
-must not: HTTP, decisions (router), and the epochs of pools (cxl.pool_registry).
+What lives here: one method per call. Each of them, except for `avoid` and `put_render`, returns after Kafka has taken
+the change. What must not: HTTP, decisions (router), and the epochs of pools (cxl.pool_registry).
 """
 
 from __future__ import annotations
@@ -179,7 +179,10 @@ class Registry:
                 self._send(avoid_key(each.worker_id), None)
 
     def put_render(self, parity: RenderParity) -> None:
-        """Note whether a worker's engine makes the same tokens as a front. The same result is written only once.
+        """Note whether a worker's engine makes the same tokens as a front, on this router at once.
+
+        The other routers follow as soon as they read the record. The call does not wait for Kafka: fronts report a
+        result again that routers do not show.
 
         Raises UnknownId, and WorkerChanged if the worker is another engine by now.
         """
@@ -193,10 +196,9 @@ class Registry:
                 "was restarted",
                 remedy="Probe it again as GET /workers lists it now",
             )
-        before = self._view.render_of(worker)
-        if before is not None and before.incarnation == probed and before.result == parity.result:
-            return
-        self._publish_registry(render_key(worker.worker_id), encode_render(parity))
+        self._check_topics()
+        self._view.fold_worker(render_key(worker.worker_id), encode_render(parity))
+        self._send(render_key(worker.worker_id), encode_render(parity))
 
     def _send(self, key: bytes, value: bytes | None) -> None:
         """Publish a record of the registry without waiting. It is lost if Kafka is away for longer than seconds."""

@@ -151,6 +151,23 @@ def test_ranks_disagree_only_if_they_do_in_every_round_after_the_same_batch() ->
     assert disagree((same, ahead), (same, ahead)) == []
 
 
+def test_engines_that_make_other_tokens_are_named_once_for_all_routers() -> None:
+    """Each router shows the same record; engines with the same difference are one finding."""
+    same, other = ("chat", 27), ("completion", 0)
+    seen = Observations(
+        SETTINGS,
+        None,
+        (),
+        (RouterSeen("a", differing={1: same, 2: same}), RouterSeen("b", differing={2: same, 3: other})),
+    )
+    found = list(routers.check_routers(seen))
+    assert [(each.code, each.subject) for each in found] == [
+        ("renders_differ", "workers 1, 2"),
+        ("renders_differ", "workers 3"),
+    ]
+    assert "of a chat, from token 27 on" in found[0].problem
+
+
 def test_a_broken_engine_of_several_ranks_is_named_with_each_address() -> None:
     """Rank n listens n ports above, and each socket that fails is a finding."""
     ok, bad = SocketSeen("tcp://e:2", None, 1), SocketSeen("tcp://e:3", "nothing listens there")

@@ -232,27 +232,21 @@ def test_a_record_with_unknown_words_is_refused(wrong: dict[str, Any]) -> None:
 # -- the registry ------------------------------------------------------------------------------------------------------
 
 
-def test_a_stale_report_is_refused_and_a_repeated_one_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A front may know a newer incarnation than the router, but never an older one."""
+def test_a_report_about_another_engine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A front may know a newer incarnation than the router, but never an older one. A report waits for nothing."""
     with local_router(Settings(), n_workers=1) as served:
         registry, view = served.router.registry, served.router.view
         written: list[bytes] = []
-
-        def publish(key: bytes, value: bytes | None) -> None:
-            written.append(key)
-            view.fold_worker(key, value)
-
-        monkeypatch.setattr(registry, "_publish_registry", publish)
+        monkeypatch.setattr(registry, "_send", lambda key, _: written.append(key))
         worker = view.workers[ONE]
 
         def parity(incarnation: int | None, **changes: Any) -> RenderParity:
             return replace(parity_of(incarnation=incarnation), url=worker.url, **changes)
 
         registry.put_render(parity(None))
-        registry.put_render(replace(parity(None), probed_at_ms=9, probed_by="another"))
-        assert written == [b"render/1"]
+        assert shown(view) == DIFFERS
         registry.put_render(parity(None, result=EQUAL))
-        assert written == [b"render/1"] * 2
+        assert shown(view) == EQUAL
         note_incarnation(view, 7)
         for stale in (parity(None), parity(6), replace(parity(7), url="http://o"), replace(parity(7), model="o")):
             with pytest.raises(WorkerChanged):
@@ -274,6 +268,10 @@ def test_the_call_answers_with_what_is_shown() -> None:
         assert row["render"] == render_json(None)
         assert row["incarnation"] is None
         body = {"url": row["url"], "model": row["model"], "outcome": "equal"}
+        answer = api.call("PUT", "/workers/1/render", {**body, "probed_by": "front a:1"}).given()
+        assert answer["render"] == {**row["render"], **answer["render"]} != row["render"]
+        assert api.workers()[1]["render"] == answer["render"]
+        assert (answer["render"]["outcome"], answer["render"]["probed_by"]) == ("equal", "front a:1")
         api.call("PUT", "/workers/9/render", body).refused(404, "unknown_id")
         api.call("PUT", "/workers/1/render", {**body, "url": "http://other"}).refused(409, "worker_changed")
         api.call("PUT", "/workers/1/render", {**body, "part": "chat"}).refused(400, "invalid_request")
