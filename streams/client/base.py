@@ -38,6 +38,9 @@ RETRY_TIMEOUT_S = 10.0
 #: How long a report on a booking is repeated. It may be late: it is monotone, and nobody waits for it.
 REPORT_TIMEOUT_S = 60.0
 
+#: How long booking a running request again may take. The request waits for it.
+REBOOK_TIMEOUT_S = 1.0
+
 #: How long closing a client waits for its last reports.
 CLOSE_TIMEOUT_S = 5.0
 
@@ -328,11 +331,19 @@ class KvRouter(Requests):
         self._failed_engines.note(worker_id)
 
     async def rebook(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Free a booking, and book its request again at the same router, which knows of both at once."""
+        """Free a booking, and book its request again at the same router, which knows of both at once.
+
+        Raises KvStreamsError, also if that takes longer than REBOOK_TIMEOUT_S.
+        """
         key = key_of(request)
-        router = self._routed_by.get(key)
-        self.report(key, Report(free=True))
-        return await self.reroute(request, router)
+        router = self._routed_by.pop(key, None)
+        await self._reports.settle(key)
+        try:
+            async with asyncio.timeout(REBOOK_TIMEOUT_S):
+                await self._send_report(key, Report(router, free=True))
+                return await self.reroute(request, router)
+        except TimeoutError as exc:
+            raise RouterUnavailable(f"no router booked the request again within {REBOOK_TIMEOUT_S:g} s") from exc
 
     async def reroute(self, request: dict[str, Any], router: int | None = None) -> dict[str, Any]:
         """Route a booked request again, once. Bookings call it after their engine has failed.

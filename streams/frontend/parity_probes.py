@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -25,7 +26,6 @@ from streams.errors import InvalidRequest, KvStreamsError
 from streams.frontend.metrics import FrontCounts
 from streams.frontend.parity import PROMPTS, Rendered, judge
 from streams.frontend.tokenizing import Tokenizing, TokenizingFailed
-from streams.model_registry import writer_name
 
 log = logging.getLogger(__name__)
 
@@ -107,7 +107,7 @@ class ParityProbes:
         self._engines: aiohttp.ClientSession | None = None
         self._counts = counts
         self._clock = clock
-        self._name = writer_name("front")
+        self._name = f"front {os.uname().nodename}:{os.getpid()}"  # for people who look at the registry
         self._workers: dict[int, _Worker] = {}
         self._turns = asyncio.Semaphore(PROBES_AT_ONCE)
         self._tasks: set[asyncio.Task[None]] = set()
