@@ -197,6 +197,7 @@ class Observations:
     """Everything that was read.
 
     settings: those of the scope. kafka: None if it was skipped. pages: of processes other than the routers.
+    tokenizer_models: models that --tokenizer names.
     """
 
     settings: Settings
@@ -204,3 +205,4 @@ class Observations:
     engines: tuple[EngineSeen, ...] = ()
     routers: tuple[RouterSeen, ...] = ()
     pages: tuple[PageSeen, ...] = ()
+    tokenizer_models: tuple[str, ...] = ()

@@ -53,11 +53,11 @@ async def _read_router(http: aiohttp.ClientSession, url: str, headers: Mapping[s
         await asyncio.sleep(ROUND_EVERY_S if number else 0.0)
         names = ("state", "workers", "loads", "live")
         answers = await asyncio.gather(*(call(http, f"{url}/{name}", headers) for name in names))
-        for answer in answers:
+        for name, answer in zip(names, answers, strict=True):
             if answer.status in NOT_ALLOWED:
                 return RouterSeen(url, refused=answer.status, clock=ready.clock)
             if not answer.ok:
-                return RouterSeen(url, answer.error or f"the status of an answer is {answer.status}")
+                return RouterSeen(url, answer.error or f"GET /{name} is answered with {answer.status}")
         found = dict(zip(names, (answer.json() for answer in answers), strict=True))
         if not all(isinstance(each, dict) for each in found.values()):
             return RouterSeen(url, "its answers are not JSON objects")

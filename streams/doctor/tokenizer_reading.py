@@ -32,18 +32,22 @@ ENGINES_AT_ONCE = 8
 _CACHE_BYTES = 1 << 20
 
 #: By prompt, its tokens by the files; None if the files cannot make them.
-_Ours = Mapping[RenderPart, list[int] | None]
+TokensOfFiles = Mapping[RenderPart, list[int] | None]
+
+
+async def read_files(paths: Mapping[str, str]) -> Mapping[str, TokensOfFiles]:
+    """Return the tokens of the prompts by path. paths: by model. Raises SettingsError for a bad file."""
+    return {path: await asyncio.to_thread(_tokens_of_files, path) for path in set(paths.values())}
 
 
 async def read_tokenizers(
-    http: aiohttp.ClientSession, engines: Sequence[EngineSeen], paths: Mapping[str, str], headers: Mapping[str, str]
+    http: aiohttp.ClientSession,
+    engines: Sequence[EngineSeen],
+    paths: Mapping[str, str],
+    ours: Mapping[str, TokensOfFiles],
+    headers: Mapping[str, str],
 ) -> tuple[EngineSeen, ...]:
-    """Compare the engines that answer. paths: by model, "" for all others. Raises SettingsError for a bad file."""
-    ours: dict[str, _Ours] = {}
-    for engine in engines:
-        path = paths.get(engine.worker.model, paths.get(""))
-        if path is not None and path not in ours:
-            ours[path] = await asyncio.to_thread(_tokens_of_files, path)
+    """Compare the engines that answer. paths: by model, "" for all others. ours: of `read_files`."""
     turns = asyncio.Semaphore(ENGINES_AT_ONCE)
 
     async def one(engine: EngineSeen) -> EngineSeen:
@@ -56,7 +60,7 @@ async def read_tokenizers(
     return tuple(await asyncio.gather(*map(one, engines)))
 
 
-def _tokens_of_files(path: str) -> _Ours:
+def _tokens_of_files(path: str) -> TokensOfFiles:
     tokenizer = _load(path)
     ours: dict[RenderPart, list[int] | None] = {}
     for part, (kind, body) in PROMPTS.items():
@@ -78,7 +82,7 @@ def _load(path: str) -> ModelTokenizer:
 
 
 async def _differences(
-    http: aiohttp.ClientSession, engine: EngineSeen, ours: _Ours, headers: Mapping[str, str]
+    http: aiohttp.ClientSession, engine: EngineSeen, ours: TokensOfFiles, headers: Mapping[str, str]
 ) -> Mapping[str, str]:
     """What differs, by the name of the prompt; "" if nothing does."""
     found: dict[str, str] = {}

@@ -368,6 +368,7 @@ async def serve(settings: Settings, options: FrontOptions) -> None:
     startup, access = Startup(), Access(settings)
     server = HttpServer(settings.host, settings.port, access=access)
     front: Front | None = None
+    is_serving = False
     try:
         await server.serve(starting_app(startup))
         front = Front(settings, options, access)
@@ -376,13 +377,16 @@ async def serve(settings: Settings, options: FrontOptions) -> None:
         prefer_request_threads()
         exempt_from_collection()
         await server.serve(front.runner())
+        is_serving = True
         log.info("serving on %s, with the routers %s", server.url, ", ".join(options.router_urls))
         await asyncio.Event().wait()
     finally:
-        if front is None:
-            await server.close()
-        else:
+        if front is not None and is_serving:
             await _drain(front, server)
+        else:
+            await server.close()
+            if front is not None:
+                await front.close()
 
 
 async def _drain(front: Front, server: HttpServer) -> None:
