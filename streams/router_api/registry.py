@@ -28,7 +28,7 @@ from streams.codec import (
 )
 from streams.core.events import EngineBatch, WorkerRemoved
 from streams.core.ids import DpRank, RankId, WorkerId
-from streams.core.workers import Avoidance, Cordon, RenderParity, Worker, WorkerState
+from streams.core.workers import Avoidance, Cordon, RenderOutcome, RenderParity, Worker, WorkerState
 from streams.cxl.events import CxlPool
 from streams.cxl.pool_registry import next_epoch, registered_pool, write_pool_change
 from streams.cxl.records import encode_pool, pool_key
@@ -196,6 +196,10 @@ class Registry:
                 "was restarted",
                 remedy="Probe it again as GET /workers lists it now",
             )
+        before = self._view.render_of(worker)
+        is_known = before is not None and before.result.outcome is not RenderOutcome.UNKNOWN
+        if is_known and parity.result.outcome is RenderOutcome.UNKNOWN:
+            return  # a front that could not compare, for example without a tokenizer, knows less than the other one
         self._check_topics()
         self._view.fold_worker(render_key(worker.worker_id), encode_render(parity))
         self._send(render_key(worker.worker_id), encode_render(parity))

@@ -163,8 +163,10 @@ def test_engines_that_make_other_tokens_are_named_once_for_all_routers() -> None
     found = list(routers.check_routers(seen))
     assert [(each.code, each.subject) for each in found] == [
         ("renders_differ", "workers 1, 2"),
-        ("renders_differ", "workers 3"),
+        ("renders_differ", "worker 3"),
     ]
+    compared = EngineSeen(replace(WORKER, worker_id=WorkerId(3)), tokens={})
+    assert len(list(routers.check_routers(replace(seen, engines=(compared,))))) == 1
     assert "of a chat, from token 27 on" in found[0].problem
 
 

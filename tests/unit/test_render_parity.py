@@ -247,18 +247,22 @@ def test_a_report_about_another_engine_is_refused(monkeypatch: pytest.MonkeyPatc
         assert shown(view) == DIFFERS
         registry.put_render(parity(None, result=EQUAL))
         assert shown(view) == EQUAL
+        registry.put_render(parity(None, result=NO_FILES))  # a front without a tokenizer knows less
+        assert shown(view) == EQUAL
         note_incarnation(view, 7)
         for stale in (parity(None), parity(6), replace(parity(7), url="http://o"), replace(parity(7), model="o")):
             with pytest.raises(WorkerChanged):
                 registry.put_render(stale)
         assert shown(view) == NOT_PROBED
+        registry.put_render(parity(7, result=NO_FILES))
+        assert shown(view) == NO_FILES
         registry.put_render(parity(7))
         assert shown(view) == DIFFERS
         registry.put_render(parity(8))  # this router has not read of the restart yet
         assert shown(view) == NOT_PROBED
         note_incarnation(view, 8)
         assert shown(view) == DIFFERS
-        assert written == [b"render/1"] * 4
+        assert written == [b"render/1"] * 5
 
 
 def test_the_call_answers_with_what_is_shown() -> None:

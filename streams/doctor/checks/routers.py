@@ -110,18 +110,23 @@ def _one(router: RouterSeen) -> Iterator[Finding]:
 
 
 def _tokens(seen: Observations) -> Iterator[Finding]:
-    """Report engines of which a front has found that they make other tokens, once for all routers."""
+    """Report engines of which a front has found that they make other tokens, once for all routers.
+
+    Those that --tokenizer has compared now have findings of their own, if they still differ.
+    """
+    compared = {int(engine.worker.worker_id) for engine in seen.engines if engine.tokens is not None}
     differing: dict[tuple[str, int], set[int]] = {}
     for router in seen.routers:
         for worker_id, difference in router.differing.items():
-            differing.setdefault(difference, set()).add(worker_id)
+            if worker_id not in compared:
+                differing.setdefault(difference, set()).add(worker_id)
     for (part, from_token), ids in sorted(differing.items()):
         yield Finding(
             Group.ROUTERS,
             "renders_differ",
-            f"workers {listed(sorted(ids))}",
-            f"a front found that their engines make other tokens than its files: of a {part}, from token {from_token} "
-            "on. The blocks behind that are not found, so prompts are computed again",
+            f"worker{'s' * (len(ids) > 1)} {listed(sorted(ids))}",
+            f"a front has found other tokens than those of its --tokenizer: of a {part}, from token {from_token} on. "
+            "Cached blocks behind that are not found, so prompts are computed again",
             "If it is a chat, give engines and front the same chat template (--chat-template of the engine, or "
             "chat_template.jinja in the folder of --tokenizer); otherwise the tokenizer is another one. --tokenizer "
             "compares all engines",
