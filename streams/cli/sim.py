@@ -110,6 +110,11 @@ if TYPE_CHECKING:
     help="tokens of an answer after which it fails so, once",
 )
 @click.option(
+    "--chat-style",
+    default=None,
+    help="default `style` of its chat template, so that it makes other tokens of chats than other engines",
+)
+@click.option(
     "--journal",
     type=click.Path(path_type=Path),
     default=None,
@@ -147,6 +152,7 @@ def sim(
     moe_group: int | None,
     fault: str | None,
     fault_after_tokens: int,
+    chat_style: str | None,
     journal: Path | None,
     info: Path | None,
 ) -> None:
@@ -187,6 +193,7 @@ def sim(
         pool_reads=pool_reads,
         accessible_workers=accessible_workers,
         fault=None if fault is None else Fault(FaultKind(fault), fault_after_tokens),
+        chat_style=chat_style or "",
         moe=moe,
         kv_cache_report_mode=kv_cache_report_mode,
         journal=journal,

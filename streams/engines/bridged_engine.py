@@ -18,7 +18,7 @@ import aiohttp
 import zmq.asyncio
 from confluent_kafka import KafkaException, Producer
 
-from streams.codec import encode_worker
+from streams.codec import encode_worker, render_key
 from streams.core.events import ResyncRequest
 from streams.core.ids import DpRank, Incarnation, RankId, WorkerId
 from streams.core.workers import Worker
@@ -312,6 +312,8 @@ class BridgedEngine:
         def write(worker: Worker | None) -> None:
             try:
                 self._kafka.produce(topic, key=key, value=None if worker is None else encode_worker(worker))
+                if worker is None:  # what a front found about its tokens goes with it
+                    self._kafka.produce(topic, key=render_key(worker_id), value=None)
             # Kafka does not answer, or the topic was deleted. The lease expires, and is claimed again afterwards.
             except (BufferError, KafkaException) as exc:
                 log.debug("worker %d: the lease was not written: %s", worker_id, exc)

@@ -80,7 +80,8 @@ class Moving:
 
     relay: the stream. body: the client's request. headers: for engines. prompt: the tokens of the prompt as the front
     knows them, u32 LE; None if it does not. heard_s: when the last byte of an engine came. fields: of the body without
-    its prompt, from the first move on.
+    its prompt, from the first move on. failed: the incarnations of workers that failed the request, None if they are
+    not known.
     """
 
     def __init__(
@@ -94,6 +95,7 @@ class Moving:
         self.heard_s = 0.0
         self.relay: StreamRelay | None = None
         self.fields: dict[str, Any] = {}
+        self.failed: dict[int, int | None] = {}
 
 
 class Mover:
@@ -252,6 +254,7 @@ class Mover:
         assert moving.relay is not None
         loop = asyncio.get_running_loop()
         loop.call_later(NOTE_FAILED_S, self._note_failed, booking.worker_id)
+        moving.failed[booking.worker_id] = self._fleet.incarnation(booking.worker_id)
         self._counts.engine_failures[failure.value] += 1
         now_s = loop.time()
         return moving.relay.migration.handle(EngineFailed(now_s, failure, moving.heard_s))
@@ -315,6 +318,11 @@ class Mover:
         loop, migration = asyncio.get_running_loop(), relay.migration
         token_ids = prompt + migration.shown.token_ids[: choose.n_kept]
         expected = None if relay.tokens_max is None else relay.tokens_max - choose.n_kept
+        for worker_id, failed in list(moving.failed.items()):
+            now = self._fleet.incarnation(worker_id)
+            if failed is not None and now is not None and now > failed:
+                booking.allow_again(worker_id)
+                del moving.failed[worker_id]
         chosen = await choose_worker(booking, token_ids, expected, migration.deadline_s)
         instruction = migration.handle(chosen)
         if not isinstance(instruction, Resume):

@@ -89,7 +89,8 @@ class SimServerConfig:
     prompts alone, or none. pool_reads: whether a request loads the pooled blocks of its prompt, or reads them in place
     while it runs. fault: armed from the start (faults). kv_cache_report_mode: for requests that do not set it; `full`
     also reports the cached blocks that a request reuses, in the form of a store, as in vLLM. journal: file that every
-    change of the cache is appended to (journal). Raises SettingsError.
+    change of the cache is appended to (journal). chat_style: default argument of the chat template. Raises
+    SettingsError.
     """
 
     host: str = "127.0.0.1"
@@ -116,6 +117,7 @@ class SimServerConfig:
     pool_writes: PoolWrites = "all"
     pool_reads: PoolReads = "load"
     fault: Fault | None = None
+    chat_style: str = ""
 
     def __post_init__(self) -> None:
         check_time_scale(self.time_scale)
@@ -244,7 +246,9 @@ class SimServer:
         self.http_url = ""
         self.events_endpoint = ""
         self.replay_endpoint = ""
-        self._served = openai.ServedModels(config.model, config.lora_names, config.engine.n_tokens_max)
+        self._served = openai.ServedModels(
+            config.model, config.lora_names, config.engine.n_tokens_max, config.chat_style
+        )
         self._clock = _Clock(config.time_scale)
         self._started_at_s = time.time()
         self._calls: dict[str, _Call] = {}  # by request id; at most LIVE_REQUESTS_MAX
