@@ -18,7 +18,7 @@ import aiohttp
 
 from streams.client.engine import EngineOptions, EngineStream
 from streams.client.moving import choose_worker
-from streams.client.payloads import given, pack_tokens, unpack_tokens, with_prompt
+from streams.client.payloads import given, pack_tokens, token_array, with_prompt
 from streams.client.reports import BookingKey, Report
 from streams.cxl import migration
 from streams.cxl.migration import (
@@ -349,7 +349,7 @@ class Generation:
                 self._stream = None
             match instruction:
                 case ChooseWorker(n_kept=n_kept):
-                    token_ids = unpack_tokens(self._packed) + moving.shown.token_ids[:n_kept].tolist()
+                    token_ids = token_array(self._packed) + moving.shown.token_ids[:n_kept]
                     left = self._tokens_max - n_kept
                     chosen = await choose_worker(self.booking, token_ids, left, moving.deadline_s)
                     instruction = moving.handle(chosen)
@@ -378,7 +378,7 @@ class Generation:
         fields = {**self._fields, "max_tokens": resume.max_tokens, "stream_options": _REPORTING_USAGE}
         if fields.get("min_tokens"):
             fields["min_tokens"] = resume.min_tokens
-        token_ids = unpack_tokens(self._packed) + moving.shown.token_ids.tolist()
+        token_ids = (token_array(self._packed) + moving.shown.token_ids).tolist()
         try:
             async with asyncio.timeout(options.stall_timeout_s):
                 self._stream = await EngineStream.open(
