@@ -39,6 +39,7 @@ class SocketWatch:
 
     def add(self, descriptor: int, on_readable: Callable[[], None]) -> None:
         """Call `on_readable` at each poll at which the descriptor is readable, until it is removed."""
+        self.remove(descriptor)  # that of a socket which was closed without being removed may be in use again
         self._selector.register(descriptor, selectors.EVENT_READ, on_readable)
         if self._next_poll is None:
             self._await_first()
