@@ -7,12 +7,12 @@ records (pipeline).
 The engines are sockets in a process of their own. Each batch stores 4 blocks and, once the cache is full, removes the 4
 oldest, as an engine that decodes does. Batches are made before the measurement, and records are decoded after it, since
 all processes share the machine. The time of an event is that at which its engine hands it to ZMQ, and the time of a
-record is that at which the broker appends it. What the engines and the reader of the records need of the processors is
-a row of its own. Exits 1 if the bridge did not publish every batch.
+record is that at which the broker appends it. The processor time of the engines and of the records' reader has rows of
+its own. Exits 1 if the bridge did not publish every batch.
 
-With `--stages`, the bridge runs with clocks around its parts, and the time from event to record is divided: until the
-bridge has taken the batch from its socket, until it has handed the record to Kafka's client, and until the broker has
-appended it; for all batches, and for the slowest hundredth, which is the tail. The clocks cost processor time.
+With `--stages`, the bridge runs with clocks around its parts, and the report divides the time from event to record:
+until the bridge has taken the batch from its socket, until it has handed the record to Kafka's client, and until the
+broker has appended it. It does so for all batches, and for the slowest hundredth. The clocks cost processor time.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ class _RankSockets:
         self.n_sent += 1
 
     def answer_all(self) -> None:
-        """Answer the requests that wait. The file descriptor is readable again only after the last look."""
+        """Answer the requests that wait. The file descriptor is readable again only after the last check."""
         while int(self.replay.getsockopt(zmq.EVENTS)) & POLLIN:
             self._answer()
 

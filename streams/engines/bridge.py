@@ -36,6 +36,7 @@ from streams.engines.socket_watch import SocketWatch
 from streams.engines.sources.interface import ENGINES_MAX, EngineSource, MergedEngines
 from streams.engines.sources.registry import RegistryEngines
 from streams.errors import BlockSizeContradicted
+from streams.interpreter import collect_by_the_clock
 from streams.model_registry import check_model, claim_model, writer_name
 from streams.outage import Outage, lasting
 from streams.settings import Settings
@@ -104,6 +105,7 @@ class Bridge:
                 tasks.create_task(self._registry.run())
                 tasks.create_task(self._tick())
                 tasks.create_task(self._pulse.run())
+                tasks.create_task(collect_by_the_clock())
                 tasks.create_task(self._follow(self._parts(http), tasks))
                 for number, source in enumerate(self._sources):
                     tasks.create_task(source.run(partial(self._note, number)))
@@ -257,7 +259,7 @@ class Bridge:
 
     def _keeps_up(self) -> bool:
         """Whether no message of an engine waits in a socket, except where the rank's records say so themselves."""
-        self._watch.look()  # what arrived since the last look would otherwise not be seen
+        self._watch.poll()  # what arrived since the last poll would otherwise not be seen
         if self._watch.is_cut_short:
             return False
         return not any(bridged.has_backlog for bridged in self._engines.values())

@@ -96,8 +96,8 @@ class BridgedEngine:
         self._settings = parts.settings
         self._kafka = parts.kafka
         # A context has one thread for the network, which waits for each name to be resolved. So an engine with a name
-        # has a context of its own. Hundreds of threads, each woken up by every message of its engine, cost more than
-        # one: the others share one.
+        # has a context of its own. All others share one: hundreds of threads, each woken up by every message of its
+        # engine, cost more than a single one.
         self._own_context = zmq.asyncio.Context() if needs_lookup(engine) else None
         self._context = self._own_context or parts.context
         self.lease_handle = self._lease_handle(renewal)

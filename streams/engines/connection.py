@@ -121,7 +121,7 @@ class EventConnection:
         self.reason = ""
         #: The next event of the socket's monitor; None while no socket is open.
         self.event: asyncio.Future[list[bytes]] | None = None
-        #: Whether a message waits in the socket, as of the last look at it.
+        #: Whether a message waits in the socket, as of the last check.
         self.has_message = False
         self._put_back: list[bytes] | None = None  # a message that is taken before those in the socket
 
@@ -135,17 +135,17 @@ class EventConnection:
         assert self._socket is not None and self.has_message
         if self._put_back is not None:
             frames, self._put_back = self._put_back, None
-            self._look()
+            self._check()
             return frames
         frames = self._socket.recv_multipart(zmq.NOBLOCK)
-        self._look()
+        self._check()
         return frames
 
     def put_back(self, frames: list[bytes]) -> None:
         """Let the message that was taken last be the next one again."""
         self._put_back, self.has_message = frames, True
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         """Note whether a message waits. ZMQ's file descriptor is readable again only after this."""
         assert self._socket is not None
         events: Any = self._socket.getsockopt(zmq.EVENTS)
@@ -153,7 +153,7 @@ class EventConnection:
 
     def _on_readable(self) -> None:
         had_message = self.has_message
-        self._look()
+        self._check()
         if self.has_message and not had_message:
             self._on_message()
 
@@ -180,7 +180,7 @@ class EventConnection:
                 self.completed_at_s, self._pause_s = now_s, 0.0
                 return Change.COMPLETED
             elif event["event"] in _FAILURES:
-                self._look()  # messages may have come since the last look at all sockets
+                self._check()  # messages may have come since the last poll of all sockets
                 return self._failed()
         if self.completed_at_s is None and now_s - self._opened_at_s >= CONNECT_TIMEOUT_S:
             self.reason = f"nothing answers within {CONNECT_TIMEOUT_S:g} s"

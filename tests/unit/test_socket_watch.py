@@ -8,7 +8,7 @@ import time
 from collections.abc import Awaitable, Callable
 
 from streams.engines import socket_watch
-from streams.engines.socket_watch import LOOK_EVERY_S, LOOK_S_MAX, SocketWatch
+from streams.engines.socket_watch import POLL_EVERY_S, POLL_S_MAX, SocketWatch
 
 PATIENCE_S = 20.0
 
@@ -63,9 +63,9 @@ def test_every_message_is_read_however_they_arrive() -> None:
         await until(lambda: len(log) == 1)
         for n in range(50):
             pipes[n % 3].write(2)
-            await asyncio.sleep(LOOK_EVERY_S / 5)
+            await asyncio.sleep(POLL_EVERY_S / 5)
         await until(lambda: len(log) == 101)
-        await asyncio.sleep(10 * LOOK_EVERY_S)
+        await asyncio.sleep(10 * POLL_EVERY_S)
         pipes[2].write()
         await until(lambda: len(log) == 102)
         assert {pipe for _, pipe in log} == set(pipes)
@@ -74,42 +74,42 @@ def test_every_message_is_read_however_they_arrive() -> None:
 
 
 def test_while_messages_arrive_sockets_are_read_together() -> None:
-    """The second message of a pair waits for the next look, together with that of another socket."""
+    """The second message of a pair waits for the next poll, together with that of another socket."""
 
     async def act(watch: SocketWatch, pipes: list[Pipe], log: list[tuple[float, Pipe]]) -> None:
-        looks: list[int] = []
-        look = watch.look
+        polls: list[int] = []
+        poll = watch.poll
 
         def counted() -> bool:
-            found = look()
-            looks.append(len(log))
+            found = poll()
+            polls.append(len(log))
             return found
 
-        watch.look = counted  # type: ignore[method-assign]
+        watch.poll = counted  # type: ignore[method-assign]
         pipes[0].write()
         await until(lambda: len(log) == 1)
         pipes[1].write()
         pipes[2].write()
         await until(lambda: len(log) == 3)
-        assert 2 not in looks  # no look found one of the two alone
+        assert 2 not in polls  # no poll found one of the two alone
 
     watching(3, act)
 
 
-def test_a_look_in_between_finds_what_waits_for_the_next_one() -> None:
+def test_a_poll_in_between_finds_what_waits_for_the_next_one() -> None:
     """So a bridge knows, when it writes a pulse, that no message waits that it has not seen."""
 
     async def act(watch: SocketWatch, pipes: list[Pipe], log: list[tuple[float, Pipe]]) -> None:
         pipes[0].write()
         await until(lambda: len(log) == 1)
         pipes[1].write()
-        assert watch.look() and len(log) == 2
-        assert not watch.look()
+        assert watch.poll() and len(log) == 2
+        assert not watch.poll()
 
     watching(2, act)
 
 
-def test_a_long_look_is_continued_after_everything_else() -> None:
+def test_a_long_poll_is_continued_after_everything_else() -> None:
     """Other tasks have their turn in between, and every message is read."""
 
     async def main() -> None:
@@ -118,14 +118,14 @@ def test_a_long_look_is_continued_after_everything_else() -> None:
         turns: list[int] = []
         for pipe in pipes:
             watch.remove(pipe.descriptor)
-            watch.add(pipe.descriptor, lambda pipe=pipe: (time.sleep(LOOK_S_MAX), pipe.read()))  # type: ignore[misc]
+            watch.add(pipe.descriptor, lambda pipe=pipe: (time.sleep(POLL_S_MAX), pipe.read()))  # type: ignore[misc]
             pipe.write()
-        assert watch.look() and watch.is_cut_short and 0 < len(log) < len(pipes)
+        assert watch.poll() and watch.is_cut_short and 0 < len(log) < len(pipes)
         while len(log) < len(pipes):
             turns.append(len(log))
             await asyncio.sleep(0)
         assert len(set(turns)) >= 3
-        await until(lambda: not watch.look())
+        await until(lambda: not watch.poll())
         assert not watch.is_cut_short
         for pipe in pipes:
             pipe.close()
@@ -134,7 +134,7 @@ def test_a_long_look_is_continued_after_everything_else() -> None:
 
 
 def test_a_callback_that_fails_or_removes_another_socket_does_not_stop_the_watch() -> None:
-    """The other sockets are read at the same look, and all of them later; a removed one is not called any more."""
+    """The other sockets are read at the same poll, and all of them later; a removed one is not called any more."""
 
     async def main() -> None:
         watch, log = SocketWatch(), list[tuple[float, Pipe]]()
@@ -173,11 +173,11 @@ def test_a_watch_whose_last_socket_was_removed_watches_the_next_one() -> None:
             await until(lambda n=n: len(log) == n + 1)  # type: ignore[misc]
             pipe.close()
         watch.remove(pipe.descriptor)  # a socket that was never added, or removed before, changes nothing
-        assert not watch.look()
+        assert not watch.poll()
 
     asyncio.run(main())
 
 
 def test_the_interval_is_a_small_part_of_what_a_batch_may_need() -> None:
     """A batch waits for a whole interval at most, and a batch has 50 ms until it is on Kafka."""
-    assert 0 < socket_watch.LOOK_EVERY_S <= 0.01
+    assert 0 < socket_watch.POLL_EVERY_S <= 0.01
