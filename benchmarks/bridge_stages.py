@@ -106,12 +106,14 @@ class _TimedProducer:
 def add_stages(samples: Samples, case: str, path: Path, began_s: float) -> None:
     """Add each stage's share of the time from event to record, of the batches since `began_s`."""
     times = np.load(path)
+    rows: npt.NDArray[np.float64] = times["rows"]
+    ended_s = rows[:, 0].max()  # what the bridge does later, when it stops, delays no batch
     for name, what in (("late", "the loop is late"), ("pauses", "a garbage collection")):
-        found_ms = times[name][times[name][:, 0] >= began_s][:, 1] * 1000
+        at_s, took_s = times[name].T
+        found_ms = took_s[(at_s >= began_s) & (at_s <= ended_s)] * 1000
         if len(found_ms):
             samples.add(case, f"{what}, p99", "ms", OURS, float(np.percentile(found_ms, 99)))
             samples.add(case, f"{what}, max", "ms", OURS, float(found_ms.max()))
-    rows: npt.NDArray[np.float64] = times["rows"]
     rows = rows[rows[:, 0] >= began_s]
     total = rows[:, -1] - rows[:, 0]
     slowest = total >= np.percentile(total, 99)
