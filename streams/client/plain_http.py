@@ -301,18 +301,21 @@ class _Connection(asyncio.Protocol):
             return
         if not self._has_head:
             self._head_bytes += len(data)
+        is_http = True
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade):
-            # Without the parser's message, which may quote the answer.
-            self._break(ConnectionBroken("the server's answer is not HTTP"))
-            return
+            is_http = False
         pieces = self._pieces
         if pieces:
             piece = pieces[0] if len(pieces) == 1 else b"".join(pieces)
             pieces.clear()
             answer.feed(piece)
-        if self._is_complete:
+        if not is_http and not self._is_complete:
+            # Without the parser's message, which may quote the answer.
+            self._break(ConnectionBroken("the server's answer is not HTTP"))
+        elif self._is_complete:
+            self._is_reusable = self._is_reusable and is_http
             self._finish(answer)
         elif not self._has_head and self._head_bytes > HEAD_BYTES_MAX:
             self._break(ConnectionBroken(f"the headers have more than {HEAD_BYTES_MAX} bytes"))
