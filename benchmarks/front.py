@@ -306,10 +306,10 @@ async def measure(
         if most is not None:
             report.bars.append(Bar(name, value <= most, f"at most {most:g} {unit}; {value:.2f}"))
     if MOVING in ways:
-        added_us = statistics.median(cpu[MOVING]) - per_token_us
-        name = "processor time per token that migration adds"
-        samples.add(case, name, "us", OURS, added_us)
-        report.bars.append(Bar(name, added_us <= 60.0, f"at most 60 us; {added_us:.2f}"))
+        with_ids_us = statistics.median(cpu[MOVING])
+        name = "processor time per token with ids"
+        samples.add(case, name, "us", OURS, with_ids_us)
+        report.bars.append(Bar(name, with_ids_us <= 60.0, f"at most 60 us; {with_ids_us:.2f}"))
     samples.add(case, "processes for 10,000 streams at 20 tokens/s", "", OURS, 10_000 * 20 * per_token_us / 1e6)
     wait_for(lambda: _active(router) == 0, PATIENCE_S, "the end of every booking")
     return samples

@@ -34,7 +34,7 @@ from streams.errors import (
 )
 from streams.frontend import metrics
 from streams.frontend.answers import StreamWatch, completion_tokens, error_event, may_be_served_elsewhere
-from streams.frontend.client_stream import ClientGone, ClientStream
+from streams.frontend.client_stream import ClientGone, ClientStream, FrontResponse
 from streams.frontend.disaggregation import decode_body
 from streams.frontend.failed_engines import FailedEngines
 from streams.frontend.fleet import Fleet
@@ -457,7 +457,7 @@ class Proxy:
         booking = exchange.booking
         assert booking is not None
         exchange.answering = True
-        response = web.StreamResponse(status=status)
+        response = FrontResponse(status=status)
         for name, value in headers:
             response.headers.add(name, value)
         response.headers.setdefault(REQUEST_ID, request_id)
