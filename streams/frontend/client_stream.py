@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
@@ -75,8 +75,8 @@ class ClientStream:
             raise ClientGone(self.response)
         http.writer.send_headers()
         self._is_chunked = getattr(http.writer, "chunked", False)
-        self._transport = cast(asyncio.Transport, transport)
-        return self._transport
+        self._transport = transport
+        return transport
 
     async def drained(self) -> None:
         """Wait until the client keeps up."""

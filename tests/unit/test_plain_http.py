@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+import ssl
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
+import trustme
+import uvloop
 
 from streams.client import plain_http
 from streams.client.plain_http import Answer, ConnectFailed, ConnectionBroken, PlainHttp
@@ -17,7 +21,20 @@ PATIENCE_S = 20.0
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
 ENDLESS = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 
+Run = Callable[[Coroutine[Any, Any, None]], None]
+
 Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
+@pytest.fixture(params=[asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
+def run(request: pytest.FixtureRequest) -> Run:
+    """Give what runs a scenario, on each event loop that the client is used on."""
+
+    def run_scenario(scenario: Coroutine[Any, Any, None]) -> None:
+        with asyncio.Runner(loop_factory=request.param) as runner:
+            runner.run(scenario)
+
+    return run_scenario
 
 
 class Server:
@@ -40,8 +57,8 @@ class Server:
 
 
 @asynccontextmanager
-async def serving(serve: Callable[[Server], Serve]) -> AsyncIterator[Server]:
-    """Run a server until the block ends."""
+async def serving(serve: Callable[[Server], Serve], context: ssl.SSLContext | None = None) -> AsyncIterator[Server]:
+    """Run a server until the block ends, over TLS if there is a context for it."""
     server = Server()
     handle = serve(server)
 
@@ -54,8 +71,9 @@ async def serving(serve: Callable[[Server], Serve]) -> AsyncIterator[Server]:
         finally:
             writer.close()
 
-    listening = await asyncio.start_server(accepted, "127.0.0.1", 0)
-    server.url = f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
+    listening = await asyncio.start_server(accepted, "127.0.0.1", 0, ssl=context)
+    scheme = "http" if context is None else "https"
+    server.url = f"{scheme}://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
     async with listening, asyncio.timeout(PATIENCE_S):
         yield server
 
@@ -110,7 +128,7 @@ async def get(http: PlainHttp, server: Server, silence_s: float = PATIENCE_S, *,
         (b"HTTP/1.0 200 OK\r\n\r\nuntil it closes", 200, b"until it closes"),
     ],
 )
-def test_every_form_of_an_answer_is_read(raw: bytes, status: int, body: bytes, piece: int) -> None:
+def test_every_form_of_an_answer_is_read(run: Run, raw: bytes, status: int, body: bytes, piece: int) -> None:
     """The status and the whole body arrive, wherever the bytes are cut."""
 
     async def scenario() -> None:
@@ -119,10 +137,10 @@ def test_every_form_of_an_answer_is_read(raw: bytes, status: int, body: bytes, p
             assert (answer.status, await answer.read()) == (status, body)
             assert answer.at_eof and await answer.readany() == b""
 
-    asyncio.run(scenario())
+    run(scenario())
 
 
-def test_requests_arrive_as_they_were_given() -> None:
+def test_requests_arrive_as_they_were_given(run: Run) -> None:
     """Path, query, headers and body are sent, with the host and the length; a line break is refused."""
 
     async def scenario() -> None:
@@ -141,10 +159,10 @@ def test_requests_arrive_as_they_were_given() -> None:
             await (await http.request("POST", server.url, "/", {}, large, PATIENCE_S)).read()
             assert server.requests[-1].endswith(b"\r\n\r\n" + large)
 
-    asyncio.run(scenario())
+    run(scenario())
 
 
-def test_a_connection_is_used_again_until_it_was_idle_for_too_long() -> None:
+def test_a_connection_is_used_again_until_it_was_idle_for_too_long(run: Run) -> None:
     """One connection serves requests one after the other; an idle one is closed after keepalive_s."""
 
     async def scenario() -> None:
@@ -157,11 +175,11 @@ def test_a_connection_is_used_again_until_it_was_idle_for_too_long() -> None:
             assert await (await get(http, server)).read() == b"ok"
             assert server.n_connections == 2
 
-    asyncio.run(scenario())
+    run(scenario())
 
 
 @pytest.mark.parametrize("repeatable", [True, False])
-def test_a_kept_connection_that_the_server_closes_fails_or_is_replaced(repeatable: bool) -> None:
+def test_a_kept_connection_that_the_server_closes_fails_or_is_replaced(run: Run, repeatable: bool) -> None:
     """A request that may be repeated is sent again on another connection; any other fails."""
 
     def serve(server: Server) -> Serve:
@@ -184,7 +202,7 @@ def test_a_kept_connection_that_the_server_closes_fails_or_is_replaced(repeatabl
                 with pytest.raises(ConnectionBroken):
                     await get(http, server)
 
-    asyncio.run(scenario())
+    run(scenario())
 
 
 @pytest.mark.parametrize(
@@ -200,7 +218,7 @@ def test_a_kept_connection_that_the_server_closes_fails_or_is_replaced(repeatabl
         (ENDLESS + b"4\r\nhalf\r\nZZ\r\n", b"half"),
     ],
 )
-def test_a_broken_answer_is_not_taken_for_a_whole_one(raw: bytes, before: bytes | None) -> None:
+def test_a_broken_answer_is_not_taken_for_a_whole_one(run: Run, raw: bytes, before: bytes | None) -> None:
     """ConnectionBroken is raised after what arrived. before: that part of the body, None without headers."""
 
     def serve(server: Server) -> Serve:
@@ -223,7 +241,7 @@ def test_a_broken_answer_is_not_taken_for_a_whole_one(raw: bytes, before: bytes 
                 assert got == before and not answer.at_eof
             assert len(http) == 0 or await gone(http)
 
-    asyncio.run(scenario())
+    run(scenario())
 
 
 async def read_into(got: bytearray, answer: Answer) -> None:
@@ -245,7 +263,7 @@ async def gone(http: PlainHttp) -> bool:
     return True
 
 
-def test_a_server_that_is_not_there_has_not_seen_the_request() -> None:
+def test_a_server_that_is_not_there_has_not_seen_the_request(run: Run) -> None:
     """A refused connection, and an address that is none, raise ConnectFailed."""
 
     async def scenario() -> None:
@@ -254,7 +272,7 @@ def test_a_server_that_is_not_there_has_not_seen_the_request() -> None:
                 with pytest.raises(ConnectFailed):
                     await http.request("GET", url, "/", {}, None, PATIENCE_S)
 
-    asyncio.run(scenario())
+    run(scenario())
 
 
 def silent(server: Server) -> Serve:
@@ -268,7 +286,7 @@ def silent(server: Server) -> Serve:
     return handle
 
 
-def test_silence_counts_while_it_is_waited_for() -> None:
+def test_silence_counts_while_it_is_waited_for(run: Run) -> None:
     """A reader gets TimeoutError after silence_s; an answer that nobody reads does not fail."""
 
     async def scenario() -> None:
@@ -284,10 +302,10 @@ def test_silence_counts_while_it_is_waited_for() -> None:
             with pytest.raises(TimeoutError):
                 await answer.pump(lambda _: True)
 
-    asyncio.run(scenario())
+    run(scenario())
 
 
-def test_closing_an_answer_closes_its_connection() -> None:
+def test_closing_an_answer_closes_its_connection(run: Run) -> None:
     """The server sees the end of the connection, and the reader that waits is released."""
 
     async def scenario() -> None:
@@ -301,10 +319,10 @@ def test_closing_an_answer_closes_its_connection() -> None:
             while server.requests[-1] != b"":
                 await asyncio.sleep(0.01)
 
-    asyncio.run(scenario())
+    run(scenario())
 
 
-def test_a_cancelled_request_closes_its_connection() -> None:
+def test_a_cancelled_request_closes_its_connection(run: Run) -> None:
     """Nothing of it is left, and the next request has a connection of its own."""
 
     def serve(server: Server) -> Serve:
@@ -327,10 +345,10 @@ def test_a_cancelled_request_closes_its_connection() -> None:
             assert await gone(http)
             assert await (await get(http, server)).read() == b"ok"
 
-    asyncio.run(scenario())
+    run(scenario())
 
 
-def test_a_pump_passes_everything_on_until_it_is_stopped() -> None:
+def test_a_pump_passes_everything_on_until_it_is_stopped(run: Run) -> None:
     """Bytes come in order; what arrives after a stop is kept for the next pump; what the function raises is raised."""
     pieces = [b"%03d" % number for number in range(100)]
     got = bytearray()
@@ -371,10 +389,10 @@ def test_a_pump_passes_everything_on_until_it_is_stopped() -> None:
                 await pump_all(answer, fail)
             answer.close()
 
-    asyncio.run(scenario())
+    run(scenario())
 
 
-def test_a_pump_raises_what_breaks_the_answer() -> None:
+def test_a_pump_raises_what_breaks_the_answer(run: Run) -> None:
     """The bytes before it were passed on."""
     got = bytearray()
 
@@ -399,10 +417,10 @@ def test_a_pump_raises_what_breaks_the_answer() -> None:
                 await pump_all(answer, take)
             assert got == b"half"
 
-    asyncio.run(scenario())
+    run(scenario())
 
 
-def test_a_reader_that_does_not_read_stops_the_server() -> None:
+def test_a_reader_that_does_not_read_stops_the_server(run: Run) -> None:
     """At most WAITING_BYTES_MAX and one read are kept; then everything arrives."""
     total = 64 << 20
 
@@ -426,10 +444,10 @@ def test_a_reader_that_does_not_read_stops_the_server() -> None:
             assert 0 < answer._n_waiting <= plain_http.WAITING_BYTES_MAX + (1 << 20)
             assert len(await answer.read()) == total
 
-    asyncio.run(scenario())
+    run(scenario())
 
 
-def test_closing_the_client_fails_what_is_under_way() -> None:
+def test_closing_the_client_fails_what_is_under_way(run: Run) -> None:
     """Its connections are closed, and it takes no further requests."""
 
     async def scenario() -> None:
@@ -443,4 +461,32 @@ def test_closing_the_client_fails_what_is_under_way() -> None:
                 await get(http, server)
             assert await gone(http)
 
-    asyncio.run(scenario())
+    run(scenario())
+
+
+def test_a_server_is_asked_over_tls_if_its_certificate_is_trusted(run: Run) -> None:
+    """Kept connections and pumps work as without TLS; with another authority, there is no connection."""
+    ours, others = trustme.CA(), trustme.CA()
+    serves = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    ours.issue_cert("127.0.0.1").configure_cert(serves)
+
+    def trusting(authority: trustme.CA) -> PlainHttp:
+        context = ssl.create_default_context()
+        authority.configure_trust(context)
+        return PlainHttp(keepalive_s=5.0, connect_timeout_s=5.0, ssl=context)
+
+    async def scenario() -> None:
+        async with serving(answering(OK, OK), serves) as server:
+            http, got = trusting(ours), bytearray()
+            assert await (await get(http, server)).read() == b"ok"
+            answer = await get(http, server)
+            await pump_all(answer, lambda data: not got.extend(data))
+            assert got == b"ok" and server.n_connections == 1
+            http.close()
+            http = trusting(others)
+            with pytest.raises(ConnectFailed):
+                await get(http, server)
+            http.close()
+            assert await gone(http)
+
+    run(scenario())
