@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
+from urllib.request import urlopen
 
 import click
 import orjson
@@ -310,9 +311,23 @@ async def measure(
         name = "processor time per token with ids"
         samples.add(case, name, "us", OURS, with_ids_us)
         report.bars.append(Bar(name, with_ids_us <= 60.0, f"at most 60 us; {with_ids_us:.2f}"))
+    for step, mean_ms in steps(ways[FRONT][0]).items():
+        samples.add(case, f"time to {step} before the first token, mean", "ms", OURS, mean_ms)
     samples.add(case, "processes for 10,000 streams at 20 tokens/s", "", OURS, 10_000 * 20 * per_token_us / 1e6)
     wait_for(lambda: _active(router) == 0, PATIENCE_S, "the end of every booking")
     return samples
+
+
+def steps(front_url: str) -> dict[str, float]:
+    """Return how long a front's requests took to be tokenized and routed, in milliseconds."""
+    with urlopen(f"{front_url}/metrics") as response:
+        lines = [line.split() for line in response.read().decode().splitlines()]
+    values = {fields[0]: float(fields[1]) for fields in lines if len(fields) == 2}
+    found = {}
+    for step in ("tokenize", "route"):
+        name = f"kvstreams_front_{step}_seconds"
+        found[step] = values[f"{name}_sum"] / values[f"{name}_count"] * 1e3
+    return found
 
 
 def _active(router: RouterProcess) -> int:
@@ -355,18 +370,19 @@ def main(json_path: Path | None, streams: int, tokens: int, rate: float, migrati
     report = Report("front", installed("aiohttp", "uvloop", "tokenizers"), [])
     with machinery() as parts:
         stack = parts.stack
-        worker = stack.worker("agents")
+        stack.worker("agents", router=False)
+        router = stack.router("router")
         engine_url = _start_engine(stack, tokens, rate)
-        uvloop.run(_register(worker, engine_url))
-        wait_workers(worker.url, 1)
+        uvloop.run(_register(router, engine_url))
+        wait_workers(router.url, 1)
         folder = stack.directory / "model"
         folder.mkdir()
         write_tokenizer(folder)
-        front = stack.front("front", [worker], ["--tokenizer", f"{MODEL}={folder}"])
+        front = stack.front("front", [router], ["--tokenizer", f"{MODEL}={folder}"])
         moving = None
         if migration:
             options = ["--tokenizer", f"{MODEL}={folder}", "--front-migration"]
-            moving = stack.front("front-migration", [worker], options)
+            moving = stack.front("front-migration", [router], options)
         with nginx_of(engine_url, stack.directory) as nginx:
             ways: dict[str, tuple[str, int | None]] = {DIRECT: (engine_url, None), FRONT: (front.url, front.child.pid)}
             if moving is not None:
@@ -376,7 +392,7 @@ def main(json_path: Path | None, streams: int, tokens: int, rate: float, migrati
             else:
                 ways[NGINX] = nginx
             run_soon_after_waking()  # only now: the processes above have inherited the usual slices
-            samples = uvloop.run(measure(ways, engine_url, worker, streams, tokens, rounds, report))
+            samples = uvloop.run(measure(ways, engine_url, router, streams, tokens, rounds, report))
     report.rows = samples.rows()
     report.print(wide_console())
     if json_path is not None:
