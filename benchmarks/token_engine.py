@@ -16,6 +16,8 @@ import click
 import uvloop
 import xxhash
 
+from streams.interpreter import run_soon_after_waking
+
 #: Digests that are kept for clients to ask for.
 DIGESTS_MAX = 100_000
 
@@ -137,6 +139,7 @@ def main(port: int, tokens: int, gap_ms: float, prefill_ms: float) -> None:
         server = await loop.create_server(lambda: Connection(engine), "127.0.0.1", port, backlog=4096)
         await server.serve_forever()
 
+    run_soon_after_waking()
     uvloop.run(serve())
 
 

@@ -1,7 +1,8 @@
 """The Python client: routing and generating with one interface, over HTTP or with a router in the same process.
 
-What lives here: the public names. `KvRouterClient` needs nothing but aiohttp and orjson. `KvPushRouter` needs Kafka and
-the compiled kernels, so its module is imported when the name is first used. docs/client.md describes both.
+What lives here: the public names. `KvRouterClient` needs nothing but aiohttp, httptools and orjson. `KvPushRouter`
+needs Kafka and the compiled kernels, so its module is imported when the name is first used. docs/client.md describes
+both.
 """
 
 from __future__ import annotations

@@ -11,11 +11,9 @@ import asyncio
 import ssl as tls
 from collections.abc import Callable, Sequence
 from typing import Any, Self
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote, urlencode, urlsplit
 
-import aiohttp
 import orjson
-from yarl import URL
 
 from streams.client.base import (
     REPORT_TIMEOUT_S,
@@ -29,6 +27,7 @@ from streams.client.base import (
 )
 from streams.client.engine import EngineOptions
 from streams.client.payloads import query_of, unpack_tokens
+from streams.client.plain_http import ConnectFailed, PlainHttp
 from streams.client.reports import BookingKey, Report
 from streams.client.trace_context import add_trace_context
 from streams.errors import API_ERRORS, InvalidRequest, KvStreamsError, RouterUnavailable
@@ -42,6 +41,9 @@ CONNECT_TIMEOUT_S = 1.0
 
 #: Open connections to all routers. Calls beyond that wait for one.
 CONNECTIONS_MAX = 128
+
+#: Connections to routers that no call uses are closed after this time.
+KEEPALIVE_S = 15.0
 
 #: A router that failed is tried after all others for this long.
 ROUTER_PENALTY_S = 1.0
@@ -103,17 +105,15 @@ class KvRouterClient(KvRouter):
         self._token = token
         self._ssl = ssl
         self._call_timeout_s = call_timeout_s
-        self._connections_max = connections_max
-        self._routers: aiohttp.ClientSession | None = None
+        self._connections = asyncio.Semaphore(connections_max)
+        self._routers: PlainHttp | None = None
         self._turn = 0
         self._penalised_until_s = [float("-inf")] * len(self.urls)
 
     async def start(self) -> Self:
         """Open sessions on the running loop; nothing is connected yet."""
         if self._routers is None:
-            self._routers = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=self._connections_max, ssl=self._ssl or True)
-            )
+            self._routers = PlainHttp(keepalive_s=KEEPALIVE_S, connect_timeout_s=CONNECT_TIMEOUT_S, ssl=self._ssl)
         await super().start()
         return self
 
@@ -121,7 +121,7 @@ class KvRouterClient(KvRouter):
         """End what is still running, send the last reports, and close all connections."""
         await super().close()
         if self._routers is not None:
-            await self._routers.close()
+            self._routers.close()
             self._routers = None
 
     async def workers(self) -> list[dict[str, Any]]:
@@ -234,26 +234,32 @@ class KvRouterClient(KvRouter):
         http = self._routers
         if http is None:
             raise RouterUnavailable("the client is not open", remedy="Use `async with`, or call start() first")
-        timeout = aiohttp.ClientTimeout(total=self._call_timeout_s + wait_s, sock_connect=CONNECT_TIMEOUT_S)
+        timeout_s = self._call_timeout_s + wait_s
+        target = path if query is None else f"{path}?{urlencode(query)}"
         if self._token is not None:
             headers[AUTHORIZATION] = f"Bearer {self._token if isinstance(self._token, str) else self._token()}"
         last: KvStreamsError | None = None
         retry_after_s = 0.0
         for router in self._in_order(attempt.router):
-            url = URL(f"{self.urls[router]}{path}", encoded=True)
+            url = self.urls[router]
             try:
-                async with http.request(
-                    method, url, params=query, data=body, headers=headers, timeout=timeout
-                ) as response:
-                    raw = await response.read()
-            except aiohttp.ClientConnectorError as exc:
+                async with asyncio.timeout(timeout_s), self._connections:
+                    # Only a POST may be a booking, which is repeated elsewhere with the same request id.
+                    response = await http.request(
+                        method, url, target, headers, body, timeout_s, repeatable=method != "POST"
+                    )
+                    try:
+                        raw = await response.read()
+                    finally:
+                        response.close()
+            except ConnectFailed as exc:
                 self._penalise(router)
-                last = _unavailable(self.urls[router], exc)
+                last = _unavailable(url, exc)
                 continue
-            except (aiohttp.ClientError, TimeoutError, OSError) as exc:
+            except (TimeoutError, OSError) as exc:
                 attempt.may_be_booked = True  # the router may have booked, and its answer was lost
                 self._penalise(router)
-                last = _unavailable(self.urls[router], exc)
+                last = _unavailable(url, exc)
                 continue
             except asyncio.CancelledError:
                 attempt.may_be_booked = True
@@ -262,7 +268,7 @@ class KvRouterClient(KvRouter):
                 try:
                     answer: dict[str, Any] = orjson.loads(raw)
                 except orjson.JSONDecodeError as exc:
-                    raise RouterUnavailable(f"{url.origin()} answers, and is not a router") from exc
+                    raise RouterUnavailable(f"{url} answers, and is not a router") from exc
                 attempt.router = router
                 return answer
             error = _error_of(response.status, raw)

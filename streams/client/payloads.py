@@ -117,9 +117,11 @@ def query_of(fields: Mapping[str, Any]) -> dict[str, str] | None:
 def _parameter(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
+    if isinstance(value, str | int):  # before the abstract types, which take long to check
+        return str(value)
     if isinstance(value, Mapping):
         return orjson.dumps(value).decode()
-    if isinstance(value, Sequence) and not isinstance(value, str):
+    if isinstance(value, Sequence):
         return ",".join(map(str, value))
     return str(value)
 

@@ -12,16 +12,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from array import array
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
 import orjson
 
-from streams.client.engine import END_TIMEOUT_S, RANK_HEADER, Watchdog
+from streams.client.engine import END_TIMEOUT_S, RANK_HEADER
 from streams.client.generation import Booking
 from streams.client.moving import choose_worker
 from streams.client.payloads import token_array
+from streams.client.plain_http import Answer, PlainHttp
 from streams.cxl.migration import (
     ChooseWorker,
     EngineEnded,
@@ -37,6 +38,7 @@ from streams.cxl.migration import (
 from streams.errors import EngineFailed as EngineFailedError
 from streams.frontend import metrics
 from streams.frontend.answers import error_event
+from streams.frontend.client_stream import ClientStream
 from streams.frontend.fleet import Fleet
 from streams.frontend.metrics import FrontCounts
 from streams.frontend.requests import Kind
@@ -71,8 +73,6 @@ _BY_TEXT = b": resumed from text, since the engine reports no token ids\n\n"
 
 #: How a connection to an engine fails.
 ENGINE_FAILURES = (aiohttp.ClientError, TimeoutError, OSError)
-
-Write = Callable[[bytes], Awaitable[None]]
 
 
 class Moving:
@@ -109,15 +109,20 @@ class Mover:
         counts: FrontCounts,
         spans: Spans,
         session: Callable[[], aiohttp.ClientSession],
+        http: PlainHttp,
         note_failed: Callable[[int], None] = lambda _: None,
     ) -> None:
-        """note_failed: is called with each worker whose engine failed."""
+        """session, http: for calls of engines' `/tokenize`, and for the requests themselves.
+
+        note_failed: is called with each worker whose engine failed.
+        """
         self._settings = settings
         self._tokenizing = tokenizing
         self._fleet = fleet
         self._counts = counts
         self._spans = spans
         self._session = session
+        self._http = http
         self._note_failed = note_failed
         self._without_ids: set[str] = set()  # URLs of engines
 
@@ -129,28 +134,27 @@ class Mover:
         self,
         exchange: Exchange,
         moving: Moving,
-        answer: aiohttp.ClientResponse,
+        answer: Answer,
         data: bytes,
-        write: Write,
-        write_end: Write,
+        client: ClientStream,
         *,
         with_figures: bool,
     ) -> None:
         """Pass on a stream whose first token is in `data`, to its end, from one engine after the other if they fail.
 
-        write, write_end: send bytes to the client, and its last bytes. with_figures: whether the client asked for the
-        figures of its migrations. Sets the exchange's outcome.
+        client: its headers were sent. with_figures: whether the client asked for the figures of its migrations. Sets
+        the exchange's outcome.
         """
         loop, booking = asyncio.get_running_loop(), exchange.booking
         assert booking is not None
         relay = moving.relay = StreamRelay(moving.kind, moving.body, booking.worker_id, self.limits())
         migration = relay.migration
-        source: aiohttp.ClientResponse | None = answer
+        source: Answer | None = answer
         instruction: Instruction
         try:
             while True:
                 assert source is not None
-                failure = await self._copy(exchange, moving, source, data, write)
+                failure = await self._copy(exchange, moving, source, data, client)
                 if relay.diverged:
                     instruction = FinishWithError(
                         f"the answer cannot go on after {relay.n_tokens} tokens: the next engine generates other text "
@@ -162,20 +166,20 @@ class Mover:
                 else:
                     source.close()
                     source, data = None, b""
-                    instruction, source = await self._migrate(exchange, moving, failure, write)
+                    instruction, source = await self._migrate(exchange, moving, failure, client)
                 if not isinstance(instruction, Resume):
                     break
-            await write_end(self._ending(exchange, moving, relay, instruction, with_figures=with_figures))
+            await client.end(self._ending(exchange, moving, relay, instruction, with_figures=with_figures))
             if source is not None:
                 await _read_end(source)
         finally:
             if source is not None:
-                _release(source)
+                source.close()
             self._count(relay)
 
     async def _migrate(
-        self, exchange: Exchange, moving: Moving, failure: Failure, write: Write
-    ) -> tuple[Instruction, aiohttp.ClientResponse | None]:
+        self, exchange: Exchange, moving: Moving, failure: Failure, client: ClientStream
+    ) -> tuple[Instruction, Answer | None]:
         """Go on at another engine; returns what to do next, and with Resume the engine's answer."""
         booking = exchange.booking
         assert booking is not None
@@ -185,7 +189,7 @@ class Mover:
             await self._prepare(moving, booking)
             instruction, source = self._failed(booking, moving, failure), None
             while isinstance(instruction, ChooseWorker):
-                instruction, source = await self._resume(exchange, moving, instruction, write)
+                instruction, source = await self._resume(exchange, moving, instruction, client)
             if source is not None:
                 attributes["kvstreams.worker_id"] = str(booking.worker_id)
             return instruction, source
@@ -211,44 +215,42 @@ class Mover:
         return relay.figures_event(figures) + error_event(EngineFailedError.http_status, reason, EngineFailedError.code)
 
     async def _copy(
-        self, exchange: Exchange, moving: Moving, source: aiohttp.ClientResponse, data: bytes, write: Write
+        self, exchange: Exchange, moving: Moving, source: Answer, data: bytes, client: ClientStream
     ) -> Failure | None:
         """Pass on the stream of one engine. Returns how it failed, or None if the answer is complete."""
-        loop, content, relay = asyncio.get_running_loop(), source.content, moving.relay
-        booking = exchange.booking
+        loop, relay, booking = asyncio.get_running_loop(), moving.relay, exchange.booking
         assert relay is not None and booking is not None
-        watchdog = Watchdog(content, self._settings.front_stall_timeout_s)
+
+        def take(received: bytes) -> bool:
+            """Pass bytes on; returns whether more may come now."""
+            moving.heard_s = at_s = loop.time()
+            shown = relay.feed(received, at_s)
+            keeps_up = not shown or client.write(shown)
+            booking.prefill_complete()
+            n_tokens = exchange.n_tokens = relay.n_tokens
+            if n_tokens - exchange.reported_tokens >= OUTPUT_REPORT_TOKENS:
+                exchange.reported_tokens, exchange.reported_s = n_tokens, at_s
+                booking.output(n_tokens - exchange.moved_tokens)
+            return keeps_up and not (relay.done or relay.diverged or relay.refusal is not None)
+
+        source.limit_silence(self._settings.front_stall_timeout_s)
         try:
-            while True:
-                if data:
-                    moving.heard_s = at_s = loop.time()
-                    try:
-                        shown = relay.feed(data, at_s)
-                    except ValueError:  # an endless event
-                        return None if relay.finished else Failure.REFUSED
-                    if shown:
-                        await write(shown)
-                    booking.prefill_complete()
-                    n_tokens = exchange.n_tokens = relay.n_tokens
-                    if n_tokens - exchange.reported_tokens >= OUTPUT_REPORT_TOKENS:
-                        exchange.reported_tokens, exchange.reported_s = n_tokens, at_s
-                        booking.output(n_tokens - exchange.moved_tokens)
-                    if relay.done or relay.diverged:
-                        return None
-                    if relay.refusal is not None:
-                        return None if relay.finished else Failure.REFUSED
-                watchdog.waits(loop.time())
-                try:
-                    data = await content.readany()
-                except TimeoutError:
-                    return None if relay.finished else Failure.STALLED
-                except ENGINE_FAILURES:
-                    return None if relay.finished else Failure.DIED
-                watchdog.heard()
-                if not data:
-                    return None if relay.finished else Failure.DIED
-        finally:
-            watchdog.stop()
+            if data:
+                take(data)
+            while not (relay.done or relay.diverged or relay.refusal is not None or source.at_eof):
+                await client.drained()
+                await source.pump(take)
+        except ValueError:  # an endless event
+            failure = Failure.REFUSED
+        except TimeoutError:
+            failure = Failure.STALLED
+        except ENGINE_FAILURES:
+            failure = Failure.DIED
+        else:
+            if relay.done or relay.diverged:
+                return None
+            failure = Failure.DIED if relay.refusal is None else Failure.REFUSED
+        return None if relay.finished else failure
 
     def _failed(self, booking: Booking, moving: Moving, failure: Failure) -> Instruction:
         assert moving.relay is not None
@@ -306,8 +308,8 @@ class Mover:
         return None if moving.prompt is None else token_array(moving.prompt)
 
     async def _resume(
-        self, exchange: Exchange, moving: Moving, choose: ChooseWorker, write: Write
-    ) -> tuple[Instruction, aiohttp.ClientResponse | None]:
+        self, exchange: Exchange, moving: Moving, choose: ChooseWorker, client: ClientStream
+    ) -> tuple[Instruction, Answer | None]:
         """Move the booking, and send the answer so far to the chosen engine; returns what to do next.
 
         With Resume comes the engine's answer, which has begun.
@@ -347,12 +349,12 @@ class Mover:
             source.close()
             return self._failed(booking, moving, Failure.REFUSED), None
         if relay.by_text:
-            await write(_BY_TEXT)
+            client.write(_BY_TEXT)
         return instruction, source
 
     async def post(
         self, booking: Booking, kind: Kind, body: Callable[[bool], bytes], headers: Mapping[str, str], timeout_s: float
-    ) -> aiohttp.ClientResponse:
+    ) -> Answer:
         """Send a request to the engine that is booked. body: makes it, given whether it asks for token ids.
 
         An engine that refuses a request which asks for them gets one that does not.
@@ -360,24 +362,19 @@ class Mover:
         assert booking.url is not None
         url = booking.url.rstrip("/")
         asks = url not in self._without_ids
-        answer = await self._post_one(f"{url}{kind}", body(asks), booking, headers, timeout_s)
+        answer = await self._post_one(url, kind, body(asks), booking, headers, timeout_s)
         if asks and answer.status in _UNKNOWN_FIELD:
             answer.close()
-            answer = await self._post_one(f"{url}{kind}", body(False), booking, headers, timeout_s)
+            answer = await self._post_one(url, kind, body(False), booking, headers, timeout_s)
             if answer.status == 200 and len(self._without_ids) < WITHOUT_IDS_MAX:
                 self._without_ids.add(url)
         return answer
 
     async def _post_one(
-        self, url: str, body: bytes, booking: Booking, headers: Mapping[str, str], timeout_s: float
-    ) -> aiohttp.ClientResponse:
-        return await self._session().post(
-            url,
-            data=body,
-            headers={**headers, **self._spans.context(), RANK_HEADER: str(booking.dp_rank)},
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=timeout_s),
-            allow_redirects=False,
-        )
+        self, url: str, kind: Kind, body: bytes, booking: Booking, headers: Mapping[str, str], timeout_s: float
+    ) -> Answer:
+        sent = {**headers, **self._spans.context(), RANK_HEADER: str(booking.dp_rank)}
+        return await self._http.request("POST", url, kind, sent, body, timeout_s)
 
     def _count(self, relay: StreamRelay) -> None:
         figures = relay.migration.figures
@@ -388,17 +385,8 @@ class Mover:
             self._counts.lost_seconds.observe(figures.lost_s)
 
 
-def _release(source: aiohttp.ClientResponse) -> None:
-    """Give back a connection whose answer was read to its end; close any other, which cancels the request there."""
-    if source.content.at_eof():
-        source.release()
-    else:
-        source.close()
-
-
-async def _read_end(source: aiohttp.ClientResponse) -> None:
+async def _read_end(source: Answer) -> None:
     """Read the end of an answer, so that its connection can be used again."""
     with contextlib.suppress(*ENGINE_FAILURES):
         async with asyncio.timeout(END_TIMEOUT_S):
-            while not source.content.at_eof():
-                await source.content.readany()
+            await source.read()

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -23,6 +23,7 @@ from streams.client.failed_engines import FailedEngines
 from streams.client.generation import Booking
 from streams.client.http import KvRouterClient
 from streams.client.payloads import RouteOptions
+from streams.client.plain_http import Answer, PlainHttp
 from streams.errors import (
     AllWorkersBusy,
     EngineFailed,
@@ -34,6 +35,7 @@ from streams.errors import (
 )
 from streams.frontend import metrics
 from streams.frontend.answers import StreamWatch, completion_tokens, error_event, may_be_served_elsewhere
+from streams.frontend.client_stream import ClientGone, ClientStream, FrontResponse
 from streams.frontend.disaggregation import decode_body
 from streams.frontend.fleet import Fleet
 from streams.frontend.metrics import FrontCounts
@@ -101,14 +103,6 @@ class _Refusal:
     body: bytes
 
 
-class _ClientGone(Exception):
-    """The client's connection is closed. response: what it was being sent."""
-
-    def __init__(self, response: web.StreamResponse) -> None:
-        super().__init__("the client's connection is closed")
-        self.response = response
-
-
 class Proxy:
     """Serves the calls that generate. Used on one loop."""
 
@@ -133,10 +127,12 @@ class Proxy:
         self._prefilling = Prefilling(settings, router, fleet, counts, self._failed_engines.note)
         self._live: set[Exchange] = set()
         self._engines: aiohttp.ClientSession | None = None
-        self._mover = Mover(settings, tokenizing, fleet, counts, spans, self._session, self._failed_engines.note)
+        self._http = PlainHttp(keepalive_s=KEEPALIVE_S, connect_timeout_s=CONNECT_TIMEOUT_S)
+        note_failed = self._failed_engines.note
+        self._mover = Mover(settings, tokenizing, fleet, counts, spans, self._session, self._http, note_failed)
 
     async def start(self) -> None:
-        """Open the session for engines on the running loop."""
+        """Open the session for the calls of engines that are not streams, on the running loop."""
         self._engines = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
@@ -148,6 +144,7 @@ class Proxy:
     async def close(self) -> None:
         """Close all connections to engines."""
         await self._failed_engines.close()
+        self._http.close()
         if self._engines is not None:
             await self._engines.close()
             self._engines = None
@@ -187,7 +184,7 @@ class Proxy:
                     attributes["gen_ai.request.model"] = request.model
                     attributes["gen_ai.usage.output_tokens"] = exchange.n_tokens
                     attributes["kvstreams.outcome"] = exchange.outcome
-        except _ClientGone as exc:
+        except ClientGone as exc:
             if exchange.outcome == metrics.COMPLETED:  # only its last bytes did not arrive
                 exchange.outcome = metrics.CLIENT_GONE
             return exc.response
@@ -312,7 +309,7 @@ class Proxy:
         if booking.url is None:
             raise EngineFailed(f"worker {booking.worker_id} was removed from the registry", worker_id=booking.worker_id)
         timeout_s = settings.front_silence_timeout_s if request.stream else settings.front_answer_timeout_s
-        answer: aiohttp.ClientResponse | None = None
+        answer: Answer | None = None
         try:
             answer = await self._post(exchange, request, body, sent, timeout_s)
             if answer.status == 200 and answer.content_type == "text/event-stream":
@@ -324,12 +321,12 @@ class Proxy:
                 f"the engine of worker {booking.worker_id} failed: {reason}", worker_id=booking.worker_id
             ) from exc
         finally:
-            if answer is not None and not answer.content.at_eof():
-                answer.close()  # which cancels the request in the engine
+            if answer is not None:
+                answer.close()  # which cancels the request in the engine, unless it has ended
 
     async def _post(
         self, exchange: Exchange, request: FrontRequest, body: bytes, sent: Mapping[str, str], timeout_s: float
-    ) -> aiohttp.ClientResponse:
+    ) -> Answer:
         """Send the request to the engine that is booked. A stream that may move is asked for token ids as well."""
         booking = exchange.booking
         assert booking is not None and booking.url is not None
@@ -339,17 +336,10 @@ class Proxy:
                 return asking_for_ids(body) if asks_for_ids else body
 
             return await self._mover.post(booking, request.kind, asking, sent, timeout_s)
-        return await self._session().post(
-            f"{booking.url.rstrip('/')}{request.kind}",
-            data=body,
-            headers={**sent, RANK_HEADER: str(booking.dp_rank)},
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=timeout_s),
-            allow_redirects=False,
-        )
+        to_engine = {**sent, RANK_HEADER: str(booking.dp_rank)}
+        return await self._http.request("POST", booking.url, request.kind, to_engine, body, timeout_s)
 
-    async def _page(
-        self, exchange: Exchange, answer: aiohttp.ClientResponse, request_id: str
-    ) -> web.StreamResponse | _Refusal:
+    async def _page(self, exchange: Exchange, answer: Answer, request_id: str) -> web.StreamResponse | _Refusal:
         """Pass on an answer that is not a stream: whole, so that until then another engine can replace it."""
         assert exchange.booking is not None
         body = await _held(answer)
@@ -364,15 +354,13 @@ class Proxy:
         response = self._response(exchange, answer.status, page.headers, request_id)
         return await self._copy(exchange, answer, response, page.body, None)
 
-    async def _stream(
-        self, exchange: Exchange, answer: aiohttp.ClientResponse, request_id: str
-    ) -> web.StreamResponse | _Refusal:
+    async def _stream(self, exchange: Exchange, answer: Answer, request_id: str) -> web.StreamResponse | _Refusal:
         """Pass on a stream. It begins with the first token, so that until then another engine can replace it."""
         loop, booking, watch = asyncio.get_running_loop(), exchange.booking, StreamWatch()
         assert booking is not None
         head = bytearray()
         while not watch.has_token:
-            data = await answer.content.readany()
+            data = await answer.readany()
             if not data:
                 raise EngineFailed(
                     f"the engine of worker {booking.worker_id} ended its answer before the first token",
@@ -391,63 +379,56 @@ class Proxy:
         return await self._copy(exchange, answer, response, bytes(head), watch)
 
     async def _carry(
-        self,
-        exchange: Exchange,
-        moving: Moving,
-        answer: aiohttp.ClientResponse,
-        response: web.StreamResponse,
-        data: bytes,
+        self, exchange: Exchange, moving: Moving, answer: Answer, response: web.StreamResponse, data: bytes
     ) -> web.StreamResponse:
         """Pass on a stream that goes on at another engine if its engine fails. data: its beginning."""
-
-        async def write(shown: bytes) -> None:
-            await self._send(exchange, response, response.write(shown))
-
-        async def write_end(shown: bytes) -> None:
-            await self._send(exchange, response, response.write_eof(shown))
-
-        await self._send(exchange, response, response.prepare(exchange.http))
+        client = ClientStream(exchange, response)
+        await client.begin()
         with_figures = DETAILS in exchange.http.headers
-        await self._mover.carry(exchange, moving, answer, data, write, write_end, with_figures=with_figures)
+        await self._mover.carry(exchange, moving, answer, data, client, with_figures=with_figures)
         return response
 
     async def _copy(
         self,
         exchange: Exchange,
-        answer: aiohttp.ClientResponse,
+        answer: Answer,
         response: web.StreamResponse,
         data: bytes,
         watch: StreamWatch | None,
     ) -> web.StreamResponse:
         """Copy the rest of an answer as it comes. data: its beginning, which `watch` has seen."""
-        loop, content, booking = asyncio.get_running_loop(), answer.content, exchange.booking
+        loop, booking, client = asyncio.get_running_loop(), exchange.booking, ClientStream(exchange, response)
         assert booking is not None
-        await self._send(exchange, response, response.prepare(exchange.http))
-        while data:
-            # As `_send`, without another coroutine for each token.
-            exchange.writing_since_s = loop.time()
-            try:
-                await response.write(data)
-            except ConnectionError as exc:
-                raise _ClientGone(response) from exc
-            exchange.writing_since_s = None
+
+        def take(received: bytes) -> bool:
+            """Pass bytes on; returns whether the client keeps up."""
+            keeps_up = client.write(received)
             if watch is not None:
-                n_tokens = exchange.n_tokens = watch.n_events
-                if n_tokens - exchange.reported_tokens >= OUTPUT_REPORT_TOKENS:
-                    exchange.reported_tokens, exchange.reported_s = n_tokens, loop.time()
-                    booking.output(n_tokens)
+                watch.feed(received)
+                note_tokens(watch.n_events)
+            return keeps_up
+
+        def note_tokens(n_tokens: int) -> None:
+            exchange.n_tokens = n_tokens
+            if n_tokens - exchange.reported_tokens >= OUTPUT_REPORT_TOKENS:
+                exchange.reported_tokens, exchange.reported_s = n_tokens, loop.time()
+                booking.output(n_tokens)
+
+        await client.begin(data)
+        if watch is not None:
+            note_tokens(watch.n_events)
+        while not answer.at_eof:
+            await client.drained()
             try:
-                data = await content.readany()
+                await answer.pump(take)
             except ENGINE_FAILURES as exc:
-                return await self._broken(exchange, response, watch, exc)
-            if watch is not None:
-                watch.feed(data)
-        await self._send(exchange, response, response.write_eof())
+                return await self._broken(exchange, client, watch, exc)
+        await client.end()
         exchange.outcome = metrics.COMPLETED
         return response
 
     async def _broken(
-        self, exchange: Exchange, response: web.StreamResponse, watch: StreamWatch | None, exc: Exception
+        self, exchange: Exchange, client: ClientStream, watch: StreamWatch | None, exc: Exception
     ) -> web.StreamResponse:
         """End an answer that its engine broke off: by an error event, or else by breaking the client's connection."""
         assert exchange.booking is not None
@@ -456,29 +437,19 @@ class Proxy:
         if watch is not None and watch.at_boundary:
             silent = isinstance(exc, TimeoutError)
             message = f"the engine failed after {exchange.n_tokens} tokens: it {'is silent' if silent else 'ended'}"
-            event = error_event(EngineFailed.http_status, message, EngineFailed.code)
-            await self._send(exchange, response, response.write_eof(event))
+            await client.end(error_event(EngineFailed.http_status, message, EngineFailed.code))
         elif exchange.http.transport is not None:
             exchange.http.transport.abort()
-        return response
+        return client.response
 
     async def _whole(self, exchange: Exchange, page: _Refusal, request_id: str) -> web.StreamResponse:
         """Answer with a whole page."""
         response = self._response(exchange, page.status, page.headers, request_id)
         response.content_length = len(page.body)
-        await self._send(exchange, response, response.prepare(exchange.http))
-        await self._send(exchange, response, response.write_eof(page.body))
+        client = ClientStream(exchange, response)
+        await client.begin()
+        await client.end(page.body)
         return response
-
-    @staticmethod
-    async def _send(exchange: Exchange, response: web.StreamResponse, sending: Awaitable[Any]) -> None:
-        """Wait until the client has taken what it is being sent. Raises _ClientGone."""
-        exchange.writing_since_s = asyncio.get_running_loop().time()
-        try:
-            await sending
-        except ConnectionError as exc:
-            raise _ClientGone(response) from exc
-        exchange.writing_since_s = None
 
     @staticmethod
     def _response(
@@ -487,7 +458,7 @@ class Proxy:
         booking = exchange.booking
         assert booking is not None
         exchange.answering = True
-        response = web.StreamResponse(status=status)
+        response = FrontResponse(status=status)
         for name, value in headers:
             response.headers.add(name, value)
         response.headers.setdefault(REQUEST_ID, request_id)
@@ -513,9 +484,9 @@ def _booked(booking: Booking) -> Attributes:
     }
 
 
-async def _held(answer: aiohttp.ClientResponse) -> bytearray:
+async def _held(answer: Answer) -> bytearray:
     """Read an answer to its end, or until it is longer than HELD_BYTES_MAX."""
     body = bytearray()
-    while len(body) <= HELD_BYTES_MAX and (data := await answer.content.readany()):
+    while len(body) <= HELD_BYTES_MAX and (data := await answer.readany()):
         body += data
     return body

@@ -50,7 +50,7 @@ _ASKS_FOR_IDS = b'"return_token_ids":true'
 _FRAME = ("id", "object", "created", "model", "system_fingerprint", "service_tier")
 
 #: Fields of a chat's delta that an engine's parser fills from the model's text.
-_PARSED = ("reasoning_content", "reasoning", "tool_calls", "function_call", "audio")
+_PARSED = frozenset({"reasoning_content", "reasoning", "tool_calls", "function_call", "audio"})
 
 #: Fields of a request that do not belong in the completion that resumes it: those of chats, those that `obstacle`
 #: refuses, and those that are set anew. All others are kept, known or not.
@@ -256,7 +256,7 @@ class StreamRelay:
             token_ids = self._without(choice, "token_ids")
             delta = choice.get("delta") or {}
             text = (delta.get("content") if self._is_chat else choice.get("text")) or ""
-            if any(delta.get(name) for name in _PARSED):
+            if not _PARSED.isdisjoint(delta) and any(delta.get(name) for name in _PARSED):
                 self.migration.note_obstacle("reasoning and tool calls are finished by the engine's parser")
             if self._is_several:
                 continue

@@ -373,8 +373,8 @@ async def serve(settings: Settings, options: FrontOptions) -> None:
         await server.serve(starting_app(startup))
         front = Front(settings, options, access)
         startup.note("loading tokenizers" if options.tokenizers else "starting")
+        prefer_request_threads()  # before the tokenizer processes, which requests wait for and which inherit it
         await front.start()
-        prefer_request_threads()
         exempt_from_collection()
         await server.serve(front.runner())
         is_serving = True

@@ -4,7 +4,8 @@ What lives here: the frames, the parent's side (TokenizerProcess) and the child'
 goes to which process (tokenizing), and how a text becomes tokens (tokenizer).
 
 The pipes are read and written by the front's own event loop. A pool of Python's library has two threads in between,
-each of which waits for the interpreter: on a busy front that takes longer than the tokens.
+each of which waits for the interpreter: on a busy front that takes longer than the tokens. A process inherits the time
+slices that the front's thread asks for, since requests wait for it as well.
 
 A frame is its length as u32 LE and its bytes. The child's first frame is an error, or empty once the tokenizers are
 loaded; then it answers each request in order. It ends when its input does, so it never outlives the front.
@@ -21,7 +22,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, cast
 
 import orjson
 
@@ -63,47 +64,41 @@ class TokenizerProcess:
 
     def __init__(self, paths: Mapping[str, Path], cache_bytes: int) -> None:
         self._config = orjson.dumps({"paths": {name: str(path) for name, path in paths.items()}, "cache": cache_bytes})
-        self._process: asyncio.subprocess.Process | None = None
-        self._waiting: deque[asyncio.Future[bytes]] = deque()
-        self._reading: asyncio.Task[None] | None = None
+        self._frames: _Frames | None = None
 
     def __len__(self) -> int:
         """Requests that it has not answered."""
-        return len(self._waiting)
+        return 0 if self._frames is None else len(self._frames.waiting)
 
     @property
     def pid(self) -> int | None:
         """The process's id while it runs."""
-        return None if self._process is None else self._process.pid
+        return None if self._frames is None else self._frames.pid
 
     @property
     def running(self) -> bool:
         """Whether it takes requests."""
-        return self._reading is not None and not self._reading.done()
+        return self._frames is not None and self._frames.running
 
     async def start(self) -> None:
         """Start the process, and wait until it has loaded the tokenizers. Raises SettingsError, TokenizerEnded."""
         # Pool threads of the library would compete with the front; each process tokenizes one prompt at a time.
         env = {**os.environ, "TOKENIZERS_PARALLELISM": "false"}
-        self._process = await asyncio.create_subprocess_exec(
-            *COMMAND, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, env=env, start_new_session=True
-        )
-        self._write(self._config)
-        try:
-            error = await self._read()
-        except asyncio.IncompleteReadError as exc:
-            raise TokenizerEnded("a tokenizer process ended while it loaded its files") from exc
+        loop = asyncio.get_running_loop()
+        _, frames = await loop.subprocess_exec(_Frames, *COMMAND, stderr=None, env=env, start_new_session=True)
+        self._frames = frames
+        loaded = frames.next()
+        frames.send(self._config)
+        error = await loaded
         if error:
             raise SettingsError(error.decode())
-        self._reading = asyncio.create_task(self._read_forever())
+        frames.running = True
 
     async def kill(self) -> None:
         """End the process. Its requests fail with TokenizerEnded."""
-        if self._process is not None and self._process.returncode is None:
-            self._process.kill()
-            await self._process.wait()
-        if self._reading is not None:
-            await asyncio.wait([self._reading])
+        if self._frames is not None:
+            self._frames.kill()
+            await self._frames.ended.wait()
 
     async def ids(self, raw: bytes) -> Tokens:
         """Return the JSON of a prompt of token ids as tokens. Raises InvalidRequest, TokenizerEnded."""
@@ -115,11 +110,11 @@ class TokenizerProcess:
         return await self._ask(_REQUEST.pack(_KINDS.index(kind), len(name)) + name, body)
 
     async def _ask(self, head: bytes, body: bytes) -> Tokens:
-        if not self.running:
+        frames = self._frames
+        if frames is None or not frames.running:
             raise TokenizerEnded("the tokenizer process is being started again")
-        answered: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-        self._waiting.append(answered)
-        self._write(head, body)
+        answered = frames.next()
+        frames.send(head, body)
         answer = await answered
         found, whole, n_characters, n_cached = _ANSWER.unpack_from(answer)
         rest = answer[_ANSWER.size :]
@@ -127,30 +122,88 @@ class TokenizerProcess:
             raise InvalidRequest(rest.decode())
         return Tokens(rest, whole, n_characters, n_cached)
 
-    def _write(self, *parts: bytes) -> None:
-        assert self._process is not None and self._process.stdin is not None
-        self._process.stdin.writelines((_LENGTH.pack(sum(map(len, parts))), *parts))
 
-    async def _read(self) -> bytes:
-        assert self._process is not None and self._process.stdout is not None
-        (length,) = _LENGTH.unpack(await self._process.stdout.readexactly(_LENGTH.size))
-        return await self._process.stdout.readexactly(length)
+class _Frames(asyncio.SubprocessProtocol):
+    """The pipes of a process. Each frame that it sends resolves the future that has waited longest.
 
-    async def _read_forever(self) -> None:
-        """Hand out answers until the process ends."""
-        try:
-            while True:
-                answer = await self._read()
-                answered = self._waiting.popleft()
-                if not answered.done():  # a caller that was cancelled
-                    answered.set_result(answer)
-        except (asyncio.IncompleteReadError, OSError):
-            pass
-        finally:
-            while self._waiting:
-                answered = self._waiting.popleft()
-                if not answered.done():
-                    answered.set_exception(TokenizerEnded("the tokenizer process ended"))
+    No task is between them and a request: that would be two more steps of the event loop for each.
+    """
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._received = bytearray()
+        self._transport: asyncio.SubprocessTransport | None = None
+        self._input: asyncio.WriteTransport | None = None
+        self.waiting: deque[asyncio.Future[bytes]] = deque()
+        self._is_read = False
+        #: Whether the tokenizers are loaded, and it takes requests.
+        self.running = False
+        self.ended = asyncio.Event()
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._transport is None else self._transport.get_pid()
+
+    def send(self, *parts: bytes) -> None:
+        """Send a frame."""
+        if self._input is not None and not self._input.is_closing():
+            self._input.writelines((_LENGTH.pack(sum(map(len, parts))), *parts))
+
+    def next(self) -> asyncio.Future[bytes]:
+        """Return the future of the next frame."""
+        expected: asyncio.Future[bytes] = self._loop.create_future()
+        self.waiting.append(expected)
+        return expected
+
+    def kill(self) -> None:
+        """End the process."""
+        self._end()
+        if self._transport is not None and self._transport.get_returncode() is None:
+            self._transport.kill()
+
+    # -- of the event loop ---------------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.SubprocessTransport, transport)
+        self._input = cast(asyncio.WriteTransport, self._transport.get_pipe_transport(0))
+
+    def pipe_data_received(self, fd: int, data: bytes) -> None:  # noqa: ARG002 - only its output is a pipe
+        received = self._received
+        received += data
+        while len(received) >= _LENGTH.size:
+            end = _LENGTH.size + _LENGTH.unpack_from(received)[0]
+            if len(received) < end:
+                return
+            frame = bytes(memoryview(received)[_LENGTH.size : end])
+            del received[:end]
+            if self.waiting:
+                expected = self.waiting.popleft()
+                if not expected.done():  # otherwise its caller was cancelled
+                    expected.set_result(frame)
+
+    def pipe_connection_lost(self, fd: int, exc: Exception | None) -> None:  # noqa: ARG002 - asyncio's signature
+        if fd == 1:
+            self._end()
+            self._is_read = True
+            self._close_if_ended()
+
+    def process_exited(self) -> None:
+        self._close_if_ended()
+
+    def _close_if_ended(self) -> None:
+        """The last frame may be read after the end of the process was noticed: it says what is wrong."""
+        transport = self._transport
+        if self._is_read and transport is not None and transport.get_returncode() is not None:
+            transport.close()
+            self.ended.set()
+
+    def _end(self) -> None:
+        """Take no further requests, and fail those that wait."""
+        self.running = False
+        while self.waiting:
+            expected = self.waiting.popleft()
+            if not expected.done():
+                expected.set_exception(TokenizerEnded("the tokenizer process ended"))
 
 
 def packed_ids(raw: bytes) -> bytes:

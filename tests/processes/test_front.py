@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 import orjson
@@ -173,6 +174,42 @@ def test_bytes_arrive_as_they_come(backend: Backend) -> None:
             while len(got) < role_and_first:
                 got += await response.content.readany()
             assert got == answer[:role_and_first]
+
+    on_stage(backend, scenario)
+
+
+async def raw_exchange(url: str, version: str) -> tuple[bytes, bytes]:
+    """Send BODY in a version of HTTP; return the bytes that came first, and all of them."""
+    address = urlsplit(url)
+    reader, writer = await asyncio.open_connection(address.hostname, address.port)
+    body = orjson.dumps(BODY)
+    head = f"POST /v1/chat/completions HTTP/{version}\r\nHost: x\r\nConnection: close\r\n"
+    writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+    first = await reader.read(65_536)
+    rest = await reader.read()
+    writer.close()
+    return first, first + rest
+
+
+def test_headers_and_the_first_token_come_together(backend: Backend) -> None:
+    """They are one piece for the network, so that a client does not wake up for headers alone."""
+
+    async def scenario(stage: Stage) -> None:
+        slow = Script(pause_s=0.02)
+        stage.script(slow, slow)
+        first, _ = await raw_exchange(stage.url, "1.1")
+        assert first.startswith(b"HTTP/1.1 200") and b"\r\n\r\n" in first and b'"t0"' in first
+
+    on_stage(backend, scenario)
+
+
+def test_a_client_without_chunks_gets_plain_bytes_until_the_connection_ends(backend: Backend) -> None:
+    """A client of HTTP/1.0 receives the engine's bytes without the frames of chunks."""
+
+    async def scenario(stage: Stage) -> None:
+        _, whole = await raw_exchange(stage.url, "1.0")
+        head, _, body = whole.partition(b"\r\n\r\n")
+        assert b"chunked" not in head and body == answer_bytes()
 
     on_stage(backend, scenario)
 
