@@ -41,7 +41,7 @@ _FETCH_WAIT_MS = 500
 
 #: That thread pauses after each time, while messages collect in the client. Without the pause it would wake up for each
 #: transaction of an agent, 400 times per second. Events are known half of it later.
-_PAUSE_S = 0.005
+_PAUSE_S = 0.003
 
 #: For topics with an interval, the client gets what has come in one answer of the broker, partition by partition. After
 #: its first message the rest is there within this time.
