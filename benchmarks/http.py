@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import psutil
 from aiohttp import web
 from confluent_kafka import TopicPartition
 
@@ -130,6 +131,7 @@ class Bench:
     repeats: int
     samples: Samples
     wrong: list[str]
+    idle_cpu_s: float | None = None  # of a second router in _SETTLED_S, without bookings
 
     def check_overlaps(self) -> None:
         """Check that all servers know the same blocks, and exactly those of the workload."""
@@ -198,8 +200,39 @@ class Bench:
                 if server.series == OURS:
                     self._await_no_loads(server.url)
 
+    def processes(self) -> None:
+        """Measure decisions that book nothing, with one process and with two on one port.
+
+        Two are faster only where there are cores for both, for the client and for what else runs.
+        """
+        one = next(each for each in self.servers if each.series == OURS and each.content_type == OCTETS)
+        group = self.parts.stack.router("group", processes=2)
+        wait_workers(group.url, N_WORKERS)
+        pids = [child.pid for child in psutil.Process(group.child.pid).children()]
+        requests = [one.select(prompt) for prompt in self.workload.prompts(SHORT_TOKENS, N_PROMPTS)]
+        urls = {"1 process": (one.url, [one.pid]), "2 processes": (group.url, pids)}
+        for at in range(-1, self.repeats):
+            for name, (url, of) in urls.items():
+                before_s = sum(map(cpu_seconds, of))
+                done = select_loop(url, requests, 8, self.seconds if at >= 0 else 0.5)
+                used_s = sum(map(cpu_seconds, of)) - before_s
+                if at >= 0:
+                    case = f"select, {SHORT_TOKENS:,} tokens, 8 clients, {name}"
+                    self.samples.add(case, "requests", "1/s", OURS, len(done.latencies) / done.took_s)
+                    self.samples.add(
+                        case,
+                        "processor time per request, all processes",
+                        "us",
+                        OURS,
+                        used_s / len(done.latencies) * 1e6,
+                    )
+        group.child.stop()
+
     def visibility(self, n_probes: int, pairs_per_s: float) -> None:
-        """Measure when a second router knows a booking, while other bookings are made at this rate."""
+        """Measure when a second router knows a booking, while other bookings are made at this rate.
+
+        And what each of these costs it, if the rate is not 0 and 0 was measured before.
+        """
         ours = next(each for each in self.servers if each.series == OURS and each.content_type == OCTETS)
         second = self.parts.stack.router("second")
         wait_workers(second.url, N_WORKERS)
@@ -227,8 +260,13 @@ class Bench:
         self.samples.add(case, "known after, p50", "ms", OURS, found[len(found) // 2] * 1e3)
         self.samples.add(case, "known after, p99", "ms", OURS, found[int(len(found) * 0.99)] * 1e3)
         self.samples.add(case, "other router's processor time", "ms/s", OURS, cpu_s / _SETTLED_S * 1e3)
-        if pairs_per_s:
-            self.samples.add(case, "pairs read there", "1/s", OURS, n_records / 2 / _SETTLED_S)
+        if not pairs_per_s:
+            self.idle_cpu_s = cpu_s
+            return
+        self.samples.add(case, "pairs read there", "1/s", OURS, n_records / 2 / _SETTLED_S)
+        if self.idle_cpu_s is not None and n_records:
+            per_pair_us = (cpu_s - self.idle_cpu_s) / (n_records / 2) * 1e6
+            self.samples.add(case, "other router's processor time per pair", "us", OURS, per_pair_us)
 
     def _probe(self, first: str, second: str, number: int) -> float:
         def n_requests() -> int:
@@ -416,9 +454,21 @@ def _bars(rows: Sequence[Row]) -> list[Bar]:
     records = value(case, "records per pair")
     if records is not None:
         bars.append(Bar("each pair is two records", records.value >= 1.99, f"at least 1.99; {records.value:.2f}"))
+    one, two = (
+        value(f"select, {SHORT_TOKENS:,} tokens, 8 clients, {n}", "requests") for n in ("1 process", "2 processes")
+    )
+    if one is not None and two is not None:
+        # Not a bar where client, broker and both processes share fewer cores.
+        ratio_found = two.value / one.value
+        held = ratio_found >= 1.7 if (os.cpu_count() or 1) >= 8 else None
+        bars.append(
+            Bar("two processes on one port: requests per second", held, f"at least 1.7 times; {ratio_found:.2f}")
+        )
     for row in rows:
         if row.metric == "known after, p99":
             most(row.case, row.case, row.metric, 50.0, "ms at p99")
+        if row.metric == "other router's processor time per pair":
+            most(f"{row.case}: processor time there", row.case, row.metric, 10.0, "us per pair")
     return bars
 
 
@@ -429,7 +479,7 @@ def _bars(rows: Sequence[Row]) -> list[Bar]:
 @click.option("--seconds", default=4.0, show_default=True, help="Duration of each run.")
 @click.option("--repeats", default=5, show_default=True, help="Runs of each case, by turns.")
 @click.option("--blocks", default=200_000, show_default=True, help="Blocks that the engines store.")
-@click.option("--case", "cases", multiple=True, type=click.Choice(["select", "pairs", "visible"]))
+@click.option("--case", "cases", multiple=True, type=click.Choice(["select", "pairs", "visible", "processes"]))
 @click.option("--visible-rate", default=1000.0, show_default=True, help="Pairs per second next to the probes.")
 @click.option("--floor", type=int, hidden=True, help="Serve the floor on this port.")
 @click.option("--load", hidden=True, help="Only book and free at this router.")
@@ -476,6 +526,8 @@ def main(
             bench.pairs()
         if not cases or "select" in cases:
             bench.selects()
+        if not cases or "processes" in cases:
+            bench.processes()
         if not cases or "visible" in cases:
             for pairs_per_s in (0.0, visible_rate):
                 bench.visibility(30 if quick else 300, pairs_per_s)

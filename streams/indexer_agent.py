@@ -351,8 +351,9 @@ class Indexer:
         with self._applied_lock:
             waiting = bool(self._applied)
             self._applied += events
-        if not waiting:
-            self._call(self._acknowledge_later)
+        if not waiting and not self._call(self._acknowledge_later):
+            with self._applied_lock:
+                self._applied.clear()  # they are delivered again, and recognised as applied
 
     def _acknowledge_later(self) -> None:
         asyncio.get_running_loop().call_later(ACKNOWLEDGE_EVERY_S, self._acknowledge_all)
@@ -403,13 +404,16 @@ class Indexer:
             return -1
         return -1 if end is None else end
 
-    def _call(self, action: Callable[[], object]) -> None:
+    def _call(self, action: Callable[[], object]) -> bool:
+        """Run an action on Faust's loop; returns whether there is one."""
         loop = self._loop
-        if loop is not None and not loop.is_closed():
-            try:
-                loop.call_soon_threadsafe(action)
-            except RuntimeError:
-                pass  # the loop closed meanwhile: the process ends, and what was not acknowledged is delivered again
+        if loop is None or loop.is_closed():
+            return False
+        try:
+            loop.call_soon_threadsafe(action)
+        except RuntimeError:  # it closed meanwhile: the process ends, and what was not acknowledged is delivered again
+            return False
+        return True
 
 
 def _sum(by_partition: Mapping[int, Counter[str]]) -> dict[str, int]:

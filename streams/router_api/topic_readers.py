@@ -3,10 +3,10 @@
 What lives here: consuming, and noticing when each partition's end is first reached. What must not: the meaning of
 records.
 
-Up to their ends, topics are read as fast as possible, those with many records by several threads. From then on one
-thread reads all topics of one interval, and only that often: each wake-up of a thread takes the interpreter from the
-thread that answers requests. The messages from one call of the client are folded together, by topic: folding run
-records as a batch takes a twentieth of the time of folding them one by one.
+Up to their ends, topics are read as fast as possible, by several threads. From then on, one thread reads all of them
+and pauses after each time: every wake-up of a thread takes the interpreter from the thread that answers requests.
+Topics with an interval have a thread of their own. The messages from one call of the client are folded together, by
+topic: folding run records as a batch takes a twentieth of the time of folding them one by one.
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from confluent_kafka import OFFSET_BEGINNING, OFFSET_END, Consumer, KafkaError, KafkaException, Message, TopicPartition
 
@@ -33,8 +35,13 @@ _CONSUME_RECORDS = 500
 _POLL_S = 0.1
 _RESTART_S = 1.0
 
-#: How long the thread that partitions are handed over to waits for messages, until it has all of them.
-_HANDED_OVER_POLL_S = 0.01
+#: Fetches of the thread that takes partitions over wait this long for a record, which ends them at once. Those of other
+#: threads are short (kafka.reader), since a partition's end is known by a fetch that found nothing.
+_FETCH_WAIT_MS = 500
+
+#: That thread pauses after each time, while messages collect in the client. Without the pause it would wake up for each
+#: transaction of an agent, 400 times per second. Events are known half of it later.
+_PAUSE_S = 0.003
 
 #: For topics with an interval, the client gets what has come in one answer of the broker, partition by partition. After
 #: its first message the rest is there within this time.
@@ -47,10 +54,14 @@ Fold = Callable[[Sequence[Message], bool], list[tuple[int, BadRecord]]]
 
 @dataclass(frozen=True, slots=True)
 class _Share:
-    """What one thread reads. interval_s: if it goes on after the ends; None if it hands partitions over there."""
+    """What one thread reads. interval_s: None if it hands partitions over at their ends, or takes them.
+
+    takes_over: it reads what others have read to the ends.
+    """
 
     partitions: list[tuple[str, int]]
     interval_s: float | None = None
+    takes_over: bool = False
 
 
 class _HandOver(NamedTuple):
@@ -65,16 +76,14 @@ class _HandOver(NamedTuple):
 class Feed:
     """One topic and its fold, which any of the threads may call.
 
-    interval_s: once the topic's end was reached, read what has come at most once in this time, by one thread for all
-    topics with this interval. from_end: skip messages that are already there. in_parallel: several threads read the
-    topic up to its end.
+    from_end: skip messages that are already there. interval_s: read what has come at most once in this time, by one
+    thread for all topics with this interval; None: read the topic with all others that have none.
     """
 
     topic: TopicSpec
     fold: Fold
-    interval_s: float
     from_end: bool = False
-    in_parallel: bool = False
+    interval_s: float | None = None
 
 
 def one_by_one(fold: Callable[[Record], None]) -> Fold:
@@ -105,10 +114,10 @@ def key_and_value(message: Message) -> tuple[bytes, bytes | None]:
 class Feeds:
     """Reads whole topics. `pending` shows which partitions have not been read to their ends since the start.
 
-    One thread for each interval reads its topics. Those that are read in parallel are first divided by partitions among
-    `router_event_threads` further threads, each with its own consumer, so that one decodes while another one folds. At
-    a partition's end such a thread hands it over to the thread of its interval. Each fold has its own lock. Records of
-    one partition come in order, from one thread at a time.
+    Partitions are divided among `router_event_threads` threads, each with its own consumer, so that one decodes while
+    another one folds. At its end, each partition is handed over to one thread, which reads all of them from then on.
+    Topics with an interval have one more thread for each interval, from their beginnings on. Each fold has its own
+    lock. Records of one partition come in order, from one thread at a time.
     """
 
     def __init__(self, settings: Settings, feeds: Mapping[str, Feed], on_restart: Callable[[], None]):
@@ -116,10 +125,10 @@ class Feeds:
         self._settings = settings
         self._folds = {feed.topic.name: (name, feed.fold) for name, feed in feeds.items()}
         self._specs = [feed.topic for feed in feeds.values()]
-        self._intervals = {feed.topic.name: feed.interval_s for feed in feeds.values()}
-        self._in_parallel = frozenset(feed.topic.name for feed in feeds.values() if feed.in_parallel)
+        self._intervals = {feed.topic.name: feed.interval_s for feed in feeds.values() if feed.interval_s is not None}
+        self._handing_over = [feed.topic for feed in feeds.values() if feed.interval_s is None]
         self._from_end = frozenset(feed.topic.name for feed in feeds.values() if feed.from_end)
-        self._handed_over: dict[float, queue.SimpleQueue[_HandOver]] = {}  # by interval; new for each start of threads
+        self._handed_over: queue.SimpleQueue[_HandOver] = queue.SimpleQueue()  # a new one for each start of the threads
         self._on_restart = on_restart
         self._pending = self._all_partitions()
         self._read_to: dict[tuple[str, int], int] = {}  # by topic and partition; one thread writes each of them
@@ -161,24 +170,21 @@ class Feeds:
         return {(spec.name, partition) for spec in self._specs for partition in range(spec.partitions)}
 
     def _shares(self) -> list[_Share]:
-        """Partitions of each thread. The numbers of partitions of one topic that two threads get differ by at most one.
-
-        The thread of an interval runs even if all of its partitions are still read by others.
-        """
+        """Partitions of each thread. The threads' numbers of partitions of one topic differ by at most one."""
         n_threads = self._settings.router_event_threads
         shares = [_Share([]) for _ in range(n_threads)]
         in_intervals = {interval_s: _Share([], interval_s) for interval_s in self._intervals.values()}
         for topic, partition in sorted(self._pending):
-            in_parallel = topic in self._in_parallel
-            share = shares[partition % n_threads] if in_parallel else in_intervals[self._intervals[topic]]
+            interval_s = self._intervals.get(topic)
+            share = shares[partition % n_threads] if interval_s is None else in_intervals[interval_s]
             share.partitions.append((topic, partition))
-        return [*(share for share in shares if share.partitions), *in_intervals.values()]
+        return [_Share([], takes_over=True), *(s for s in (*shares, *in_intervals.values()) if s.partitions)]
 
     def _run(self) -> None:
         """Run the threads until `stop`. If one of them ends by itself, all of them start again."""
         while not self._stopping.is_set():
             self._over.clear()
-            self._handed_over = {interval_s: queue.SimpleQueue() for interval_s in self._intervals.values()}
+            self._handed_over = queue.SimpleQueue()
             threads = [
                 threading.Thread(target=self._read_share, args=(share,), name=f"feeds-{number}", daemon=True)
                 for number, share in enumerate(self._shares())
@@ -197,18 +203,21 @@ class Feeds:
     def _read_share(self, share: _Share) -> None:
         handed_over = False
         try:
-            in_intervals = {} if share.interval_s is None else fetched_in_intervals(share.interval_s)
-            consumer = reader(self._settings, **in_intervals)
+            changes: dict[str, Any] = {}
+            if share.interval_s is not None:
+                changes = fetched_in_intervals(share.interval_s)
+            elif share.takes_over:
+                changes = {"fetch.wait.max.ms": _FETCH_WAIT_MS}
+            consumer = reader(self._settings, **changes)
             try:
-                # The leaders of partitions that others hand over later are looked up as well, which takes 0.5 s.
-                interval_s = share.interval_s
-                later = [name for name in self._in_parallel if self._intervals[name] == interval_s]
-                where = [TopicPartition(topic, n, self._start_of(topic)) for topic, n in share.partitions]
-                assign(consumer, where, later)
-                if interval_s is None:
-                    handed_over = self._read_to_ends(consumer, share)
+                if share.takes_over:
+                    self._take_over(consumer)
+                    return
+                assign(consumer, [TopicPartition(topic, n, self._start_of(topic)) for topic, n in share.partitions])
+                if share.interval_s is not None:
+                    self._read_in_intervals(consumer, share)
                 else:
-                    self._read_on(consumer, share.partitions, interval_s)
+                    handed_over = self._read_to_ends(consumer, share)
             finally:
                 consumer.close()
         except Exception:
@@ -235,28 +244,36 @@ class Feeds:
             if ends:
                 consumer.incremental_unassign([TopicPartition(end.topic, end.partition) for end in ends])
                 for end in ends:
-                    self._handed_over[self._intervals[end.topic]].put(end)
+                    self._handed_over.put(end)
         return True
 
-    def _read_on(self, consumer: Consumer, partitions: Sequence[tuple[str, int]], interval_s: float) -> None:
-        """Read until stopped, or until a topic was truncated or recreated; raises KafkaException for fatal errors."""
-        handed_over = self._handed_over[interval_s]
-        collect_s = 0.0  # while the topics are read up to their ends
-        n_others = sum(spec.partitions for spec in self._specs if self._is_handed_over(spec.name, interval_s))
+    def _take_over(self, consumer: Consumer) -> None:
+        """Read all partitions from where they are handed over, until stopped; ends as `_read_in_intervals` does.
+
+        It begins when it has all of them: a fetch that waits for one partition would delay those that come later.
+        """
+        taken: list[TopicPartition] = []
+        while len(taken) < sum(topic.partitions for topic in self._handing_over):
+            if self._ended():
+                return
+            with suppress(queue.Empty):
+                taken.append(TopicPartition(*self._handed_over.get(timeout=_POLL_S)))
+        assign(consumer, taken)
         while not self._ended():
-            taken = [TopicPartition(*handed_over.get()) for _ in range(handed_over.qsize())]
-            if taken:
-                consumer.incremental_assign(taken)
-                n_others -= len(taken)
-            if not collect_s and not n_others and self._pending.isdisjoint(partitions):
-                collect_s = _COLLECT_S
-            messages = consume(consumer, _CONSUME_RECORDS, _HANDED_OVER_POLL_S if n_others else _POLL_S, collect_s)
+            messages = consume(consumer, _CONSUME_RECORDS, _POLL_S)
             if self._take(messages) is None:
                 return
+            if 0 < len(messages) < _CONSUME_RECORDS:
+                time.sleep(_PAUSE_S)
 
-    def _is_handed_over(self, topic: str, interval_s: float) -> bool:
-        """Whether other threads read a topic up to its end, and then the one of this interval."""
-        return topic in self._in_parallel and self._intervals[topic] == interval_s
+    def _read_in_intervals(self, consumer: Consumer, share: _Share) -> None:
+        """Read until stopped, or until a topic was truncated or recreated; raises KafkaException for fatal errors."""
+        collect_s = 0.0  # while the topics are read up to their ends
+        while not self._ended():
+            if not collect_s and self._pending.isdisjoint(share.partitions):
+                collect_s = _COLLECT_S
+            if self._take(consume(consumer, _CONSUME_RECORDS, _POLL_S, collect_s)) is None:
+                return
 
     def _take(
         self, messages: Sequence[Message], hands_over: set[tuple[str, int]] | None = None

@@ -10,10 +10,11 @@ from __future__ import annotations
 PARTITION_RECORD_EVERY_S = 1.0
 
 #: A worker starts at most this many transactions per second, over all its partitions, unless full batches are waiting:
-#: with four partitions, each waits 10 ms. A transaction costs the broker four requests, whether it holds one record or
+#: with four partitions, each waits 16 ms. A transaction costs the broker four requests, whether it holds one record or
 #: a hundred. Without this limit, 1,000 records per second kept the broker so busy with transactions that the time saved
-#: by not waiting was lost in the broker's queue.
-TRANSACTIONS_PER_SECOND_MAX = 400
+#: by not waiting was lost in the broker's queue. With 400, broker and worker used all of two cores at that rate, and
+#: requests waited for them.
+TRANSACTIONS_PER_SECOND_MAX = 250
 
 #: If more records than this arrive between two transactions, the wait grows in proportion, at most by the factor below.
 #: Ranks and runs that change again during the wait are written once; at thousands of records per second, writing them

@@ -419,20 +419,15 @@ class TablePartition:
         """Wait for records, or until the partition record is due; take what is queued, limited in number and bytes."""
         limit = self._wiring.settings.batch_records_max
         with self._lock:
+            due = self._written_at + PARTITION_RECORD_EVERY_S - time.monotonic()
+            if not self._queue and not self._stopping and not self._suspended and due > 0 and not self._has_caught_up():
+                self._lock.wait(due)
             partitions_open = self._wiring.partitions_open()
             wait_s = self._pacer.next_at(partitions_open) - time.monotonic()
-            if wait_s > 0:
+            if self._queue and wait_s > 0:
                 self._pacing = True
-                self._lock.wait_for(
-                    lambda: (
-                        self._is_interrupted() or self._has_full_batch() or (not self._queue and self._has_caught_up())
-                    ),
-                    wait_s,
-                )
+                self._lock.wait_for(lambda: self._stopping or self._suspended or self._has_full_batch(), wait_s)
                 self._pacing = False
-            due = self._written_at + PARTITION_RECORD_EVERY_S - time.monotonic()
-            if not self._queue and not self._is_interrupted() and due > 0 and not self._has_caught_up():
-                self._lock.wait(due)
             taken_at = time.monotonic()
             batch: list[SourceRecord] = []
             n_bytes = 0
@@ -494,9 +489,6 @@ class TablePartition:
         self._counts["applied"] += len(batch)
         self._counts["dead_letters"] += len(dead)
         self._counts["transactions"] += 1
-
-    def _is_interrupted(self) -> bool:
-        return self._stopping or self._suspended or self._lost or self._recreated is not None
 
     def _has_full_batch(self) -> bool:
         return len(self._queue) >= self._wiring.settings.batch_records_max or self._queued_bytes >= BATCH_BYTES_MAX
