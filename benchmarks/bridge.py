@@ -6,14 +6,20 @@ records (pipeline).
 
 The engines are sockets in a process of their own. Each batch stores 4 blocks and, once the cache is full, removes the 4
 oldest, as an engine that decodes does. Batches are made before the measurement, and records are decoded after it, since
-all processes share the machine. The time of a record is that at which the broker appends it. Exits 1 if the bridge did
-not publish every batch.
+all processes share the machine. The time of an event is that at which its engine hands it to ZMQ, and the time of a
+record is that at which the broker appends it. The processor time of the engines and of the records' reader has rows of
+its own. Exits 1 if the bridge did not publish every batch.
+
+With `--stages`, the bridge runs with clocks around its parts, and the report divides the time from event to record:
+until the bridge has taken the batch from its socket, until it has handed the record to Kafka's client, and until the
+broker has appended it. It does so for all batches, and for the slowest hundredth. The clocks cost processor time.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
 import struct
 import subprocess
 import sys
@@ -27,11 +33,13 @@ import click
 import msgpack
 import numpy as np
 import psutil
+import uvloop
 import zmq
 from aiohttp import web
 from confluent_kafka import OFFSET_END, Message, TopicPartition
 from confluent_kafka.admin import AlterConfigOpType, ConfigEntry, ConfigResource  # type: ignore[attr-defined]
 
+from benchmarks.bridge_stages import add_stages
 from benchmarks.machinery import Machinery, cpu_seconds, machinery
 from benchmarks.report import OURS, Report, Samples, select, value_bar, wide_console
 from streams.codec import decode_batch
@@ -40,6 +48,7 @@ from streams.core.ids import DpRank, Incarnation, RankId, WorkerId
 from streams.engines.dialects.registry import DIALECTS
 from streams.engines.publisher import RankWriter, event_producer
 from streams.engines.replay import END_MARKER, SEQUENCE
+from streams.interpreter import exempt_from_collection
 from streams.kafka import admin, reader
 from streams.local.processes import Child
 from streams.settings import as_environ
@@ -62,8 +71,14 @@ CACHE_BLOCKS = 2048
 FIRST_PORT, LAST_PORT, PORTS_STEP = 21_000, 60_000, 500
 READY_TIMEOUT_S = 120.0
 
+POLLIN = int(zmq.POLLIN)
+
 #: Where a payload has its time, a double: after the header of the array, and the double's own first byte.
 TIME, TIME_AT = struct.Struct(">d"), 2
+
+#: The reader asks the broker for many records at once, since its requests would delay the bridge's. Records have the
+#: time at which they were appended, so a later reader changes no figure.
+FETCH_BYTES, FETCH_WAIT_MS = 1 << 20, 500
 
 #: The bars of the issue.
 US_MAX = 1.5
@@ -129,7 +144,12 @@ class _RankSockets:
         self.events.send_multipart([b"", SEQUENCE.pack(self.n_sent), payload])
         self.n_sent += 1
 
-    def answer(self) -> None:
+    def answer_all(self) -> None:
+        """Answer the requests that wait. The file descriptor is readable again only after the last check."""
+        while int(self.replay.getsockopt(zmq.EVENTS)) & POLLIN:
+            self._answer()
+
+    def _answer(self) -> None:
         client, *_, start = self.replay.recv_multipart()
         first = SEQUENCE.unpack(start)[0]
         found = []
@@ -170,25 +190,22 @@ async def _generate(n_engines: int, dp_size: int, seconds: float, out: str) -> N
     page = f"process_start_time_seconds {time.time()}\n".encode()
     models = json.dumps({"data": [{"id": MODEL}]}).encode()
 
-    async def answer(request: web.Request) -> web.Response:
+    async def page_or_models(request: web.Request) -> web.Response:
         return web.Response(body=models if request.path.endswith("/v1/models") else page)
 
     app = web.Application()
-    app.router.add_get("/{any:.*}", answer)
+    app.router.add_get("/{any:.*}", page_or_models)
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
-    poller = zmq.Poller()
-    by_socket = {rank.replay: rank for rank in ranks}
-    for socket in by_socket:
-        poller.register(socket, zmq.POLLIN)
-    Path(out).write_text(f"{runner.addresses[0][1]} {first_port}")
     loop = asyncio.get_running_loop()
+    for rank in ranks:
+        loop.add_reader(rank.replay.FD, rank.answer_all)
+    Path(out).write_text(f"{runner.addresses[0][1]} {first_port}")
     command = loop.run_in_executor(None, sys.stdin.readline)
-    until_s, turn, began_s = 0.0, 0, 0.0
+    until_s, turn, began_s, late_s = 0.0, 0, 0.0, 0.0
+    exempt_from_collection()  # its pauses would be gaps and bursts of the engines
     while True:
-        for socket, _ in poller.poll(0):
-            by_socket[socket].answer()
         if command.done():
             line = command.result().split()
             if not line or line[0] == "end":
@@ -199,12 +216,13 @@ async def _generate(n_engines: int, dp_size: int, seconds: float, out: str) -> N
         now_s = time.monotonic()
         if now_s < until_s:
             due = min(int((now_s - began_s) * BATCHES_PER_S * len(ranks)), n_batches * len(ranks))
+            late_s = max(late_s, (due - turn) / (BATCHES_PER_S * len(ranks)))
             for _ in range(due - turn):  # the ranks by turns, so that their batches are spread over each interval
                 ranks[turn % len(ranks)].publish()
                 turn += 1
         elif until_s:
             until_s = 0.0
-            sys.stdout.write(f"{sum(rank.n_sent for rank in ranks)}\n")
+            sys.stdout.write(f"{sum(rank.n_sent for rank in ranks)} {late_s * 1000:.1f}\n")
             sys.stdout.flush()
         await asyncio.sleep(0.001)
     await runner.cleanup()
@@ -250,7 +268,9 @@ def _use_append_times(machine: Machinery) -> None:
         future.result(READY_TIMEOUT_S)
 
 
-def _fleet(machine: Machinery, samples: Samples, n_engines: int, dp_size: int, seconds: float, profile: bool) -> bool:
+def _fleet(
+    machine: Machinery, samples: Samples, n_engines: int, dp_size: int, seconds: float, profile: bool, stages: bool
+) -> bool:
     """Measure a real bridge; return whether it published every batch."""
     settings, case = machine.settings, f"{n_engines} engines with dp {dp_size}"
     folder = Path(settings.data_dir).parent / f"fleet-{n_engines}"
@@ -276,6 +296,8 @@ def _fleet(machine: Machinery, samples: Samples, n_engines: int, dp_size: int, s
         engines = folder / "engines.toml"
         engines.write_text("\n".join(tables))
         program = ["-m", "streams.cli", "bridge", "--engines-file", str(engines)]
+        if stages:
+            program = ["-m", "benchmarks.bridge_stages", str(folder / "stages.npz"), *program[2:]]
         if profile:
             program = ["-m", "cProfile", "-o", str(Path.cwd() / f"bridge-{n_engines}.prof"), *program]
         bridge = Child("bridge", program, folder / "bridge.log", as_environ(settings)).start()
@@ -289,16 +311,28 @@ def _fleet(machine: Machinery, samples: Samples, n_engines: int, dp_size: int, s
             records.read()
         idle = (cpu_seconds(bridge.pid) - idle_cpu_s) / (time.monotonic() - idle_from_s)
         samples.add(case, "without batches", "cores", OURS, idle)
+        processes = {
+            "bridge": bridge.pid,
+            "broker": machine.broker_pid,
+            "engines": generator.pid,
+            "reader": os.getpid(),
+        }
         generator.stdin.write(f"start {seconds}\n")
         generator.stdin.flush()
-        began_s, cpu_s = time.monotonic(), cpu_seconds(bridge.pid)
+        began_s, sending_from_s = time.monotonic(), time.time()
+        cpu_s = {name: cpu_seconds(pid) for name, pid in processes.items()}
         while time.monotonic() < began_s + seconds:
             records.keep()
-        used = (cpu_seconds(bridge.pid) - cpu_s) / (time.monotonic() - began_s)
-        sent = int(generator.stdout.readline())
+        lasted_s = time.monotonic() - began_s
+        used = {name: (cpu_seconds(pid) - cpu_s[name]) / lasted_s for name, pid in processes.items()}
+        sent_text, late_ms = generator.stdout.readline().split()
+        sent = int(sent_text)
         wait_for(lambda: records.read() and records.n_batches >= sent, READY_TIMEOUT_S, f"{sent} batches on Kafka")
-        samples.add(case, "with batches", "cores", OURS, used)
+        samples.add(case, "with batches", "cores", OURS, used.pop("bridge"))
+        for name, cores in used.items():
+            samples.add(case, f"with batches, {name}", "cores", OURS, cores)
         samples.add(case, "batches", "per s", OURS, sent / seconds)
+        samples.add(case, "engines late by at most", "ms", OURS, float(late_ms))
         latency = np.array(records.latencies_ms)
         samples.add(case, "event to record, p50", "ms", OURS, float(np.percentile(latency, 50)))
         samples.add(case, "event to record, p99", "ms", OURS, float(np.percentile(latency, 99)))
@@ -307,6 +341,9 @@ def _fleet(machine: Machinery, samples: Samples, n_engines: int, dp_size: int, s
             case, "bytes of heartbeats", "per s", OURS, records.heartbeat_bytes / (time.monotonic() - idle_from_s)
         )
         samples.add(case, "memory", "MB", OURS, psutil.Process(bridge.pid).memory_info().rss / 1e6)
+        if stages:
+            bridge.stop()
+            add_stages(samples, case, folder / "stages.npz", sending_from_s)
         return records.n_batches == sent
     finally:
         if bridge is not None:
@@ -321,7 +358,7 @@ class _Records:
 
     def __init__(self, machine: Machinery, first_worker: int) -> None:
         settings = machine.settings
-        self._consumer = reader(settings)
+        self._consumer = reader(settings, **{"fetch.min.bytes": FETCH_BYTES, "fetch.wait.max.ms": FETCH_WAIT_MS})
         topic = topics(settings).kv_events.name
         self._consumer.assign([TopicPartition(topic, n, OFFSET_END) for n in range(settings.partitions)])
         self._first_worker = first_worker
@@ -361,21 +398,32 @@ class _Records:
 @click.option("--seconds", default=20.0, show_default=True, help="length of each measurement of a fleet")
 @click.option("--quick", is_flag=True, help="a smoke test of a few seconds")
 @click.option("--profile", is_flag=True, help="write the bridge's profile to bridge-N.prof (cProfile, which slows it)")
+@click.option("--stages", is_flag=True, help="divide the time from event to record by stage, which costs some time")
+@click.option("--only", type=click.IntRange(0, 1), default=None, help="one fleet alone: 0 with dp 1, 1 with dp 8")
 @click.option("--json", "json_path", type=click.Path(path_type=Path), default=None, help="write the report there too")
 @click.option("--be-engines", hidden=True, default=None)
-def main(seconds: float, quick: bool, profile: bool, json_path: Path | None, be_engines: str | None) -> None:
+def main(
+    seconds: float,
+    quick: bool,
+    profile: bool,
+    stages: bool,
+    only: int | None,
+    json_path: Path | None,
+    be_engines: str | None,
+) -> None:
     """Measure what a bridge costs."""
     if be_engines is not None:
         numbers = be_engines.split(",", 3)
-        asyncio.run(_generate(int(numbers[0]), int(numbers[1]), float(numbers[2]), numbers[3]))
+        uvloop.run(_generate(int(numbers[0]), int(numbers[1]), float(numbers[2]), numbers[3]))
         return
     samples, complete = Samples(), True
     with machinery() as machine:
         _use_append_times(machine)
-        for n_blocks, n_batches in ((BLOCKS_PER_BATCH, 20_000), (128, 6_000)):
+        for n_blocks, n_batches in ((BLOCKS_PER_BATCH, 20_000), (128, 6_000)) if only is None else ():
             _per_block(machine, samples, n_blocks, n_batches // (10 if quick else 1))
-        for n_engines, dp_size in ((N_RANKS, 1), (N_RANKS // DP_SIZE, DP_SIZE)):
-            complete &= _fleet(machine, samples, n_engines, dp_size, 4.0 if quick else seconds, profile)
+        shapes = ((N_RANKS, 1), (N_RANKS // DP_SIZE, DP_SIZE))
+        for n_engines, dp_size in shapes if only is None else (shapes[only],):
+            complete &= _fleet(machine, samples, n_engines, dp_size, 4.0 if quick else seconds, profile, stages)
     rows = samples.rows()
     report = Report("bridge", {"vLLM's format": "0.33.0"}, rows)
     report.bars = [

@@ -227,12 +227,12 @@ class Fleet:
         self.kafka.flush()
         self.await_visible()
 
-    def send(self, published: Published, records_per_second: float | None) -> float:
-        """Send records at an even rate; returns the seconds that it took."""
+    def send(self, published: Published, records_per_second: float | None, together: int = 64) -> float:
+        """Send records at an even rate; returns the seconds that it took. together: those that are sent at once."""
         produce, poll, topic = self.kafka.produce, self.kafka.poll, self.topics.kv_events.name
         began = time.perf_counter()
         for number, (key, value) in enumerate(published.records):
-            if number % 64 == 0:
+            if number % together == 0:
                 poll(0)
                 if records_per_second is not None:
                     ahead = number / records_per_second - (time.perf_counter() - began)

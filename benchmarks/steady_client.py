@@ -5,7 +5,8 @@ of what it measures. It asks for short time slices, because a client on another 
 of this one. What must not: what the figures are compared with (under_load).
 
 A latency counts from the moment at which the request was due. A request that waits because the one before it is late
-counts this wait as well. Reads one JSON object per line from its input, and writes one for each.
+counts this wait as well. If the client itself wakes up late for a request, that is not the router's latency: it is
+reported by itself. Reads one JSON object per line from its input, and writes one for each.
 """
 
 from __future__ import annotations
@@ -73,10 +74,14 @@ def prompts(seed: int, n: int, n_tokens: int) -> list[bytes]:
 
 
 def run(wanted: Run) -> dict[str, object]:
-    """Send the requests; return the latency of each in milliseconds, and how many answers had each mode."""
+    """Send the requests; return what it took of each, in milliseconds, and how many answers had each mode.
+
+    late_ms: how late the client woke up for each request, which is not in latencies_ms.
+    """
     bodies = prompts(wanted.seed, 64, wanted.n_tokens)
     connection = Connection(wanted.url)
     latencies: list[float] = []
+    late: list[float] = []
     modes: dict[str, int] = {}
     began = time.perf_counter()
     for number in range(int(wanted.rate * wanted.seconds)):
@@ -88,13 +93,15 @@ def run(wanted: Run) -> dict[str, object]:
         ahead = due - time.perf_counter()
         if ahead > 0:
             time.sleep(ahead)
+            late.append((time.perf_counter() - due) * 1e3)
+            due = time.perf_counter()
         answer = connection.call(request % (path.encode(), len(body)) + body)
         latencies.append((time.perf_counter() - due) * 1e3)
         mode = json.loads(answer)["mode"]
         modes[mode] = modes.get(mode, 0) + 1
         if wanted.book:
             connection.call(f"DELETE /loads/{name} HTTP/1.1\r\nHost: r\r\n\r\n".encode())
-    return {"latencies_ms": latencies, "modes": modes}
+    return {"latencies_ms": latencies, "late_ms": late or [0.0], "modes": modes}
 
 
 def command(wanted: Run) -> str:

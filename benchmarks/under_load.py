@@ -10,13 +10,16 @@ Phases without and with events take turns, so that the machine's own changes rea
 from __future__ import annotations
 
 import json
+import os
 import random
 import statistics
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import click
@@ -30,6 +33,14 @@ from streams.core.hashing import request_hashes
 
 #: The bar: the p99 with events is at most this many times the p99 without.
 RATIO_MAX = 3.0
+
+#: How long events arrive before the first phase. Caches fill, and a broker's JVM compiles: with events, its compiler
+#: takes a quarter of a core for this long.
+WARM_UP_S = 20.0
+
+#: Event records that are sent at once. With 64 of them, as in benchmarks of throughput, all partitions get some at the
+#: same moment.
+TOGETHER = 4
 
 _KINDS = {"router": "kvstreams router", "worker": "router inside faust worker"}
 _PROMPTS_SEED = 1
@@ -47,13 +58,21 @@ def steady_client() -> Iterator[subprocess.Popen[str]]:
         client.wait()
 
 
-def ask(client: subprocess.Popen[str], wanted: Run) -> tuple[list[float], dict[str, int]]:
-    """Run the client; return latencies in milliseconds, and the number of answers of each mode."""
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """What the client measured, in milliseconds, and the number of answers of each mode. late_ms: see steady_client."""
+
+    latencies_ms: list[float]
+    late_ms: list[float]
+    modes: dict[str, int]
+
+
+def ask(client: subprocess.Popen[str], wanted: Run) -> Answers:
+    """Run the client."""
     assert client.stdin is not None and client.stdout is not None  # both are pipes
     client.stdin.write(command(wanted))
     client.stdin.flush()
-    found = json.loads(client.stdout.readline())
-    return found["latencies_ms"], found["modes"]
+    return Answers(**json.loads(client.stdout.readline()))
 
 
 def hold_prompts(fleet: Fleet, n_tokens: int) -> None:
@@ -101,32 +120,51 @@ def main(
             fleet = Fleet(parts, engines, seed=1, router_in_worker=kind == "worker")
             hold_prompts(fleet, tokens)
             rng = random.Random(1)
-            fleet.passed(mixed(fleet.engines, int(5 * events), rng), events)  # fills caches, runs all code once
+            fleet.send(mixed(fleet.engines, int(WARM_UP_S * events), rng), events, TOGETHER)
+            fleet.await_visible()
             all_ms: dict[str, list[float]] = {"without events": [], "with events": []}
             for repeat in range(repeats):
                 for phase, found_ms in all_ms.items():
                     wanted = Run(fleet.router.url, MODEL, rate, seconds, tokens, book, _PROMPTS_SEED)
-                    used_s = cpu_seconds(fleet.router.child.pid)
+                    n_events = int((seconds + 1.5) * events) if phase == "with events" else 0
+                    published = mixed(fleet.engines, n_events, rng)
+                    processes = {
+                        "router": fleet.router.child.pid,
+                        "agents": fleet.worker.child.pid,
+                        "broker": parts.broker_pid,
+                        "client": client.pid,
+                        "producer": os.getpid(),
+                    }
+                    before = {name: cpu_seconds(pid) for name, pid in processes.items()}
+                    began_s = time.monotonic()
                     if phase == "with events":
-                        published = mixed(fleet.engines, int((seconds + 1.0) * events), rng)
-                        sender = threading.Thread(target=fleet.send, args=(published, events))
+                        sender = threading.Thread(target=fleet.send, args=(published, events, TOGETHER))
                         sender.start()
-                        latencies_ms, modes = ask(client, wanted)
+                        time.sleep(0.5)
+                        answers = ask(client, wanted)
+                    else:
+                        answers = ask(client, wanted)
+                    took_s = time.monotonic() - began_s
+                    used = {name: 100 * (cpu_seconds(pid) - before[name]) / took_s for name, pid in processes.items()}
+                    if phase == "with events":
                         sender.join()
                         fleet.await_visible()
-                    else:
-                        latencies_ms, modes = ask(client, wanted)
-                    used_s = cpu_seconds(fleet.router.child.pid) - used_s
+                    latencies_ms, modes = answers.latencies_ms, answers.modes
                     found_ms += latencies_ms
                     case = f"{_KINDS[kind]}, {phase}"
                     for name, share in (("p50", 0.5), ("p99", 0.99), ("p99.9", 0.999)):
                         samples.add(case, name, "ms", OURS, percentile(latencies_ms, share))
-                    samples.add(case, "processor time", "% of a core", OURS, 100 * used_s / seconds)
+                    samples.add(case, "the client's own lateness, p99", "ms", OURS, percentile(answers.late_ms, 0.99))
+                    for name, share in used.items():
+                        if name != "agents" or kind == "router":
+                            samples.add(case, f"processor time, {name}", "% of a core", OURS, share)
                     exact = modes.get("exact", 0) / sum(modes.values())
                     samples.add(case, "exact answers", "%", OURS, 100 * exact)
                     sys.stderr.write(
                         f"{case} {repeat}: p50 {statistics.median(latencies_ms):.2f} p99 "
-                        f"{percentile(latencies_ms, 0.99):.2f} max {max(latencies_ms):.2f} ms {modes}\n"
+                        f"{percentile(latencies_ms, 0.99):.2f} max {max(latencies_ms):.2f} ms, client late p99 "
+                        f"{percentile(answers.late_ms, 0.99):.2f} ms {modes} "
+                        f"{ {name: round(share) for name, share in used.items()} }\n"
                     )
             quiet, busy = (percentile(found_ms, 0.99) for found_ms in all_ms.values())
             bar = f"{_KINDS[kind]}: p99 with {events:g} event records/s at most {RATIO_MAX:g} times that without"

@@ -56,7 +56,20 @@ from streams.core.ids import (
 )
 from streams.core.loads.bookings import Booking, BookingId, BookingPhase
 from streams.core.loads.observations import Forecast
-from streams.core.workers import Avoidance, BridgeLease, Cordon, Role, ServedModel, Worker, WorkerState
+from streams.core.workers import (
+    Avoidance,
+    BridgeLease,
+    Cordon,
+    RenderOutcome,
+    RenderParity,
+    RenderPart,
+    RenderReason,
+    RenderResult,
+    Role,
+    ServedModel,
+    Worker,
+    WorkerState,
+)
 from streams.errors import BadRecord, InvalidEvent, InvalidRequest, KvStreamsError
 from streams.event_encoding import datum_of
 
@@ -328,6 +341,7 @@ def _lease(datum: dict[str, Any] | None) -> BridgeLease | None:
 AVOID_KEY_PREFIX = b"avoid/"
 CORDON_KEY_PREFIX = b"cordon/"
 MODEL_KEY_PREFIX = b"model/"
+RENDER_KEY_PREFIX = b"render/"
 
 
 def cordon_key(worker_id: WorkerId) -> bytes:
@@ -387,6 +401,62 @@ def decode_avoidance(key: bytes, value: bytes | None, schema_ids: Mapping[str, i
     if parse_avoid_key(key) != avoidance.worker_id:
         raise BadRecord("wrong_key", f"key {key!r} is not that of the avoidance of worker {avoidance.worker_id}")
     return avoidance
+
+
+def render_key(worker_id: WorkerId) -> bytes:
+    """Return the key of a worker's render parity in the topic workers."""
+    return RENDER_KEY_PREFIX + str(worker_id).encode()
+
+
+def parse_render_key(key: bytes) -> WorkerId:
+    """Return the worker whose render parity has this key; raises BadRecord."""
+    return _worker_of_key(key, RENDER_KEY_PREFIX, "a render parity")
+
+
+def encode_render(parity: RenderParity) -> bytes:
+    """Encode one render parity of the topic workers."""
+    result = parity.result
+    return codec("render-parities").encode(
+        {
+            "worker_id": to_long(parity.worker_id),
+            "incarnation": None if parity.incarnation is None else to_long(parity.incarnation),
+            "url": parity.url,
+            "model": parity.model,
+            "outcome": result.outcome.value,
+            "reason": None if result.reason is None else result.reason.value,
+            "part": None if result.part is None else result.part.value,
+            "from_token": result.from_token,
+            "probed_at_ms": parity.probed_at_ms,
+            "probed_by": parity.probed_by,
+        }
+    )
+
+
+def decode_render(key: bytes, value: bytes | None, schema_ids: Mapping[str, int] | None = None) -> RenderParity:
+    """Decode one render parity of the topic workers; raises BadRecord, also if its key is not the worker's own."""
+    datum = codec("render-parities").decode(value, schema_ids)
+    incarnation, reason, part = datum["incarnation"], datum["reason"], datum["part"]
+    try:
+        result = RenderResult(
+            RenderOutcome(datum["outcome"]),
+            None if reason is None else RenderReason(reason),
+            None if part is None else RenderPart(part),
+            datum["from_token"],
+        )
+    except (ValueError, InvalidRequest) as exc:
+        raise BadRecord("bad_render_parity", str(exc)) from exc
+    worker_id = WorkerId(from_long(datum["worker_id"]))
+    if parse_render_key(key) != worker_id:
+        raise BadRecord("wrong_key", f"key {key!r} is not that of the render parity of worker {worker_id}")
+    return RenderParity(
+        worker_id,
+        None if incarnation is None else Incarnation(from_long(incarnation)),
+        datum["url"],
+        datum["model"],
+        result,
+        datum["probed_at_ms"],
+        datum["probed_by"],
+    )
 
 
 def model_key(name: str) -> bytes:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import time
 from collections.abc import AsyncIterator, Coroutine, Generator
 from itertools import pairwise
 from types import coroutine
@@ -28,6 +29,14 @@ from mode.services import WaitResults
 log = logging.getLogger(__name__)
 
 
+#: While fetches return within this time of each other, each waits for FETCH_BUSY_MS or FETCH_BUSY_BYTES. Otherwise the
+#: broker would end one for each batch of a bridge, and each of them passes two loops and four tasks, which hold the
+#: interpreter that a router in the same process needs. A quiet source is fetched as Faust does: a record ends a fetch.
+BUSY_WITHIN_S = 0.03
+FETCH_BUSY_MS, FETCH_BUSY_BYTES = 10, 256 * 1024
+FETCH_QUIET_MS, FETCH_QUIET_BYTES = 1500, 1
+
+
 class RecordsMessage(ConsumerMessage):  # type: ignore[misc]  # Faust ships no types that mypy follows
     """The records of one partition, in order of their offsets. value: their list. offset: that of the last record."""
 
@@ -39,6 +48,18 @@ class RecordsMessage(ConsumerMessage):  # type: ignore[misc]  # Faust ships no t
 
 
 class _ConsumerThread(aiokafka.AIOKafkaConsumerThread):  # type: ignore[misc]
+    _fetched_s = 0.0  # when the last fetch returned, monotonic
+
+    async def _fetch_records(self, consumer: Any, *args: Any, **options: Any) -> Any:
+        """Return what was fetched, and set how long the next fetches wait."""
+        records = await super()._fetch_records(consumer, *args, **options)
+        before_s, self._fetched_s = self._fetched_s, time.monotonic()
+        is_busy = bool(records) and self._fetched_s - before_s < BUSY_WITHIN_S
+        fetcher = consumer._fetcher
+        fetcher._fetch_max_wait_ms = FETCH_BUSY_MS if is_busy else FETCH_QUIET_MS
+        fetcher._fetch_min_bytes = FETCH_BUSY_BYTES if is_busy else FETCH_QUIET_BYTES
+        return records
+
     def _create_worker_consumer(self, transport: Any) -> Any:
         """Create Faust's own consumer, for committed records only; Faust does so only with its own transactions.
 

@@ -89,6 +89,13 @@ class EpochConflict(KvStreamsError):
     http_status = 409
 
 
+class WorkerChanged(KvStreamsError):
+    """A report is about an engine that the worker no longer is: another URL, model or incarnation."""
+
+    code = "worker_changed"
+    http_status = 409
+
+
 class BookingConflict(KvStreamsError):
     """The request id is already booked on another rank."""
 
@@ -287,6 +294,7 @@ API_ERRORS: tuple[type[KvStreamsError], ...] = (
     UnknownModel,
     UnknownId,
     EpochConflict,
+    WorkerChanged,
     BookingConflict,
     RequestTooLarge,
     RequestTimeout,

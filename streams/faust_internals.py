@@ -58,6 +58,15 @@ _DELIVERY = (
         ("transport",),
     ),
     Internal("aiokafka", "AIOKafkaConsumer._isolation_level", "set to read_committed before the consumer starts"),
+    Internal(
+        _DRIVER,
+        "AIOKafkaConsumerThread._fetch_records",
+        "overridden: sets how long the next fetches wait",
+        ("consumer", "active_partitions", "timeout", "max_records"),
+    ),
+    Internal("aiokafka", "AIOKafkaConsumer._fetcher", "fetches; these are read for each of its requests:"),
+    Internal("aiokafka.consumer.fetcher", "Fetcher._fetch_max_wait_ms", "how long a fetch waits for records"),
+    Internal("aiokafka.consumer.fetcher", "Fetcher._fetch_min_bytes", "how many bytes end a fetch"),
     Internal("aiokafka", "AIOKafkaConsumer._client", "the client that knows the topics"),
     Internal("aiokafka.client", "AIOKafkaClient.force_metadata_update", "finds new topics at once", ()),
     Internal(

@@ -40,6 +40,10 @@ log = logging.getLogger(__name__)
 #: time doubles with each attempt, up to the second.
 REALIGN_EVERY_S = (0.5, 30.0)
 
+#: Acknowledgements of all partitions are passed to Faust together, at most once in this time. They only decide where a
+#: new group starts, and passing each on alone would wake up Faust's loop for every transaction.
+ACKNOWLEDGE_EVERY_S = 0.05
+
 #: The keys that `Indexer.verdict_counts` always has.
 _VERDICT_COUNTS = (*(verdict.value for verdict in Verdict), BAD_TABLE_RECORD, *MAINTENANCE_COUNTS)
 
@@ -47,8 +51,8 @@ _VERDICT_COUNTS = (*(verdict.value for verdict in Verdict), BAD_TABLE_RECORD, *M
 class Indexer:
     """Feeds the assigned partitions of one Faust worker.
 
-    All methods run on Faust's loop, except the wiring's callbacks, and the counts, which any thread may read. A
-    partition is paused and resumed in all its sources, because they share one queue.
+    All methods run on Faust's loop, except the wiring's callbacks, and the counts and `not_ready`, which any thread may
+    read. A partition is paused and resumed in all its sources, because they share one queue.
     """
 
     def __init__(
@@ -69,6 +73,8 @@ class Indexer:
         self._tasks: set[asyncio.Task[None]] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._turn = threading.Lock()
+        self._applied: list[Any] = []  # Faust's events that are to be acknowledged
+        self._applied_lock = threading.Lock()
         self._refreshing = asyncio.Lock()
         self._watch: TopicWatch | None = None
         self._ids: dict[str, str] = {}  # of the sources, as last read; a deleted source keeps its id
@@ -105,7 +111,7 @@ class Indexer:
             return "Kafka has not assigned partitions to this worker yet"
         if self.sources_missing:
             return f"topics of this scope were deleted: {', '.join(self.sources_missing)}"
-        opening = [n for n, table in self._partitions.items() if table.next_offset(self._source.name) is None]
+        opening = [n for n, table in self._partitions.copy().items() if table.next_offset(self._source.name) is None]
         return f"partitions are being opened: {sorted(opening)}" if opening else None
 
     async def run(self, stream: Any) -> None:
@@ -156,6 +162,7 @@ class Indexer:
             await asyncio.to_thread(self._watch.stop)
         tables, self._partitions = list(self._partitions.values()), {}
         await self._stop(tables)
+        self._acknowledge_all()
 
     async def watch(self) -> None:
         """Seek every partition that receives nothing although its source has more: Faust may be past its next offset.
@@ -339,8 +346,22 @@ class Indexer:
 
     def _acknowledge(self, handles: list[Any]) -> None:
         events = [event for event in handles if event is not None]
-        if events:
-            self._call(lambda: [event.ack() for event in events])
+        if not events:
+            return
+        with self._applied_lock:
+            waiting = bool(self._applied)
+            self._applied += events
+        if not waiting:
+            self._call(self._acknowledge_later)
+
+    def _acknowledge_later(self) -> None:
+        asyncio.get_running_loop().call_later(ACKNOWLEDGE_EVERY_S, self._acknowledge_all)
+
+    def _acknowledge_all(self) -> None:
+        with self._applied_lock:
+            events, self._applied = self._applied, []
+        for event in events:
+            event.ack()
 
     def _drained(self, partition: int) -> None:
         if partition in self._paused:

@@ -188,14 +188,14 @@ def reader(settings: Settings, **overrides: Any) -> Consumer:
     )
 
 
-def assign(consumer: Consumer, where: Sequence[TopicPartition]) -> None:
-    """Read these partitions, each from its own offset.
+def assign(consumer: Consumer, where: Sequence[TopicPartition], later: Sequence[str] = ()) -> None:
+    """Read these partitions, each from its own offset. later: topics whose partitions are assigned later.
 
     After an assignment, the client takes 0.5 s to look up the leaders (measured). If it already has the topics'
     metadata, the first record arrives within 20 ms.
     """
     try:
-        for topic in sorted({each.topic for each in where}):
+        for topic in sorted({*(each.topic for each in where), *later}):
             consumer.list_topics(topic, LEADERS_TIMEOUT_S)
     except KafkaException:
         pass  # no broker answers; the client keeps trying by itself

@@ -11,6 +11,7 @@ clients of Kafka do not report it.
 
 from __future__ import annotations
 
+import concurrent.futures
 import logging
 import threading
 import time
@@ -144,9 +145,11 @@ class TopicWatch:
             listed = client.list_offsets(
                 wanted, isolation_level=IsolationLevel.READ_UNCOMMITTED, request_timeout=READ_TIMEOUT_S
             )
+            # Waiting for one after the other would wake this thread for each partition.
+            concurrent.futures.wait(listed.values(), READ_TIMEOUT_S + _FUTURE_SLACK_S)
             for where, future in listed.items():
                 try:
-                    ends[where.topic, where.partition] = future.result(READ_TIMEOUT_S + _FUTURE_SLACK_S).offset
+                    ends[where.topic, where.partition] = future.result(0).offset
                 except (KafkaException, TimeoutError) as exc:
                     log.debug("the end of %s [%d] cannot be read: %s", where.topic, where.partition, exc)
         self._known = ids, missing = self._described(client, self._names if with_others else self._closely)
@@ -158,9 +161,10 @@ class TopicWatch:
         ids = {name: topic_id for name, topic_id in self._known[0].items() if name not in asked}
         missing = set(self._known[1] - asked)
         described = client.describe_topics(TopicCollection(list(names)), request_timeout=READ_TIMEOUT_S)
+        concurrent.futures.wait(described.values(), READ_TIMEOUT_S + _FUTURE_SLACK_S)
         for name, future in described.items():
             try:
-                ids[name] = str(future.result(READ_TIMEOUT_S + _FUTURE_SLACK_S).topic_id)
+                ids[name] = str(future.result(0).topic_id)
             except KafkaException as exc:
                 if exc.args[0].name() != "UNKNOWN_TOPIC_OR_PART":
                     raise

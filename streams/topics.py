@@ -127,7 +127,8 @@ def topics(settings: Settings) -> Topics:
         ),
         workers=spec(
             f"{prefix}workers",
-            "worker id, ASCII decimal; avoid/ or cordon/ and a worker id; model/ and a model; pool/ and a pool",
+            "worker id, ASCII decimal; avoid/, cordon/ or render/ and a worker id; model/ and a model; pool/ and a "
+            "pool",
             "workers",
             _COMPACTED,
         ),

@@ -46,7 +46,7 @@ def _named(package: ModuleType, entry_points: Iterable[str]) -> tuple[str, ...]:
 # Kernels by their full names. Children take them in this order, so the slowest come first. Those that share most of
 # their callees are far apart: a child that needs a kernel which another child is compiling waits for it.
 
-#: For a publisher and a simulated engine.
+#: For a publisher.
 HASHING = _named(hashing, hashing.ENTRY_POINTS)
 #: For a bridge.
 BRIDGE = (*HASHING, *_named(hashing, hashing.UNPACKING))

@@ -29,6 +29,7 @@ from streams.indexer_agent import Indexer
 from streams.interpreter import exempt_from_collection, prefer_request_threads
 from streams.kafka import ensure_topics
 from streams.kafka_log import unreachable
+from streams.loop_thread import LoopThread
 from streams.model_registry import check_models
 from streams.reset import reset_scope
 from streams.router_api.draining import drain
@@ -50,12 +51,18 @@ HEARTBEAT_S = 0.5
 
 
 class WorkerProcess:
-    """What a worker needs besides Faust. Nothing is read, written, listened on or compiled before `prepare`."""
+    """What a worker needs besides Faust. Nothing is read, written, listened on or compiled before `prepare`.
+
+    The HTTP API has a thread and a loop of its own: on Faust's loop, a request would wait for deliveries of records,
+    seeks and rebalances.
+    """
 
     def __init__(self, app: faust.App, settings: Settings) -> None:
         self._app = app
         self._settings = settings
         self.indexer = Indexer(app, settings, partition_plan(settings), faults.armed())
+        self._api: LoopThread | None = None  # from `prepare` on
+        # Both are used on its loop.
         self._server: HttpServer | None = None
         self._router: Router | None = None
         self._background: list[asyncio.Task[None]] = []
@@ -69,10 +76,12 @@ class WorkerProcess:
         settings, startup, access = self._settings, Startup(), Access(self._settings)
         check_schemas()
         Path(settings.data_dir).mkdir(parents=True, exist_ok=True)  # Faust creates only the last folder of its path
+        api = self._api = LoopThread("api")
         if self._app.conf.web_enabled and (settings.router or settings.metrics_port):
             setting = "port" if settings.router else "metrics_port"
-            self._server = HttpServer(self._app.conf.web_bind, self._app.conf.web_port, setting, access)
-            await self._server.serve(starting_app(startup))
+            server = HttpServer(self._app.conf.web_bind, self._app.conf.web_port, setting, access)
+            await api.run(lambda: server.serve(starting_app(startup)))
+            self._server = server
         startup.note("connecting to Kafka")
         # Faust does not notice a source topic that appears after it has subscribed.
         await asyncio.to_thread(ensure_topics, settings, topics(settings).all())
@@ -81,40 +90,53 @@ class WorkerProcess:
             await asyncio.to_thread(reset_scope, settings, force=settings.router_reset_force)
         await asyncio.to_thread(check_models, settings)
         await warm_while_serving(WORKER if settings.router else AGENT, startup.note)
-        agent_metrics = agent_registry(self.indexer)
         if settings.router:
             self._router = make_router(settings)
-        if self._server is None:
-            return
+        serving = self._server
+        if serving is not None:
+            await api.run(lambda: self._serve(serving, access))
+
+    async def _serve(self, server: HttpServer, access: Access) -> None:
+        metrics = [agent_registry(self.indexer)]
         if self._router is not None:
-            await self._server.serve(api_runner(self._router, [agent_metrics], access=access))
+            await server.serve(api_runner(self._router, metrics, access=access))
         else:
-            await self._server.serve(monitoring_app(self._not_ready, [agent_metrics], access))
-            log.info("/healthz, /ready and /metrics on %s", self._server.url)
+            await server.serve(monitoring_app(self._not_ready, metrics, access))
+            log.info("/healthz, /ready and /metrics on %s", server.url)
 
     def _not_ready(self) -> str | None:
         return unreachable(self._settings.kafka) or self.indexer.not_ready()
 
-    def start(self) -> None:
+    async def start(self) -> None:
         """Start what runs next to Faust, once Faust has started."""
         exempt_from_collection()
         self._background.append(asyncio.create_task(self.indexer.watch()))
-        if self._router is not None:
+        router, api = self._router, self._api
+        if router is not None and api is not None:
+            # Agents' threads as well: the thread that answers waits for the one that has the interpreter.
             prefer_request_threads()
-            self._router.start()
-            self._background.append(asyncio.create_task(tick_forever(self._router)))
+            await api.run(lambda: self._start(router))
+            self._background.append(asyncio.create_task(api.run(lambda: tick_forever(router))))
+
+    @staticmethod
+    async def _start(router: Router) -> None:
+        prefer_request_threads()
+        router.start()
 
     async def stop(self) -> None:
         """Stop everything, before Faust stops."""
-        if self._router is not None:
-            await drain(self._router, self._server)
-        elif self._server is not None:
-            await self._server.close()
+        router, server, api = self._router, self._server, self._api
+        if api is not None and router is not None:
+            await api.run(lambda: drain(router, server))
+        elif api is not None and server is not None:
+            await api.run(server.close)
         for task in self._background:
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await task
         await self.indexer.close()
+        if api is not None:
+            await api.stop()
 
 
 class Worker(faust.Worker):  # type: ignore[misc]
@@ -196,7 +218,7 @@ def create_app(settings: Settings) -> WorkerApp:
 
     @app.task
     async def start() -> None:
-        process.start()
+        await process.start()
 
     @app.on_before_shutdown.connect(weak=False)
     async def stop(_: Any, **__: Any) -> None:

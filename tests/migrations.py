@@ -19,6 +19,8 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import re
+import signal
 import statistics
 import sys
 import tempfile
@@ -37,7 +39,7 @@ from streams.core.hashing import local_hashes, sequence_hashes
 from streams.local.kafka import LocalKafka
 from streams.local.moving import FOUR_PLACES, Place, PooledFleet, Streamed, read_stream
 from streams.local.processes import Children
-from streams.local.stack import FrontProcess, RouterProcess, Stack
+from streams.local.stack import FrontProcess, RouterProcess, Stack, get_bytes
 from streams.settings import Settings
 from streams.sim.chat_template import render
 from streams.sim.engine_config import EngineConfig
@@ -290,11 +292,18 @@ class MigrationRun:
             "most_in_one_stream": max((each["migrations"] for each in figures), default=0),
             "moved_more_than_once": sum(each["migrations"] > 1 for each in figures),
             "faults": dict(self.faults),
+            "failures_met": self._failures_met(),
             "tokens_recovered": sum(each["tokens_recovered"] for each in figures),
             "tokens_prefilled_again": sum(each["tokens_prefilled_again"] for each in figures),
             "lost_ms_p50": statistics.median(lost) if lost else None,
             "lost_ms_max": lost[-1] if lost else None,
         }
+
+    def _failures_met(self) -> dict[str, int]:
+        """Count how streams met failures: their engine died, stalled or refused."""
+        page = get_bytes(f"{self.front.url}/metrics").decode()
+        found = re.findall(r'^kvstreams_front_engine_failures_total{how="(\w+)"} (\d+)', page, re.MULTILINE)
+        return {how: int(n) for how, n in found}
 
 
 class Truth:
@@ -419,6 +428,7 @@ def main(migrations: int, clients: int, seed: int | None, kafka: str | None, kee
     """Exit with status 1 if a stream, a prefill or a booking is not as it must be."""
     seed = random.randrange(1 << 32) if seed is None else seed
     print(f"seed {seed}", flush=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # which `timeout` sends: stop everything
     warm(WORKER)
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) if keep is None else keep

@@ -10,7 +10,7 @@ from typing import Any
 import click
 import orjson
 
-from streams.cli.options import GroupedCommand, with_settings
+from streams.cli.options import GroupedCommand, http_urls, with_settings
 from streams.errors import KvStreamsError
 from streams.settings import Resolved
 
@@ -38,12 +38,15 @@ class _OwnStatus(GroupedCommand):
 
 @click.command(cls=_OwnStatus)
 @partial(with_settings, without=("router",))  # --router names a router here
-@click.option("--router", "routers", multiple=True, metavar="URL", help="a router to examine; repeat for each")
+@click.option(
+    "--router", "routers", multiple=True, metavar="URL", callback=http_urls, help="a router to examine; repeat for each"
+)
 @click.option(
     "--metrics",
     "pages",
     multiple=True,
     metavar="URL",
+    callback=http_urls,
     help="metrics of a worker or a bridge (metrics_port) to examine; repeat for each",
 )
 @click.option(

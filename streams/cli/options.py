@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 import click
 
@@ -120,6 +121,19 @@ def with_settings(command: _F, without: Collection[str] = ()) -> _F:
     )(wrapped)
     result: _F = wrapped
     return result
+
+
+def http_urls(context: click.Context, parameter: click.Parameter, value: Any) -> Any:
+    """Check that an option or argument, or each value of a repeated one, is the address of an HTTP server."""
+    for url in value if isinstance(value, tuple) else (value,):
+        try:
+            parts = urlsplit(url)
+            usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        except ValueError:  # brackets without an IPv6 address, or a port that is not a number up to 65535
+            usable = False
+        if not usable:
+            raise click.BadParameter(f"{url!r} is not http://HOST:PORT or https://HOST:PORT", context, parameter)
+    return value
 
 
 def worker_ids(values: tuple[int, ...]) -> tuple[WorkerId, ...]:

@@ -19,7 +19,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from streams.cli.options import GroupedCommand
+from streams.cli.options import GroupedCommand, http_urls
 from streams.cli.output import console
 from streams.errors import KvStreamsError, ProcessError
 
@@ -39,7 +39,7 @@ _COLUMNS = ("worker", "model", "ranks", "state", "requests", "prefill tokens", "
 
 
 @click.command(cls=GroupedCommand)
-@click.argument("url", default="http://127.0.0.1:8000")
+@click.argument("url", default="http://127.0.0.1:8000", callback=http_urls)
 @click.option(
     "--token-file",
     type=click.Path(path_type=Path),

@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple, Self, Unpack
 import aiohttp
 
 from streams.client.engine import EngineOptions
+from streams.client.failed_engines import FailedEngines
 from streams.client.generation import Booking, Generation, key_of
 from streams.client.matches import OverlapScores, overlap_scores
 from streams.client.payloads import (
@@ -36,6 +37,9 @@ RETRY_TIMEOUT_S = 10.0
 
 #: How long a report on a booking is repeated. It may be late: it is monotone, and nobody waits for it.
 REPORT_TIMEOUT_S = 60.0
+
+#: How long booking a running request again may take. The request waits for it.
+REBOOK_TIMEOUT_S = 1.0
 
 #: How long closing a client waits for its last reports.
 CLOSE_TIMEOUT_S = 5.0
@@ -180,6 +184,7 @@ class KvRouter(Requests):
         self._retry_timeout_s = retry_timeout_s
         self._engines: aiohttp.ClientSession | None = None
         self._reports = Reports(self._send_report)
+        self._failed_engines = FailedEngines(self)
         self._routed_by: dict[BookingKey, int] = {}  # the router of each live booking, if there are several
         self._live = weakref.WeakSet[Booking | Generation]()
 
@@ -219,6 +224,7 @@ class KvRouter(Requests):
         """End what is still running, send the last reports for at most CLOSE_TIMEOUT_S, and close all connections."""
         for each in list(self._live):
             each.close()
+        await self._failed_engines.close()
         await self._reports.close(CLOSE_TIMEOUT_S)
         if self._engines is not None:
             await self._engines.close()
@@ -320,14 +326,37 @@ class KvRouter(Requests):
         report.router = self._routed_by.pop(key, None) if report.free else self._routed_by.get(key)
         self._reports.add(key, report)
 
-    async def reroute(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Route a booked request again, once. Bookings call it after their engine has failed."""
+    def note_failed(self, worker_id: int) -> None:
+        """Let all routers avoid a worker whose engine failed, in the background."""
+        self._failed_engines.note(worker_id)
+
+    async def rebook(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Free a booking, and book its request again at the same router, which knows of both at once.
+
+        Raises KvStreamsError, also if that takes longer than REBOOK_TIMEOUT_S.
+        """
+        key = key_of(request)
+        router = self._routed_by.pop(key, None)
+        await self._reports.settle(key)
+        try:
+            async with asyncio.timeout(REBOOK_TIMEOUT_S):
+                await self._send_report(key, Report(router, free=True))
+                return await self.reroute(request, router)
+        except TimeoutError as exc:
+            raise RouterUnavailable(f"no router booked the request again within {REBOOK_TIMEOUT_S:g} s") from exc
+
+    async def reroute(self, request: dict[str, Any], router: int | None = None) -> dict[str, Any]:
+        """Route a booked request again, once. Bookings call it after their engine has failed.
+
+        router: the first one to ask; None for any.
+        """
         packed = request["packed"]
         fields = {name: value for name, value in request.items() if name != "packed"}
         # A report on the first engine must not arrive after the booking has moved to the second one.
         key = key_of(fields)
         await self._reports.settle(key)
         attempt = Attempt()
+        attempt.router = router
         try:
             answer = await self._call("/route", fields, packed, attempt)
         except Refused as exc:

@@ -10,6 +10,7 @@ called, and when the last reference to it is dropped.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Protocol
@@ -18,7 +19,7 @@ import aiohttp
 
 from streams.client.engine import EngineOptions, EngineStream
 from streams.client.moving import choose_worker
-from streams.client.payloads import given, pack_tokens, unpack_tokens, with_prompt
+from streams.client.payloads import given, pack_tokens, token_array, with_prompt
 from streams.client.reports import BookingKey, Report
 from streams.cxl import migration
 from streams.cxl.migration import (
@@ -36,11 +37,16 @@ from streams.cxl.migration import (
 )
 from streams.errors import EngineFailed, EngineRefused, KvStreamsError
 
+log = logging.getLogger(__name__)
+
 #: Tokens of an answer between two reports of its length. Each report also renews the booking.
 OUTPUT_REPORT_TOKENS = 64
 
 #: What makes an engine report what it found of a resumed prompt with its first tokens.
 _REPORTING_USAGE = {"include_usage": True, "continuous_usage_stats": True}
+
+#: Fields of a route request that let it wait; a request that runs does not.
+_OF_THE_QUEUE = ("queue", "queue_timeout_ms")
 
 #: OpenAI's default for completions.
 _MAX_TOKENS_DEFAULT = 16
@@ -52,8 +58,14 @@ class Rerouting(Protocol):
     def report(self, key: BookingKey, report: Report) -> None:
         """Report in the background."""
 
+    def note_failed(self, worker_id: int) -> None:
+        """Let all routers avoid a worker whose engine failed, in the background."""
+
     async def reroute(self, request: dict[str, Any]) -> dict[str, Any]:
         """Route again at once, after the reports of this request have arrived. Raises KvStreamsError."""
+
+    async def rebook(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Free the booking of this request, and book it again. Raises KvStreamsError."""
 
 
 class Booking:
@@ -117,6 +129,14 @@ class Booking:
         """Do what `end` does."""
         self.end()
 
+    def note_failure(self, failure: EngineFailed) -> None:
+        """Let all routers avoid the worker for a while if its engine failed this request.
+
+        An engine that answers with an error status can be reached; it may be busy, or refuse this request alone.
+        """
+        if "status" not in failure.detail:
+            self._client.note_failed(self.worker_id)
+
     async def move(self, token_ids: Sequence[int] | None = None, **fields: Any) -> None:
         """Move the booking to another worker, because the engine of the current one failed.
 
@@ -146,6 +166,25 @@ class Booking:
         self._prefill_reported = False
         self._take(answer)
         return True
+
+    async def prefill_again(self) -> None:
+        """Book the same rank anew, with a prompt that is not computed: what was to compute it elsewhere has failed.
+
+        If no router takes that, the request goes on without a booking.
+        """
+        if not self._prefill_reported or self._ended:
+            return
+        self._prefill_reported = False
+        kept = {name: value for name, value in self._request.items() if name not in _OF_THE_QUEUE}
+        try:
+            self._take(await self._client.rebook({**kept, "worker_id": self.worker_id, "dp_rank": self.dp_rank}))
+        except KvStreamsError as exc:
+            log.debug("request %s goes on without a booking: %s", self.request_id, exc)
+
+    def allow_again(self, worker_id: int) -> None:
+        """Let the booking move to a worker that failed the request, because its engine was restarted since."""
+        if worker_id in self._failed_worker_ids:
+            self._failed_worker_ids.remove(worker_id)
 
     async def __aenter__(self) -> Booking:
         return self
@@ -224,6 +263,7 @@ class Generation:
     async def _move(self, failure: EngineFailed) -> None:
         """Move to another engine if the caller has no tokens yet; otherwise raise the failure."""
         booking = self.booking
+        booking.note_failure(failure)
         failure.detail.update(request_id=booking.request_id, output_tokens=self.output_tokens)
         if self.output_tokens or self._attempts >= self._options.attempts_max:
             raise failure
@@ -349,7 +389,7 @@ class Generation:
                 self._stream = None
             match instruction:
                 case ChooseWorker(n_kept=n_kept):
-                    token_ids = unpack_tokens(self._packed) + moving.shown.token_ids[:n_kept].tolist()
+                    token_ids = token_array(self._packed) + moving.shown.token_ids[:n_kept]
                     left = self._tokens_max - n_kept
                     chosen = await choose_worker(self.booking, token_ids, left, moving.deadline_s)
                     instruction = moving.handle(chosen)
@@ -378,7 +418,7 @@ class Generation:
         fields = {**self._fields, "max_tokens": resume.max_tokens, "stream_options": _REPORTING_USAGE}
         if fields.get("min_tokens"):
             fields["min_tokens"] = resume.min_tokens
-        token_ids = unpack_tokens(self._packed) + moving.shown.token_ids.tolist()
+        token_ids = (token_array(self._packed) + moving.shown.token_ids).tolist()
         try:
             async with asyncio.timeout(options.stall_timeout_s):
                 self._stream = await EngineStream.open(
@@ -393,7 +433,8 @@ class Generation:
         self._stream.watch(options.stall_timeout_s)
 
     def _event(self, failure: EngineFailed) -> migration.EngineFailed:
-        """Return a failure as the migration takes it."""
+        """Report a failed engine, and return the failure as the migration takes it."""
+        self.booking.note_failure(failure)
         how = Failure.DIED
         if isinstance(failure.__cause__, TimeoutError):
             how = Failure.STALLED

@@ -139,6 +139,14 @@ class KvRouterClient(KvRouter):
         except Refused as exc:
             raise exc.error from exc
 
+    async def pools(self) -> list[dict[str, Any]]:
+        """Return the registered CXL pools, as `GET /pools` does. Errors are as of `workers`."""
+        try:
+            pools: list[dict[str, Any]] = (await self._round("GET", "/pools", Attempt(), None, None, {}))["pools"]
+        except Refused as exc:
+            raise exc.error from exc
+        return pools
+
     async def avoid(self, worker_id: int) -> bool:
         """Let all routers avoid a worker for a short time; it is not repeated if all routers are away."""
         try:
@@ -147,6 +155,19 @@ class KvRouterClient(KvRouter):
             raise exc.error from exc
         avoided: bool = answer["avoided"]
         return avoided
+
+    async def report_render(self, worker_id: int, body: dict[str, Any]) -> dict[str, Any]:
+        """Report what a front found when it probed an engine; returns the answer of `PUT /workers/{id}/render`.
+
+        It is not repeated if all routers are away. Raises UnknownId, WorkerChanged, and the errors of routers.
+        """
+        headers = {"Content-Type": JSON}
+        try:
+            return await self._round(
+                "PUT", f"/workers/{worker_id}/render", Attempt(), None, orjson.dumps(body), headers
+            )
+        except Refused as exc:
+            raise exc.error from exc
 
     async def _call(self, call: Call, fields: dict[str, Any], packed: bytes, attempt: Attempt) -> dict[str, Any]:
         fields = dict(fields)

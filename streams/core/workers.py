@@ -1,4 +1,4 @@
-"""Workers, cordons, avoidances and models as the registry has them.
+"""Workers, cordons, avoidances, render parities and models as the registry has them.
 
 What lives here: the records of the registry as values. What must not: Kafka, HTTP, which workers a request may go to
 (routing.eligibility), and who may write a model's record (model_registry).
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from operator import attrgetter
 
-from streams.core.ids import DpRank, RankId, WorkerId
+from streams.core.ids import DpRank, Incarnation, RankId, WorkerId
 from streams.errors import InvalidRequest
 
 #: Device class of workers without an accelerator. Mode device-aware-weighted treats all other classes alike.
@@ -141,6 +141,94 @@ class Avoidance:
             raise InvalidRequest(
                 f"worker {self.worker_id} is avoided for {self.ttl_ms} ms, but it must be 1 to {AVOID_MS_MAX}"
             )
+
+
+class RenderOutcome(enum.StrEnum):
+    """Whether an engine makes the same tokens of prompts as a front does."""
+
+    EQUAL = "equal"
+    DIFFERS = "differs"
+    UNKNOWN = "unknown"
+
+
+class RenderReason(enum.StrEnum):
+    """Why it is unknown whether an engine makes the same tokens as a front.
+
+    NOT_PROBED: no front has probed this incarnation, URL and model. NO_TOKENIZER: the front has no files of the model's
+    tokenizer. NO_TOKENIZE: the engine has no /tokenize. ENGINE_FAILED, FRONT_FAILED: one of them did not answer, and is
+    asked again later. ENGINE_REFUSED, FRONT_REFUSED: only one of them makes tokens of a prompt.
+    """
+
+    NOT_PROBED = "not_probed"
+    NO_TOKENIZER = "no_tokenizer"
+    NO_TOKENIZE = "no_tokenize"
+    ENGINE_FAILED = "engine_failed"
+    FRONT_FAILED = "front_failed"
+    ENGINE_REFUSED = "engine_refused"
+    FRONT_REFUSED = "front_refused"
+
+
+class RenderPart(enum.StrEnum):
+    """The prompts of a probe, in order (frontend.parity)."""
+
+    COMPLETION = "completion"
+    CHAT = "chat"
+    CHAT_WITH_SYSTEM = "chat_with_a_system_message"
+    CHAT_WITH_TOOLS = "chat_with_tools"
+
+    @property
+    def words(self) -> str:
+        """Its name for people."""
+        return self.value.replace("_", " ")
+
+
+@dataclass(frozen=True, slots=True)
+class RenderResult:
+    """The result of one probe.
+
+    reason: of `unknown` only. part: the prompt that differs, or that could not be compared. from_token: of `differs`
+    only: the position of the first token that differs.
+    """
+
+    outcome: RenderOutcome
+    reason: RenderReason | None = None
+    part: RenderPart | None = None
+    from_token: int | None = None
+
+    def __post_init__(self) -> None:
+        differs = self.outcome is RenderOutcome.DIFFERS
+        if (self.reason is not None) != (self.outcome is RenderOutcome.UNKNOWN):
+            raise InvalidRequest(f"outcome is {self.outcome.value}; reason belongs to `unknown`, and to nothing else")
+        if differs and self.part is None:
+            raise InvalidRequest("outcome is differs; part must name the prompt that differs")
+        if self.part is not None and self.outcome is RenderOutcome.EQUAL:
+            raise InvalidRequest("outcome is equal; part belongs to `differs` and `unknown`")
+        if (self.from_token is not None) != differs or (self.from_token or 0) < 0:
+            raise InvalidRequest("from_token is a position, which belongs to `differs`, and to nothing else")
+
+
+#: The result for workers that no front has probed.
+NOT_PROBED = RenderResult(RenderOutcome.UNKNOWN, RenderReason.NOT_PROBED)
+
+
+@dataclass(frozen=True, slots=True)
+class RenderParity:
+    """What a front found when it probed an engine: a record about one incarnation, URL and model of a worker.
+
+    incarnation: None if no events of the engine were known. probed_by: the front, for people.
+    """
+
+    worker_id: WorkerId
+    incarnation: Incarnation | None
+    url: str
+    model: str
+    result: RenderResult
+    probed_at_ms: int = 0
+    probed_by: str = ""
+
+    def is_about(self, worker: Worker, incarnation: Incarnation | None) -> bool:
+        """Whether the engine that was probed is the one that the worker is now."""
+        return (self.url, self.model, self.incarnation) == (worker.url, worker.model, incarnation)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ What lives here: the call, and parsing of metrics pages. What must not: which ca
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -64,6 +65,9 @@ async def call(
             return Answer(response.status, await read_body(response, PAGE_BYTES_MAX), None, clock)
     except TimeoutError:
         return Answer(error=f"it does not answer within {HTTP_TIMEOUT_S:g} s")
+    except aiohttp.ClientConnectorError as exc:  # its own text names the address again, and Python's types
+        number = exc.os_error.errno
+        return Answer(error=os.strerror(number) if number and number > 0 else exc.os_error.strerror or str(exc))
     except (aiohttp.ClientError, OSError, ValueError) as exc:
         return Answer(error=str(exc) or repr(exc))
 

@@ -24,11 +24,13 @@ from streams.codec import (
     CORDON_KEY_PREFIX,
     MODEL_KEY_PREFIX,
     PULSE_KEY_PREFIX,
+    RENDER_KEY_PREFIX,
     decode_avoidance,
     decode_cordon,
     decode_metrics,
     decode_model,
     decode_pulse,
+    decode_render,
     decode_worker,
 )
 from streams.core.ids import WorkerId
@@ -340,6 +342,9 @@ class _Watch:
         elif key.startswith(AVOID_KEY_PREFIX):
             if record.value is not None:
                 decode_avoidance(key, record.value, schema_ids)
+        elif key.startswith(RENDER_KEY_PREFIX):
+            if record.value is not None:
+                decode_render(key, record.value, schema_ids)
         elif key.isdigit():
             worker_id = WorkerId(int(key))
             if record.value is None:

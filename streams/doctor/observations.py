@@ -174,7 +174,8 @@ class RouterSeen:
 
     error: why it does not answer, or None. refused: status of an answer that its token does not allow, or None.
     not_ready: the reason, or None. workers: ids in its registry. digests: by worker id and rank. degraded: pairs of a
-    reason and a worker id. silent: workers with ranks that were not heard from.
+    reason and a worker id. silent: workers with ranks that were not heard from. differing: workers whose engines make
+    other tokens than a front, with the prompt that shows it and the first token that differs; without rounds.
     """
 
     url: str
@@ -186,6 +187,7 @@ class RouterSeen:
     digests: tuple[Mapping[tuple[int, int], RankDigest], ...] = ()
     degraded: tuple[frozenset[tuple[str, int]], ...] = ()
     silent: tuple[frozenset[int], ...] = ()
+    differing: Mapping[int, tuple[str, int]] = field(default_factory=dict)
     page: PageSeen | None = None
     clock: ClockReading | None = None
 
@@ -195,6 +197,7 @@ class Observations:
     """Everything that was read.
 
     settings: those of the scope. kafka: None if it was skipped. pages: of processes other than the routers.
+    tokenizer_models: models that --tokenizer names.
     """
 
     settings: Settings
@@ -202,3 +205,4 @@ class Observations:
     engines: tuple[EngineSeen, ...] = ()
     routers: tuple[RouterSeen, ...] = ()
     pages: tuple[PageSeen, ...] = ()
+    tokenizer_models: tuple[str, ...] = ()

@@ -12,6 +12,7 @@ from typing import Any
 
 import aiohttp
 
+from streams.core.workers import RenderOutcome, RenderPart
 from streams.doctor.http_reading import NOT_ALLOWED, call, read_page
 from streams.doctor.observations import PageSeen, RankDigest, RouterSeen
 
@@ -52,11 +53,11 @@ async def _read_router(http: aiohttp.ClientSession, url: str, headers: Mapping[s
         await asyncio.sleep(ROUND_EVERY_S if number else 0.0)
         names = ("state", "workers", "loads", "live")
         answers = await asyncio.gather(*(call(http, f"{url}/{name}", headers) for name in names))
-        for answer in answers:
+        for name, answer in zip(names, answers, strict=True):
             if answer.status in NOT_ALLOWED:
                 return RouterSeen(url, refused=answer.status, clock=ready.clock)
             if not answer.ok:
-                return RouterSeen(url, answer.error or f"the status of an answer is {answer.status}")
+                return RouterSeen(url, answer.error or f"GET /{name} is answered with {answer.status}")
         found = dict(zip(names, (answer.json() for answer in answers), strict=True))
         if not all(isinstance(each, dict) for each in found.values()):
             return RouterSeen(url, "its answers are not JSON objects")
@@ -72,6 +73,7 @@ async def _read_router(http: aiohttp.ClientSession, url: str, headers: Mapping[s
                 frozenset(row["worker_id"] for row in each["workers"]["workers"] if row["silent_dp_ranks"])
                 for each in rounds
             ),
+            differing=_differing(rounds[-1]["workers"]["workers"]),
             page=await read_page(http, f"{url}/metrics", headers),
             clock=ready.clock,
         )
@@ -86,6 +88,15 @@ def _digests(state: dict[str, Any]) -> dict[tuple[int, int], RankDigest]:
         )
         for row in state["ranks"]
         if row["health"] != "removed"
+    }
+
+
+def _differing(workers: list[dict[str, Any]]) -> dict[int, tuple[str, int]]:
+    found = {row["worker_id"]: row.get("render") or {} for row in workers}  # an earlier version has no `render`
+    return {
+        worker_id: (RenderPart(render["part"]).words, int(render["from_token"]))
+        for worker_id, render in found.items()
+        if render.get("outcome") == RenderOutcome.DIFFERS
     }
 
 

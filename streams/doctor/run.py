@@ -20,7 +20,7 @@ from streams.doctor.kafka_reading import read_kafka
 from streams.doctor.observations import EngineSeen, KafkaSeen, Observations
 from streams.doctor.probe import probe_engines
 from streams.doctor.router_reading import read_pages, read_routers
-from streams.doctor.tokenizer_reading import read_tokenizers
+from streams.doctor.tokenizer_reading import read_files, read_tokenizers
 from streams.errors import SchemasIncompatible
 from streams.schema_compatibility import check_schemas
 from streams.settings import Settings
@@ -103,6 +103,8 @@ def _own_schemas(groups: Sequence[Group]) -> tuple[Finding, ...]:
 async def _read(settings: Settings, order: Order) -> Observations:
     token, key = _bearer(order.token), _bearer(order.engine_key)
     groups = frozenset(order.groups)
+    # First, because a file that cannot be read ends the run.
+    files = await read_files(order.tokenizers) if Group.TOKENIZERS in groups else {}
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(connector=connector) as http:
         reading = asyncio.create_task(_read_kafka(settings, order)) if groups - _WITHOUT_KAFKA else None
@@ -113,11 +115,12 @@ async def _read(settings: Settings, order: Order) -> Observations:
         if {Group.ENGINES, Group.TOKENIZERS, Group.PROBE, Group.CLOCKS} & groups:
             found_engines = await read_engines(http, _workers(found_kafka), key)
         if Group.TOKENIZERS in groups:
-            found_engines = await read_tokenizers(http, found_engines, order.tokenizers, key)
+            found_engines = await read_tokenizers(http, found_engines, order.tokenizers, files, key)
         if Group.PROBE in groups:
             answering = [each.url for each in found_routers if each.workers]
             found_engines = await probe_engines(http, found_engines, answering, key, token)
-    return Observations(settings, found_kafka, found_engines, found_routers, found_pages)
+    models = tuple(sorted(filter(None, order.tokenizers)))
+    return Observations(settings, found_kafka, found_engines, found_routers, found_pages, models)
 
 
 async def _read_kafka(settings: Settings, order: Order) -> KafkaSeen:

@@ -16,6 +16,7 @@ import aiohttp
 import orjson
 
 from streams.client.payloads import unpack_tokens
+from streams.core.workers import RenderPart
 from streams.doctor.http_reading import call
 from streams.doctor.observations import EngineSeen
 from streams.errors import InvalidRequest, SettingsError
@@ -30,19 +31,23 @@ ENGINES_AT_ONCE = 8
 #: Bytes that a tokenizer may cache; the prompts are few and short.
 _CACHE_BYTES = 1 << 20
 
-#: By the name of a prompt, its tokens by the files; None if the files cannot make them.
-_Ours = Mapping[str, list[int] | None]
+#: By prompt, its tokens by the files; None if the files cannot make them.
+TokensOfFiles = Mapping[RenderPart, list[int] | None]
+
+
+async def read_files(paths: Mapping[str, str]) -> Mapping[str, TokensOfFiles]:
+    """Return the tokens of the prompts by path. paths: by model. Raises SettingsError for a bad file."""
+    return {path: await asyncio.to_thread(_tokens_of_files, path) for path in set(paths.values())}
 
 
 async def read_tokenizers(
-    http: aiohttp.ClientSession, engines: Sequence[EngineSeen], paths: Mapping[str, str], headers: Mapping[str, str]
+    http: aiohttp.ClientSession,
+    engines: Sequence[EngineSeen],
+    paths: Mapping[str, str],
+    ours: Mapping[str, TokensOfFiles],
+    headers: Mapping[str, str],
 ) -> tuple[EngineSeen, ...]:
-    """Compare the engines that answer. paths: by model, "" for all others. Raises SettingsError for a bad file."""
-    ours: dict[str, _Ours] = {}
-    for engine in engines:
-        path = paths.get(engine.worker.model, paths.get(""))
-        if path is not None and path not in ours:
-            ours[path] = await asyncio.to_thread(_tokens_of_files, path)
+    """Compare the engines that answer. paths: by model, "" for all others. ours: of `read_files`."""
     turns = asyncio.Semaphore(ENGINES_AT_ONCE)
 
     async def one(engine: EngineSeen) -> EngineSeen:
@@ -55,14 +60,14 @@ async def read_tokenizers(
     return tuple(await asyncio.gather(*map(one, engines)))
 
 
-def _tokens_of_files(path: str) -> _Ours:
+def _tokens_of_files(path: str) -> TokensOfFiles:
     tokenizer = _load(path)
-    ours: dict[str, list[int] | None] = {}
-    for name, (kind, body) in PROMPTS.items():
+    ours: dict[RenderPart, list[int] | None] = {}
+    for part, (kind, body) in PROMPTS.items():
         try:
-            ours[name] = unpack_tokens(tokenizer.encode(kind, orjson.dumps(body)).tokens)
+            ours[part] = unpack_tokens(tokenizer.encode(kind, orjson.dumps(body)).tokens)
         except InvalidRequest:  # no chat template, or one that refuses a system message or tools
-            ours[name] = None
+            ours[part] = None
     return ours
 
 
@@ -77,13 +82,14 @@ def _load(path: str) -> ModelTokenizer:
 
 
 async def _differences(
-    http: aiohttp.ClientSession, engine: EngineSeen, ours: _Ours, headers: Mapping[str, str]
+    http: aiohttp.ClientSession, engine: EngineSeen, ours: TokensOfFiles, headers: Mapping[str, str]
 ) -> Mapping[str, str]:
     """What differs, by the name of the prompt; "" if nothing does."""
     found: dict[str, str] = {}
-    for name, tokens in ours.items():
+    for part, tokens in ours.items():
+        name = part.words
         answer = await call(
-            http, f"{engine.worker.url}/tokenize", headers, {"model": engine.worker.model, **PROMPTS[name][1]}
+            http, f"{engine.worker.url}/tokenize", headers, {"model": engine.worker.model, **PROMPTS[part][1]}
         )
         theirs = _token_ids(answer.json()) if answer.ok else None
         if answer.error is not None:

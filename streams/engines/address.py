@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from ipaddress import ip_address
 from urllib.parse import urlsplit, urlunsplit
 
 import xxhash
@@ -178,6 +179,22 @@ def port_above(endpoint: str, offset: int) -> str:
     if parts.port is None or parts.hostname is None:
         raise KvStreamsError(f"{endpoint} has no port", remedy="Give it as tcp://host:port")
     return urlunsplit(("tcp", f"{parts.hostname}:{parts.port + offset}", "", "", ""))
+
+
+def needs_lookup(engine: EngineAddress) -> bool:
+    """Whether an address of an engine's sockets contains a name that must be resolved."""
+    return any(_has_name(endpoint) for endpoint in (engine.events, engine.replay) if endpoint is not None)
+
+
+def _has_name(endpoint: str) -> bool:
+    parts = urlsplit(endpoint)
+    if parts.scheme != "tcp":
+        return False  # a local socket, or a page that is polled over HTTP
+    try:
+        ip_address((parts.hostname or "").partition("%")[0])
+    except ValueError:
+        return True
+    return False
 
 
 def _dialect(where: str, name: str | None) -> Dialect:

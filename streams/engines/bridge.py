@@ -24,7 +24,7 @@ from streams.core.workers import Worker
 from streams.cxl.pool_registry import PoolDirectory
 from streams.engines.address import EngineAddress
 from streams.engines.bridged_engine import FLUSH_TIMEOUT_S, BridgedEngine, BridgeParts
-from streams.engines.connection import receive_hwm
+from streams.engines.connection import receive_hwm, shared_context
 from streams.engines.feed_counters import RankCounters
 from streams.engines.pooled_rows import read_pooled
 from streams.engines.publisher import BUFFERED_RECORDS_MAX, event_producer
@@ -32,9 +32,11 @@ from streams.engines.pulse import Pulse
 from streams.engines.recovery import recover_workers
 from streams.engines.registry_reader import RegistryReader
 from streams.engines.shared_calls import SharedCalls
+from streams.engines.socket_watch import SocketWatch
 from streams.engines.sources.interface import ENGINES_MAX, EngineSource, MergedEngines
 from streams.engines.sources.registry import RegistryEngines
 from streams.errors import BlockSizeContradicted
+from streams.interpreter import collect_by_the_clock
 from streams.model_registry import check_model, claim_model, writer_name
 from streams.outage import Outage, lasting
 from streams.settings import Settings
@@ -83,6 +85,8 @@ class Bridge:
         self._pools: PoolDirectory | None = None
         self._refused: dict[WorkerId, BlockSizeContradicted] = {}  # engines whose model contradicts the settings
         self._slow_kafka = Outage()
+        self._watch = SocketWatch()
+        self._context = shared_context()
         self._pulse = Pulse(self._kafka, topics(settings).worker_metrics.name, self.name, self._keeps_up)
         self._registry_sources = [source for source in sources if isinstance(source, RegistryEngines)]
         for source in self._registry_sources:
@@ -101,6 +105,7 @@ class Bridge:
                 tasks.create_task(self._registry.run())
                 tasks.create_task(self._tick())
                 tasks.create_task(self._pulse.run())
+                tasks.create_task(collect_by_the_clock())
                 tasks.create_task(self._follow(self._parts(http), tasks))
                 for number, source in enumerate(self._sources):
                     tasks.create_task(source.run(partial(self._note, number)))
@@ -109,6 +114,7 @@ class Bridge:
         finally:
             for bridged in self._engines.values():
                 bridged.release()
+            self._context.destroy(linger=0)
             if self._pools is not None:
                 self._pools.close()
             log.info("stopped. Records that Kafka did not acknowledge: %d", self._kafka.flush(FLUSH_TIMEOUT_S))
@@ -226,6 +232,8 @@ class Bridge:
             self._epoch_of,
             self._receive_hwm,
             self._note_refused,
+            self._watch,
+            self._context,
         )
 
     def _claim_model(self, model: tuple[str, bool], worker_ids: Collection[WorkerId]) -> Mapping[WorkerId, None]:
@@ -251,6 +259,9 @@ class Bridge:
 
     def _keeps_up(self) -> bool:
         """Whether no message of an engine waits in a socket, except where the rank's records say so themselves."""
+        self._watch.poll()  # what arrived since the last poll would otherwise not be seen
+        if self._watch.is_cut_short:
+            return False
         return not any(bridged.has_backlog for bridged in self._engines.values())
 
     async def _tick(self) -> None:

@@ -18,11 +18,11 @@ import aiohttp
 import zmq.asyncio
 from confluent_kafka import KafkaException, Producer
 
-from streams.codec import encode_worker
+from streams.codec import encode_worker, render_key
 from streams.core.events import ResyncRequest
 from streams.core.ids import DpRank, Incarnation, RankId, WorkerId
 from streams.core.workers import Worker
-from streams.engines.address import EngineAddress
+from streams.engines.address import EngineAddress, needs_lookup
 from streams.engines.block_size import EngineBlockSize
 from streams.engines.cxl_names import PooledRows
 from streams.engines.eventless_feed import EventlessFeed
@@ -35,6 +35,7 @@ from streams.engines.process_start import read_body
 from streams.engines.recovery import RecoveredRank
 from streams.engines.scraping import Scraper, reported_block_size
 from streams.engines.shared_calls import SharedCalls
+from streams.engines.socket_watch import SocketWatch
 from streams.engines.wiring import EngineWiring
 from streams.errors import BlockSizeContradicted, KafkaUnreachable, KvStreamsError
 from streams.kafka import partition_of, worker_key
@@ -66,7 +67,7 @@ class BridgeParts:
     the agents' table of pooled blocks. counters: of every rank, which outlive their feeds. in_flight: see RankWriter.
     epoch_of: returns a CXL pool's epoch. receive_hwm: see EngineWiring. refused: called when the block size of an
     engine's model contradicts the scope's, with the contradiction, and with None when it no longer does; raises if the
-    bridge shall end.
+    bridge shall end. watch: of all event sockets. context: of the engines whose addresses need no lookup.
     """
 
     settings: Settings
@@ -81,6 +82,8 @@ class BridgeParts:
     epoch_of: Callable[[str], int]
     receive_hwm: Callable[[], int]
     refused: Callable[[WorkerId, BlockSizeContradicted | None], None]
+    watch: SocketWatch
+    context: zmq.asyncio.Context
 
 
 class BridgedEngine:
@@ -92,8 +95,11 @@ class BridgedEngine:
         self._parts = parts
         self._settings = parts.settings
         self._kafka = parts.kafka
-        # One for each engine: a context has one thread for the network, which waits for each name to be resolved.
-        self._context = zmq.asyncio.Context()
+        # A context has one thread for the network, which waits for each name to be resolved. So an engine with a name
+        # has a context of its own. All others share one: hundreds of threads, each woken up by every message of its
+        # engine, cost more than a single one.
+        self._own_context = zmq.asyncio.Context() if needs_lookup(engine) else None
+        self._context = self._own_context or parts.context
         self.lease_handle = self._lease_handle(renewal)
         self._feeds: dict[RankId, RankFeed] = {}
         self._eventless: EventlessFeed | None = None
@@ -123,7 +129,8 @@ class BridgedEngine:
     def release(self) -> None:
         """Give the lease up, and free the sockets. The engine's task has ended."""
         self.lease_handle.release()
-        self._context.destroy(linger=0)
+        if self._own_context is not None:
+            self._own_context.destroy(linger=0)
 
     def retire(self, reason: str) -> None:
         """Let the engine's ranks get no requests from now on, since the bridge has no such engine any more."""
@@ -182,6 +189,7 @@ class BridgedEngine:
                 self._parts.receive_hwm,
                 self._read_pooled,
                 self._parts.in_flight,
+                self._parts.watch,
             )
             try:
                 await self._feed(wiring)
@@ -304,6 +312,8 @@ class BridgedEngine:
         def write(worker: Worker | None) -> None:
             try:
                 self._kafka.produce(topic, key=key, value=None if worker is None else encode_worker(worker))
+                if worker is None:  # what a front found about its tokens goes with it
+                    self._kafka.produce(topic, key=render_key(worker_id), value=None)
             # Kafka does not answer, or the topic was deleted. The lease expires, and is claimed again afterwards.
             except (BufferError, KafkaException) as exc:
                 log.debug("worker %d: the lease was not written: %s", worker_id, exc)

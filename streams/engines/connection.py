@@ -20,6 +20,8 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
+from streams.engines.socket_watch import SocketWatch
+
 #: Batches that wait in the socket. ZMQ drops further ones; the numbers then show a gap, which the replay socket fills.
 RECEIVE_HWM = 100_000
 
@@ -27,6 +29,9 @@ RECEIVE_HWM = 100_000
 #: Each rank has its share, but at least the second number.
 RECEIVE_HWM_OF_ALL = 400_000
 RECEIVE_HWM_MIN = 1_000
+
+#: Sockets of a context that engines share, the greatest number that ZMQ takes. A rank has three, and one for a replay.
+SOCKETS_MAX = 65_535
 
 #: Bytes of one message; a greater one ends the connection. A batch of this size has some 600,000 blocks, more than one
 #: record of kv-events can contain. Decoding it delays the other engines of the bridge by less than a second.
@@ -56,9 +61,19 @@ _FAILURES = frozenset(
 )
 _EVENTS = zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | sum(_FAILURES)
 
+#: As a plain number: `&` with the enumeration takes a microsecond, for each message.
+_POLLIN = int(zmq.POLLIN)
+
 
 #: Numbers of the monitors' addresses: that of a closed socket may be in use for a moment longer.
 _monitors = itertools.count()
+
+
+def shared_context() -> zmq.asyncio.Context:
+    """Return a context for the sockets of many engines."""
+    context = zmq.asyncio.Context()
+    context.set(zmq.MAX_SOCKETS, SOCKETS_MAX)
+    return context
 
 
 def receive_hwm(n_ranks: int) -> int:
@@ -83,12 +98,14 @@ class EventConnection:
         address: str,
         receive_hwm: Callable[[], int] = lambda: RECEIVE_HWM,
         on_message: Callable[[], None] = lambda: None,
+        watch: SocketWatch | None = None,
     ) -> None:
         """receive_hwm: returns how many batches may wait in a socket that is opened now. on_message: called when a
-        message has arrived and none waited before.
+        message has arrived and none waited before; it may take messages. watch: of all sockets of the bridge.
         """
         self._receive_hwm = receive_hwm
         self._on_message = on_message
+        self._watch = SocketWatch() if watch is None else watch
         self._context = context
         self._address = address
         # Not a socket of zmq.asyncio, which creates a future and three callbacks for each message.
@@ -104,8 +121,9 @@ class EventConnection:
         self.reason = ""
         #: The next event of the socket's monitor; None while no socket is open.
         self.event: asyncio.Future[list[bytes]] | None = None
-        #: Whether a message waits in the socket.
+        #: Whether a message waits in the socket, as of the last check.
         self.has_message = False
+        self._put_back: list[bytes] | None = None  # a message that is taken before those in the socket
 
     @property
     def is_open(self) -> bool:
@@ -115,18 +133,27 @@ class EventConnection:
     def take(self) -> list[bytes]:
         """Take the next message, which must have arrived."""
         assert self._socket is not None and self.has_message
+        if self._put_back is not None:
+            frames, self._put_back = self._put_back, None
+            self._check()
+            return frames
         frames = self._socket.recv_multipart(zmq.NOBLOCK)
-        self._look()
+        self._check()
         return frames
 
-    def _look(self) -> None:
+    def put_back(self, frames: list[bytes]) -> None:
+        """Let the message that was taken last be the next one again."""
+        self._put_back, self.has_message = frames, True
+
+    def _check(self) -> None:
         """Note whether a message waits. ZMQ's file descriptor is readable again only after this."""
         assert self._socket is not None
-        self.has_message = bool(int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
+        events: Any = self._socket.getsockopt(zmq.EVENTS)
+        self.has_message = events & _POLLIN != 0 or self._put_back is not None
 
     def _on_readable(self) -> None:
         had_message = self.has_message
-        self._look()
+        self._check()
         if self.has_message and not had_message:
             self._on_message()
 
@@ -153,6 +180,7 @@ class EventConnection:
                 self.completed_at_s, self._pause_s = now_s, 0.0
                 return Change.COMPLETED
             elif event["event"] in _FAILURES:
+                self._check()  # messages may have come since the last poll of all sockets
                 return self._failed()
         if self.completed_at_s is None and now_s - self._opened_at_s >= CONNECT_TIMEOUT_S:
             self.reason = f"nothing answers within {CONNECT_TIMEOUT_S:g} s"
@@ -168,13 +196,13 @@ class EventConnection:
     def close(self) -> None:
         """Close the socket."""
         if self._socket is not None:
-            asyncio.get_running_loop().remove_reader(self._socket.FD)
+            self._watch.remove(self._socket.FD)
             self._socket.disable_monitor()
             self._socket.close(linger=0)
         if self._monitor is not None:
             self._monitor.close(linger=0)
         self._socket = self._monitor = self.event = self.completed_at_s = None
-        self.has_message = False
+        self.has_message, self._put_back = False, None
 
     def __enter__(self) -> Self:
         return self
@@ -208,5 +236,5 @@ class EventConnection:
         self._monitor = self._context.socket(zmq.PAIR)
         self._monitor.connect(address)
         self.event = asyncio.ensure_future(self._monitor.recv_multipart())
-        asyncio.get_running_loop().add_reader(socket.FD, self._on_readable)
+        self._watch.add(socket.FD, self._on_readable)
         socket.connect(self._address)

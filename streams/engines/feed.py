@@ -151,7 +151,9 @@ class RankFeed:
         )
         self._heartbeats = Heartbeats(wiring, self._writer, self.counters)
         self._first_of = FirstOf()
-        self._connection = EventConnection(wiring.context, self._events, wiring.receive_hwm, self._first_of.wake)
+        self._connection = EventConnection(
+            wiring.context, self._events, wiring.receive_hwm, self._on_message, wiring.watch
+        )
         self._evidence = EvidenceReader(wiring, self._replay, self.rank)
         self._events_outage, self._replay_outage = Outage(), Outage()
         self._missing_events = MissingEvents()
@@ -168,6 +170,7 @@ class RankFeed:
         self._batch_seen = False  # whether a batch has arrived through this connection
         self._link = LinkDelay()
         self._live: tuple[int, float] | None = None  # number and time of the live batch that is being offered
+        self._failure: Exception | None = None  # why a message that was taken on arrival is not published
         self._unsent_since_s: float | None = None  # since when a record has waited for space in Kafka's client
         self._letters_logged = Repetitions()  # by reason
         self._reading_rows: asyncio.Future[Mapping[RankId, PooledRows]] | None = None  # of blocks in CXL pools
@@ -181,6 +184,7 @@ class RankFeed:
         """Queue a request; the loop answers it between two batches."""
         self.counters.resyncs_requested += 1
         self._requests.append(request)
+        self._first_of.wake()
 
     def note_requests_running(self) -> None:
         """Note that the engine's metrics show requests that are running, or tokens that were processed."""
@@ -259,6 +263,8 @@ class RankFeed:
             if self._reading_rows is not None and self._reading_rows.done():
                 reading, self._reading_rows = self._reading_rows, None
                 await self._restate_placements(reading)
+            if self._failure is not None:
+                raise self._failure
             if self._writer.failed:
                 raise KvStreamsError(f"Kafka did not take {len(self._writer.failed)} batches: {self._writer.failed[0]}")
             if (now_s := time.monotonic()) >= log_at_s:
@@ -372,16 +378,68 @@ class RankFeed:
         for _ in range(MESSAGES_AT_ONCE):
             if not self._takes_live or not self._connection.has_message:
                 break
-            await self._take(self._connection.take())
+            batch = self._read(self._connection.take())
+            if batch is not None:
+                self._live = batch.sequence, time.time()
+                await self._state.batches.offer(batch)
+                self._live = None
         if not self._connection.has_message:
             self._message_since_s = None
 
-    async def _take(self, frames: list[bytes]) -> None:
-        """Take one message of the live socket."""
+    def _on_message(self) -> None:
+        """Take the messages that have arrived, at once if they only have to be published; otherwise wake the loop.
+
+        Nearly all messages are taken here. To wake the loop for each of them takes as long as publishing it, mostly to
+        find out that there is nothing else to do.
+        """
+        try:
+            is_done = self._take_in_order()
+        except Exception as exc:  # it ends the feed, as one of the loop does
+            self._failure, is_done = exc, False
+        if not is_done:
+            self._first_of.wake()
+
+    def _take_in_order(self) -> bool:
+        """Publish messages for as long as they are the next ones and nothing has to be waited for.
+
+        Returns whether the loop has nothing to do because of them. The loop must be waiting: otherwise it may be
+        publishing something else.
+        """
+        self._heartbeats.heard()
+        for _ in range(MESSAGES_AT_ONCE):
+            if not (self._first_of.is_waiting and self._may_take_at_once):
+                return False
+            frames = self._connection.take()
+            batch = self._read(frames)
+            if batch is None:
+                return False
+            if not self._state.batches.pass_next(batch):
+                self._connection.put_back(frames)
+                return False
+            self._live = batch.sequence, time.time()
+            self._publish(batch)
+            self._live = None
+            if not self._connection.has_message:
+                return self._writer.feed is FeedState.LIVE
+        return False
+
+    @property
+    def _may_take_at_once(self) -> bool:
+        """Whether a batch that is the next one may be taken and published at this moment."""
+        return (
+            self._takes_live
+            and self._failure is None
+            and not self._writer.failed
+            and self._wiring.lease_handle.is_allowed(self._wiring.term)
+            and self._writer.send()
+        )
+
+    def _read(self, frames: list[bytes]) -> Batch | None:
+        """Read one message of the live socket; None if it brings no batch that is new."""
         if len(frames) < 2 or len(frames[-2]) != SEQUENCE.size:
             exc = BadRecord("bad_frames", f"the message has {len(frames)} frames and no sequence number")
             self._dead_letter(of_frames(frames), sum(map(len, frames)), exc)
-            return
+            return None
         batch, batches = Batch(SEQUENCE.unpack(frames[-2])[0], frames[-1]), self._state.batches
         if batch.sequence < batches.next:
             # Either a replay brought it already, or the engine restarted and numbers its batches from 0 again.
@@ -392,11 +450,9 @@ class RankFeed:
             else:
                 self._batch_seen = True
                 self.counters.batches_repeated += 1
-            return
+            return None
         self._batch_seen = True
-        self._live = batch.sequence, time.time()
-        await batches.offer(batch)
-        self._live = None
+        return batch
 
     def _on_finding(self, finding: ReplayFinding) -> None:
         match finding:
@@ -637,6 +693,10 @@ class RankFeed:
         missing until the engine sends another batch.
         """
         await self._may_write()
+        self._publish(batch)
+
+    def _publish(self, batch: Batch) -> None:
+        """Decode and publish the next batch, when it may be written."""
         state = self._state
         self._missing_events.on_event()
         digest = state.batches.digests.add(batch)

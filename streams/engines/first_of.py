@@ -20,6 +20,11 @@ class FirstOf:
         self._watched: set[asyncio.Future[Any]] = set()
         self._waiter: asyncio.Future[None] | None = None
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether the task waits, and nothing has ended the wait yet."""
+        return self._waiter is not None and not self._waiter.done()
+
     async def wait(self, futures: Iterable[asyncio.Future[Any]], timeout_s: float, *, is_ready: bool = False) -> None:
         """Return once one of the futures is done, after a call of `wake`, or after the timeout; sometimes before.
 

@@ -191,6 +191,16 @@ class GapFiller:
         self._window = Window(sequence + 1)
         self.digests.put(sequence, digest)
 
+    def pass_next(self, batch: Batch) -> bool:
+        """Take a live batch if it is the next one and no other is buffered; the caller then publishes it.
+
+        Returns False, and changes nothing, for any other batch. This is `offer` for a caller that cannot wait.
+        """
+        if batch.sequence != self._window.next or not self._window.pass_next():
+            return False
+        self._n_unanswered = 0  # it shows that no batch before it is missing
+        return True
+
     async def offer(self, batch: Batch) -> None:
         """Take a live batch; it is published now if it is the next one, and buffered if it is early."""
         if batch.sequence == self._window.next:

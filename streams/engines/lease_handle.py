@@ -51,6 +51,10 @@ class LeaseHandle:
         """Return whether it is certain, at this moment, that no other bridge feeds the engine."""
         return self.lease.may_publish(time.monotonic())
 
+    def is_allowed(self, term: int) -> bool:
+        """Return whether publishing under this term is allowed at this moment."""
+        return self.lease.phase is LeasePhase.HOLDING and self.lease.term == term and self.may_publish()
+
     async def held(self) -> int:
         """Wait until this bridge holds the lease; return its term."""
         while not self.may_publish():

@@ -77,6 +77,12 @@ BUFFERED_RECORDS_MAX = 100_000
 BUFFERED_KBYTES_MAX = 256 * 1024
 
 
+#: How long the client waits for further records of a partition before it sends one. Each request costs it and the
+#: broker about 0.1 ms of processor time, whatever it contains. With 4,000 batches per second over 8 partitions and the
+#: usual 2 ms, nearly each batch would be a request of its own.
+LINGER_MS = 5
+
+
 def event_producer(settings: Settings) -> Producer:
     """Return a producer of events. It never drops a record, since only the engine could fill the gap.
 
@@ -86,6 +92,7 @@ def event_producer(settings: Settings) -> Producer:
     limits = {
         "queue.buffering.max.messages": BUFFERED_RECORDS_MAX,
         "queue.buffering.max.kbytes": BUFFERED_KBYTES_MAX,
+        "linger.ms": LINGER_MS,
     }
     return producer(settings, **{"message.timeout.ms": 0, **limits})
 

@@ -158,6 +158,13 @@ class Window:
             self._early[batch.sequence] = batch.payload
             self._early_bytes += len(batch.payload)
 
+    def pass_next(self) -> bool:
+        """Count the next batch as taken, which was never buffered; False, and nothing changes, if others are."""
+        if self._early:
+            return False
+        self.next += 1
+        return True
+
     def take(self) -> Batch | None:
         """Remove and return the next batch, None if it has not arrived."""
         payload = self._early.pop(self.next, None)

@@ -18,6 +18,7 @@ from streams.engines.address import EngineAddress
 from streams.engines.connection import RECEIVE_HWM
 from streams.engines.cxl_names import PooledRows
 from streams.engines.lease_handle import LeaseHandle
+from streams.engines.socket_watch import SocketWatch
 from streams.settings import Settings
 
 
@@ -37,7 +38,7 @@ class EngineWiring:
     on_page_block_size: takes the size of the engine's blocks from its metrics page, None if the page has none.
     on_stored_block_size: takes it from an event that stores blocks. It is called with None when a rank begins another
     incarnation. receive_hwm: returns how many batches may wait in one rank's socket. read_pooled: reads a worker's rows
-    from the agents' table of pooled blocks, by rank. in_flight: see RankWriter.
+    from the agents' table of pooled blocks, by rank. in_flight: see RankWriter. watch: of all event sockets.
     """
 
     settings: Settings
@@ -54,3 +55,4 @@ class EngineWiring:
     receive_hwm: Callable[[], int] = lambda: RECEIVE_HWM
     read_pooled: Callable[[WorkerId], Awaitable[Mapping[RankId, PooledRows]]] = _no_rows
     in_flight: Counter[WorkerId] = field(default_factory=Counter)
+    watch: SocketWatch = field(default_factory=SocketWatch)

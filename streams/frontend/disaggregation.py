@@ -56,6 +56,7 @@ class Split(enum.StrEnum):
     UNSUITABLE = "unsuitable"  # it cannot be split
     BUSY = "busy"  # no prefill worker is idle enough
     FAILED = "failed"  # the prefill worker failed or refused
+    NO_POOL = "no_pool"  # KV caches go through pools, and none has a prefill worker
     NOT_TRANSFERRED = "not_transferred"  # its KV cache did not become available to the decode worker
 
 

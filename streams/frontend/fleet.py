@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from streams.client.http import KvRouterClient
@@ -28,8 +28,21 @@ FLEET_STALE_S = 10.0
 class Fleet:
     """The registered engines by model. If routers forbid reading them, the list is empty, and requests are served."""
 
-    def __init__(self, router: KvRouterClient, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        router: KvRouterClient,
+        clock: Callable[[], float] = time.monotonic,
+        on_workers: Callable[[list[dict[str, Any]]], None] = lambda _: None,
+        *,
+        reads_pools: bool = False,
+    ) -> None:
+        """on_workers: called with the workers each time that the registry was read. reads_pools: whether CXL pools are
+        read as well, which only transfers through pools need."""
         self._router = router
+        self._on_workers = on_workers
+        self._reads_pools = reads_pools
+        self._pools: list[frozenset[int]] | None = None  # the members of each pool; None if they are not known
+        self._incarnations: dict[int, int] = {}
         self._clock = clock
         self._engines: dict[str, list[str]] = {}
         self._created_s: dict[str, int] = {}
@@ -63,6 +76,18 @@ class Fleet:
             self._read_s = self._clock()
             self.router_mode = str(registry.get("router_mode", ""))
             self._take(registry["workers"])
+            self._on_workers(registry["workers"])
+            if self._reads_pools:
+                await self._read_pools()
+
+    async def _read_pools(self) -> None:
+        try:
+            pools = await self._router.pools()
+        except KvStreamsError as exc:
+            log.debug("the pools could not be read: %s", exc)
+            self._pools = None
+        else:
+            self._pools = [frozenset(pool["members"]) for pool in pools if not pool["lost"]]
 
     def _take(self, workers: list[dict[str, Any]]) -> None:
         engines: dict[str, list[str]] = {}
@@ -79,6 +104,8 @@ class Fleet:
                 known = roles.get(model) or ModelRoles(block_size=worker["block_size"])
                 roles[model] = known.including(worker["worker_id"], worker["role"])
         self._engines, self._created_s, self._roles = engines, created, roles
+        found = {worker["worker_id"]: worker.get("incarnation") for worker in workers}
+        self._incarnations = {worker_id: number for worker_id, number in found.items() if number is not None}
         self._adapters = {adapter: model for adapter, model in adapters.items() if adapter not in created}
 
     def not_ready(self) -> str | None:
@@ -114,6 +141,15 @@ class Fleet:
         if model is None and len(self._roles) == 1:
             (model,) = self._roles
         return self._roles.get(model or "")
+
+    def share_pool(self, worker_ids: Sequence[int]) -> bool:
+        """Whether any of these workers is a member of a CXL pool with other workers, or may be."""
+        wanted = frozenset(worker_ids)
+        return self._pools is None or any(len(members) > 1 and members & wanted for members in self._pools)
+
+    def incarnation(self, worker_id: int) -> int | None:
+        """Return the incarnation of a worker's engine as routers showed it last; None if they know none."""
+        return self._incarnations.get(worker_id)
 
     def page(self) -> dict[str, Any]:
         """Return the page of `GET /v1/models`."""

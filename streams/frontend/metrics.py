@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
+from streams.core.workers import RenderOutcome
 from streams.cxl.migration import Failure
 from streams.frontend.disaggregation import Split
 from streams.frontend.tokenizing import SOURCES
@@ -50,6 +51,7 @@ class FrontCounts:
     active: int = 0
     reports_lost: int = 0
     failures_reported: int = 0
+    render_probes: Counter[RenderOutcome] = field(default_factory=Counter)
     tokenize_seconds: Distribution = field(default_factory=lambda: Distribution(*_SECONDS))
     route_seconds: Distribution = field(default_factory=lambda: Distribution(*_SECONDS))
     first_token_seconds: Distribution = field(default_factory=lambda: Distribution(*_SECONDS))
@@ -76,8 +78,9 @@ FRONT_METRICS: tuple[Metric[FrontCounts], ...] = (
         "kvstreams_front_split_requests_total",
         "Requests of models with prefill workers, by what became of their prompts: `remote` ones were computed on a "
         "prefill worker; the others on the decode worker, because it lacked too few tokens (`short`), the request "
-        "cannot be split (`unsuitable`), no prefill worker was idle enough (`busy`), one failed (`failed`), or the KV "
-        "cache did not become available to the decode worker (`not_transferred`).",
+        "cannot be split (`unsuitable`), no prefill worker was idle enough (`busy`), one failed (`failed`), "
+        "no CXL pool has a prefill worker as a member although KV caches go through pools (`no_pool`), or the KV cache "
+        "did not become available to the decode worker (`not_transferred`).",
         lambda counts: {split.value: counts.splits[split] for split in Split},
         Label("outcome", tuple(split.value for split in Split)),
     ),
@@ -138,6 +141,12 @@ FRONT_METRICS: tuple[Metric[FrontCounts], ...] = (
         "Failures of engines that were reported to a router, so that all routers avoid the engine for a while; at most "
         "one per engine and second.",
         lambda counts: counts.failures_reported,
+    ),
+    counter(
+        "kvstreams_front_render_probes_total",
+        "Probes of whether an engine makes the same tokens as this front, by their outcomes.",
+        lambda counts: {each.value: counts.render_probes[each] for each in RenderOutcome},
+        Label("outcome", tuple(each.value for each in RenderOutcome)),
     ),
     histogram(
         "kvstreams_front_tokenize_seconds", "Time to tokenize a prompt.", read=lambda counts: counts.tokenize_seconds

@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import sys
 from array import array
 from collections.abc import Awaitable, Callable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import aiohttp
 import orjson
@@ -22,6 +21,7 @@ import orjson
 from streams.client.engine import END_TIMEOUT_S, RANK_HEADER, Watchdog
 from streams.client.generation import Booking
 from streams.client.moving import choose_worker
+from streams.client.payloads import token_array
 from streams.cxl.migration import (
     ChooseWorker,
     EngineEnded,
@@ -60,6 +60,9 @@ TOKENIZING_ATTEMPTS_MAX = 3
 #: Engines of which it is remembered that they refuse to be asked for token ids. Beyond it, they are asked again.
 WITHOUT_IDS_MAX = 4096
 
+#: Routers are asked to avoid a failed engine this much later, so that the call does not delay the streams that it had.
+NOTE_FAILED_S = 0.05
+
 #: Statuses with which an engine refuses a request that has a field it does not know.
 _UNKNOWN_FIELD = (400, 422)
 
@@ -76,7 +79,9 @@ class Moving:
     """What is needed to resume one request's answer.
 
     relay: the stream. body: the client's request. headers: for engines. prompt: the tokens of the prompt as the front
-    knows them, u32 LE; None if it does not. heard_s: when the last byte of an engine came.
+    knows them, u32 LE; None if it does not. heard_s: when the last byte of an engine came. fields: of the body without
+    its prompt, from the first move on. failed: the incarnations of workers that failed the request, None if they are
+    not known.
     """
 
     def __init__(
@@ -89,6 +94,8 @@ class Moving:
         self.prompt = prompt
         self.heard_s = 0.0
         self.relay: StreamRelay | None = None
+        self.fields: dict[str, Any] = {}
+        self.failed: dict[int, int | None] = {}
 
 
 class Mover:
@@ -245,9 +252,11 @@ class Mover:
 
     def _failed(self, booking: Booking, moving: Moving, failure: Failure) -> Instruction:
         assert moving.relay is not None
-        self._note_failed(booking.worker_id)
+        loop = asyncio.get_running_loop()
+        loop.call_later(NOTE_FAILED_S, self._note_failed, booking.worker_id)
+        moving.failed[booking.worker_id] = self._fleet.incarnation(booking.worker_id)
         self._counts.engine_failures[failure.value] += 1
-        now_s = asyncio.get_running_loop().time()
+        now_s = loop.time()
         return moving.relay.migration.handle(EngineFailed(now_s, failure, moving.heard_s))
 
     async def _prepare(self, moving: Moving, booking: Booking) -> None:
@@ -255,7 +264,10 @@ class Mover:
         relay = moving.relay
         assert relay is not None
         migration = relay.migration
-        reason = obstacle(orjson.loads(moving.body))
+        if not moving.fields:  # a long prompt takes a millisecond to read
+            moving.fields = orjson.loads(moving.body)
+            moving.fields.pop("prompt", None)
+        reason = obstacle(moving.fields)
         if reason is not None:
             migration.note_obstacle(reason)
         prompt = self._prompt(moving)
@@ -283,7 +295,7 @@ class Mover:
                 engine = self._fleet.engine(moving.model)
             packed = await self._tokenizing.text(text, moving.model, engine, self._session(), key)
             if packed is not None:
-                return _unpacked(packed)
+                return token_array(packed)
         return None
 
     @staticmethod
@@ -291,7 +303,7 @@ class Mover:
         """Return the prompt's token ids: the engine's, otherwise those that the front computed."""
         if moving.relay is not None and moving.relay.prompt_ids is not None:
             return moving.relay.prompt_ids
-        return None if moving.prompt is None else _unpacked(moving.prompt)
+        return None if moving.prompt is None else token_array(moving.prompt)
 
     async def _resume(
         self, exchange: Exchange, moving: Moving, choose: ChooseWorker, write: Write
@@ -306,6 +318,11 @@ class Mover:
         loop, migration = asyncio.get_running_loop(), relay.migration
         token_ids = prompt + migration.shown.token_ids[: choose.n_kept]
         expected = None if relay.tokens_max is None else relay.tokens_max - choose.n_kept
+        for worker_id, failed in list(moving.failed.items()):
+            now = self._fleet.incarnation(worker_id)
+            if failed is not None and now is not None and now > failed:
+                booking.allow_again(worker_id)
+                del moving.failed[worker_id]
         chosen = await choose_worker(booking, token_ids, expected, migration.deadline_s)
         instruction = migration.handle(chosen)
         if not isinstance(instruction, Resume):
@@ -314,7 +331,7 @@ class Mover:
         exchange.moved_tokens = exchange.reported_tokens = instruction.n_kept
         exchange.reported_s = loop.time()
         relay.resume(instruction)
-        fields, prompt_ids = orjson.loads(moving.body), token_ids.tolist()
+        fields, prompt_ids = moving.fields, token_ids.tolist()
 
         def body(asks_for_ids: bool) -> bytes:
             return resumed_request(fields, prompt_ids, instruction, asks_for_ids=asks_for_ids)
@@ -385,10 +402,3 @@ async def _read_end(source: aiohttp.ClientResponse) -> None:
         async with asyncio.timeout(END_TIMEOUT_S):
             while not source.content.at_eof():
                 await source.content.readany()
-
-
-def _unpacked(packed: bytes) -> array[int]:
-    tokens = array("I", packed)
-    if sys.byteorder == "big":
-        tokens.byteswap()
-    return tokens

@@ -1,7 +1,7 @@
 """Whether an engine makes the same tokens of the same prompts as a model's files (pure).
 
-What lives here: the prompts, and the comparison. What must not: asking engines (doctor), and tokenizing (tokenizer). A
-result names a prompt and positions, and neither text nor token ids.
+What lives here: the prompts, and the comparison. What must not: asking engines (parity_probes, doctor), and tokenizing
+(tokenizer). A result names a prompt and positions, and neither text nor token ids.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from streams.core.workers import RenderOutcome, RenderPart, RenderReason, RenderResult
 from streams.frontend.requests import Kind
 
 _TEXT = "Héllo, wörld! 3.14 + 2 = 5.14\n\n\tif x:\n    return 'naïve 你好 🙂'  # it's"
@@ -36,13 +37,13 @@ _TOOLS: tuple[Mapping[str, Any], ...] = (
     },
 )
 
-#: Prompts by name: the call that they are for, and its body without the model. A model without a chat template has only
-#: the first one. Some templates refuse a system message, so there is a chat without one.
-PROMPTS: Mapping[str, tuple[Kind, Mapping[str, Any]]] = {
-    "completion": (Kind.COMPLETION, {"prompt": _TEXT}),
-    "chat": (Kind.CHAT, {"messages": _MESSAGES[1:]}),
-    "chat with a system message": (Kind.CHAT, {"messages": _MESSAGES}),
-    "chat with tools": (Kind.CHAT, {"messages": _MESSAGES[1:], "tools": _TOOLS}),
+#: The prompts: the call that each is for, and its body without the model. A model without a chat template has only the
+#: first one. Some templates refuse a system message, so there is a chat without one.
+PROMPTS: Mapping[RenderPart, tuple[Kind, Mapping[str, Any]]] = {
+    RenderPart.COMPLETION: (Kind.COMPLETION, {"prompt": _TEXT}),
+    RenderPart.CHAT: (Kind.CHAT, {"messages": _MESSAGES[1:]}),
+    RenderPart.CHAT_WITH_SYSTEM: (Kind.CHAT, {"messages": _MESSAGES}),
+    RenderPart.CHAT_WITH_TOOLS: (Kind.CHAT, {"messages": _MESSAGES[1:], "tools": _TOOLS}),
 }
 
 
@@ -65,3 +66,35 @@ def compare(ours: Sequence[int], theirs: Sequence[int]) -> Difference | None:
     pairs = zip(ours, theirs, strict=False)
     at = next((at for at, (one, other) in enumerate(pairs) if one != other), min(len(ours), len(theirs)))
     return Difference(at, len(ours), len(theirs))
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """The tokens of one prompt. ours, theirs: of the front and of the engine; None if it refuses the prompt."""
+
+    ours: Sequence[int] | None
+    theirs: Sequence[int] | None
+
+
+def judge(rendered: Mapping[RenderPart, Rendered]) -> RenderResult:
+    """Return the result of a probe from the tokens of its prompts.
+
+    A difference counts more than a prompt that only one side accepts: it makes prompts match nothing, while such a
+    prompt is refused by the engine, or routed by load. Prompts that both sides refuse do not count.
+    """
+    unknown: RenderResult | None = None
+    n_compared = 0
+    for part, each in rendered.items():
+        if each.ours is not None and each.theirs is not None:
+            n_compared += 1
+            difference = compare(each.ours, each.theirs)
+            if difference is not None:
+                return RenderResult(RenderOutcome.DIFFERS, part=part, from_token=difference.at)
+        elif each.ours is not each.theirs and unknown is None:
+            reason = RenderReason.ENGINE_REFUSED if each.theirs is None else RenderReason.FRONT_REFUSED
+            unknown = RenderResult(RenderOutcome.UNKNOWN, reason, part)
+    if unknown is not None:
+        return unknown
+    if not n_compared:
+        return RenderResult(RenderOutcome.UNKNOWN, RenderReason.ENGINE_REFUSED)
+    return RenderResult(RenderOutcome.EQUAL)

@@ -112,6 +112,7 @@ class Prefilling:
         self._fleet = fleet
         self._counts = counts
         self._note_failed = note_failed
+        self._warned = False
         self._limits = SplitLimits(settings.front_remote_prefill_tokens_min, settings.front_prefill_backlog_tokens_max)
 
     def splits(self, model: str | None) -> bool:
@@ -137,6 +138,8 @@ class Prefilling:
         split, remote = await self._begun(booking, session, path, body, tokens, options, headers)
         if split is not None:
             self._counts.splits[split] += 1
+        if remote is None:
+            await booking.prefill_again()
         return remote
 
     async def _begun(
@@ -159,6 +162,10 @@ class Prefilling:
         fields = fields_to_split(body)
         if fields is None:
             return Split.UNSUITABLE, None
+        transfer = transfer_for(self._settings.front_kv_transfer, self._fleet.router_mode)
+        if transfer is KvTransfer.POOL and not self._fleet.share_pool(roles.prefill_ids):
+            self._warn_without_pool(options.get("model"))
+            return Split.NO_POOL, None
         prefill = await self._book(booking, tokens, options, roles)
         if isinstance(prefill, Split):
             return prefill, None
@@ -166,7 +173,6 @@ class Prefilling:
             prefill.end()
             return Split.BUSY, None
         booking.prefill_complete()  # the decode worker computes nothing of the prompt, or only its end
-        transfer = transfer_for(self._settings.front_kv_transfer, self._fleet.router_mode)
         worker = f"{prefill.worker_id}/{prefill.dp_rank}"
         bootstrap = None
         if transfer is KvTransfer.BOOTSTRAP:
@@ -185,6 +191,16 @@ class Prefilling:
             return Split.REMOTE, RemotePrefill({}, worker)
         more = transferred_fields(answer)
         return (Split.NOT_TRANSFERRED, None) if more is None else (Split.REMOTE, RemotePrefill(more, worker))
+
+    def _warn_without_pool(self, model: str | None) -> None:
+        if not self._warned:
+            self._warned = True
+            log.warning(
+                "front_kv_transfer is pool, but no CXL pool has a prefill worker of model %s as a member, so decode "
+                "workers compute all prompts. Register the pool with its members (PUT /pools/{id}), or set "
+                "front_kv_transfer; this is logged once",
+                model,
+            )
 
     async def _book(
         self, booking: Booking, tokens: bytes, options: Mapping[str, Any], roles: ModelRoles

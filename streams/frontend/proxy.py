@@ -19,6 +19,7 @@ import aiohttp
 from aiohttp import web
 
 from streams.client.engine import RANK_HEADER
+from streams.client.failed_engines import FailedEngines
 from streams.client.generation import Booking
 from streams.client.http import KvRouterClient
 from streams.client.payloads import RouteOptions
@@ -34,7 +35,6 @@ from streams.errors import (
 from streams.frontend import metrics
 from streams.frontend.answers import StreamWatch, completion_tokens, error_event, may_be_served_elsewhere
 from streams.frontend.disaggregation import decode_body
-from streams.frontend.failed_engines import FailedEngines
 from streams.frontend.fleet import Fleet
 from streams.frontend.metrics import FrontCounts
 from streams.frontend.moving import CONNECT_TIMEOUT_S, ENGINE_FAILURES, OUTPUT_REPORT_TOKENS, Mover, Moving
@@ -294,8 +294,9 @@ class Proxy:
             attempt = self._attempt(exchange, request, decode_body(body, remote.more), sent, request_id)
             try:
                 return await remote.alongside(attempt, lambda: exchange.answering)
-            except PrefillFailed:
-                pass  # this engine gets the request again, and computes the prompt itself
+            except PrefillFailed:  # this engine gets the request again, and computes the prompt itself
+                assert exchange.booking is not None
+                await exchange.booking.prefill_again()
         exchange.prefilled_on = None
         return await self._attempt(exchange, request, body, sent, request_id)
 

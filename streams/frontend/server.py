@@ -20,19 +20,22 @@ from aiohttp import web
 
 from streams.client.http import KvRouterClient
 from streams.errors import (
+    HTTP_CODES,
     KvStreamsError,
     NotReady,
     Overloaded,
     RequestTimeout,
     RequestTooLarge,
     SettingsError,
+    UnknownModel,
     UnsupportedEncoding,
 )
 from streams.frontend.answers import error_page
 from streams.frontend.fleet import Fleet
 from streams.frontend.metrics import FRONT_METRICS, FrontCounts
+from streams.frontend.parity_probes import ParityProbes
 from streams.frontend.proxy import Proxy
-from streams.frontend.requests import Kind, read_request
+from streams.frontend.requests import NAME_CHARS_MAX, Kind, read_request
 from streams.frontend.spans import Spans, make_spans
 from streams.frontend.tokenizing import Tokenizing
 from streams.http_server import RETRY_AFTER_S, HttpServer, Startup, error_headers, starting_app
@@ -43,7 +46,7 @@ from streams.router_api.connections import LINGERING_S, Connections
 from streams.security.access import ANY_RIGHT, CHECK_S, Access, grant_of
 from streams.security.files import Watched, read_secret
 from streams.security.tokens import Right
-from streams.settings import Settings
+from streams.settings import KvTransfer, Settings
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +55,9 @@ CHECK_EXCHANGES_S = 1.0
 
 #: Bodies of up to this size do not count towards bodies_bytes_max: there are at most front_requests_max of them.
 SMALL_BODY_BYTES = 64 << 10
+
+#: What a client may ask a front for, as an error says it.
+SERVED_CALLS = f"POST {Kind.CHAT.value}, POST {Kind.COMPLETION.value} and GET /v1/models"
 
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -122,12 +128,17 @@ class Front:
         )
         cache_bytes = settings.front_tokenizer_cache_mb << 20
         self.tokenizing = Tokenizing(options.tokenizers, settings.front_tokenizer_processes, cache_bytes)
-        self.fleet = Fleet(self.router)
+        self.fleet = Fleet(
+            self.router,
+            on_workers=lambda workers: self.parity.note(workers),
+            reads_pools=settings.front_disaggregation and settings.front_kv_transfer is KvTransfer.POOL,
+        )
         self.counts = FrontCounts(self.tokenizing.sources, self.tokenizing.characters)
         self._spans = make_spans(settings) if spans is None else spans
         self.proxy = Proxy(
             settings, self.router, self.tokenizing, self.fleet, self._secrets.key_of, self.counts, self._spans
         )
+        self.parity = ParityProbes(self.router, self.tokenizing, self._secrets.key_of, self.counts)
         self.connections = Connections(
             settings.connections_max, settings.first_request_timeout_s, uses_tls=access.scheme == "https"
         )
@@ -141,6 +152,7 @@ class Front:
         await self.tokenizing.start()
         await self.router.start()
         await self.proxy.start()
+        await self.parity.start()
         await self.fleet.poll()
         for background in (self.fleet.poll_forever(), self._secrets.check_forever(), self._check_forever()):
             self._tasks.append(asyncio.create_task(background))
@@ -150,6 +162,7 @@ class Front:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.parity.close()
         await self.proxy.close()
         await self.router.close()
         await self.tokenizing.close()
@@ -221,7 +234,9 @@ class Front:
         for row in self.fleet.page()["data"]:
             if row["id"] == name:
                 return _json(row)
-        raise web.HTTPNotFound(reason="the model is not served here")
+        raise UnknownModel(
+            f"the model {name[:NAME_CHARS_MAX]!r} is not served here; GET /v1/models lists those that are"
+        )
 
     async def _healthz(self, _: web.Request) -> web.Response:
         return _json({"status": "ok"})
@@ -249,12 +264,24 @@ class Front:
                 if exc.http_status == NotReady.http_status:
                     response.headers["Retry-After"] = str(exc.detail.get("retry_after_s", RETRY_AFTER_S))
             except web.HTTPException as exc:
-                response = _json(error_page(exc.status, exc.reason), exc.status)
+                response = _json(_http_error(http, exc), exc.status)
+                if isinstance(exc, web.HTTPMethodNotAllowed):
+                    response.headers["Allow"] = exc.headers["Allow"]
             if self.stopping and not response.prepared:
                 response.force_close()
             return response
 
         return errors
+
+
+def _http_error(http: web.Request, exc: web.HTTPException) -> dict[str, Any]:
+    """Return the page of an error of the server itself. If the front lacks a call, it says which it has."""
+    message, path = exc.reason, http.path[:NAME_CHARS_MAX]
+    if exc.status == web.HTTPNotFound.status_code:
+        message = f"there is no {path} here. The front serves {SERVED_CALLS}; ask an engine for anything else"
+    elif isinstance(exc, web.HTTPMethodNotAllowed):
+        message = f"{http.method[:NAME_CHARS_MAX]} {path} is not possible; use {exc.headers['Allow']}"
+    return error_page(exc.status, message, HTTP_CODES.get(exc.status))
 
 
 def _right_of(http: web.Request) -> str | None:
@@ -341,6 +368,7 @@ async def serve(settings: Settings, options: FrontOptions) -> None:
     startup, access = Startup(), Access(settings)
     server = HttpServer(settings.host, settings.port, access=access)
     front: Front | None = None
+    is_serving = False
     try:
         await server.serve(starting_app(startup))
         front = Front(settings, options, access)
@@ -349,13 +377,16 @@ async def serve(settings: Settings, options: FrontOptions) -> None:
         prefer_request_threads()
         exempt_from_collection()
         await server.serve(front.runner())
+        is_serving = True
         log.info("serving on %s, with the routers %s", server.url, ", ".join(options.router_urls))
         await asyncio.Event().wait()
     finally:
-        if front is None:
-            await server.close()
-        else:
+        if front is not None and is_serving:
             await _drain(front, server)
+        else:
+            await server.close()
+            if front is not None:
+                await front.close()
 
 
 async def _drain(front: Front, server: HttpServer) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import aiohttp
 import orjson
 
-from streams.client.payloads import pack_tokens
+from streams.client.payloads import pack_tokens, unpack_tokens
 from streams.errors import InvalidRequest, KvStreamsError, SettingsError
 from streams.frontend.requests import FrontRequest, Kind
 from streams.frontend.tokenizer_process import TokenizerEnded, TokenizerProcess, Tokens, packed_ids
@@ -162,6 +162,21 @@ class Tokenizing:
             self._log_once(type(exc).__name__, "requests are routed by load, since tokenizing failed: %s", repr(exc))
         return None
 
+    def has_files(self, model: str) -> bool:
+        """Whether prompts for a model are tokenized with files."""
+        return model in self._paths or "" in self._paths
+
+    async def tokens_of_files(self, model: str, kind: Kind, body: bytes) -> list[int]:
+        """Return the tokens of a prompt that is not a client's, with the files of a model that has some.
+
+        Raises InvalidRequest if the files cannot make them, and TokenizingFailed.
+        """
+        request = FrontRequest(kind, model, False, None, None, b"")
+        try:
+            return unpack_tokens((await self._in_process(request, model if model in self._paths else "", body)).tokens)
+        except (TokenizerEnded, TimeoutError, OSError, _TooMany) as exc:
+            raise TokenizingFailed(type(exc).__name__) from exc
+
     async def _in_process(self, request: FrontRequest, name: str | None, raw: bytes) -> Tokens:
         """Ask the process that has the fewest requests. name: of the tokenizer, None for a prompt of token ids."""
         if self._waiting >= TOKENIZING_MAX:
@@ -209,6 +224,10 @@ class Tokenizing:
         if what not in self._logged and len(self._logged) < TOKENIZING_MAX:
             self._logged.add(what)
             log.warning(text, *arguments)
+
+
+class TokenizingFailed(Exception):
+    """The processes did not answer; they may do so later."""
 
 
 class _TooMany(Exception):

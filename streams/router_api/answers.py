@@ -12,7 +12,7 @@ from typing import Any, Literal, NotRequired, TypedDict
 
 from streams.core.cxl_memory import CxlMemoryState
 from streams.core.routing.selection import RouterMode
-from streams.core.workers import Role, WorkerState
+from streams.core.workers import RenderOutcome, RenderPart, RenderReason, Role, WorkerState
 from streams.router_api.trust import AnswerMode, DegradedReason
 
 
@@ -186,6 +186,17 @@ class ReportedMetrics(EngineMetrics):
     scrapes_failed: int
 
 
+class Render(TypedDict):
+    """Whether an engine makes the same tokens of probe prompts as the front that probed it; see docs/http.md."""
+
+    outcome: RenderOutcome
+    reason: RenderReason | None
+    part: RenderPart | None
+    from_token: int | None
+    probed_at_ms: int | None
+    probed_by: str | None
+
+
 class WorkerAnswer(TypedDict):
     """A registered worker."""
 
@@ -210,6 +221,8 @@ class WorkerAnswer(TypedDict):
     silent_dp_ranks: list[int]
     avoided: bool
     avoided_ms: int
+    incarnation: int | None
+    render: Render
     metrics: list[ReportedMetrics]
 
 
@@ -226,6 +239,13 @@ class AvoidedAnswer(TypedDict):
     worker_id: int
     avoided: bool
     avoided_ms: int
+
+
+class RenderAnswer(TypedDict):
+    """Whether a worker's engine makes the same tokens as a front."""
+
+    worker_id: int
+    render: Render
 
 
 class RemovedAnswer(TypedDict):

@@ -62,6 +62,7 @@ from streams.router_api.wire import (
     parse_book,
     parse_output,
     parse_pool,
+    parse_render,
     parse_report_query,
     parse_requests,
     parse_route,
@@ -69,6 +70,7 @@ from streams.router_api.wire import (
     parse_worker,
     pool_json,
     pooled_json,
+    render_json,
     report_json,
     u64,
     worker_json,
@@ -311,6 +313,14 @@ class Handlers:
         await asyncio.to_thread(router.registry.avoid, worker_id)
         return _json({"worker_id": worker_id, **self._avoided_json(worker_id)})
 
+    async def put_render(self, request: web.Request) -> web.Response:
+        """Note whether a worker's engine makes the same tokens as a front."""
+        worker_id, registry = _worker_id(request), self._router.registry
+        parity = parse_render(worker_id, await self._short_body(request), time.time_ns() // 1_000_000)
+        await asyncio.to_thread(registry.put_render, parity)
+        render = render_json(self._router.view.render_of(registry.worker(worker_id)))
+        return _json({"worker_id": worker_id, "render": render})
+
     def _avoided_json(self, worker_id: WorkerId) -> dict[str, Any]:
         avoided, remaining_ms = self._router.view.avoided(worker_id)
         return {"avoided": avoided, "avoided_ms": remaining_ms}
@@ -336,6 +346,8 @@ class Handlers:
             "wrong_block_size_dp_ranks": view.ranks_of_wrong_block_size(worker),
             "silent_dp_ranks": view.silent_ranks(worker.worker_id),
             **self._avoided_json(worker.worker_id),
+            "incarnation": view.incarnation_of(worker),
+            "render": render_json(view.render_of(worker)),
             "metrics": [report_json(report) for report in view.reports_of(worker)],
         }
 

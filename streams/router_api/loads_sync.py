@@ -55,7 +55,8 @@ TICK_KEY = b"tick"
 
 #: Records of other routers are read in intervals, since waking up for each of them takes more time than folding it. The
 #: sum of this, of `SEND_INTERVAL_S` and of Kafka's own time is when other routers know a booking. An idle router
-#: fetches in this interval as well, which takes most of its processor time.
+#: fetches in this interval as well, which takes most of its processor time. So one thread with one client reads all
+#: other topics too: a further client would make as many fetches, and wake up as often.
 READ_INTERVAL_S = 0.012
 
 #: Records that are decoded and folded under one lock; requests get their turn in between. Folding one takes 2 to 5 us.

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from streams.core.engine_metrics import MetricsReport, WorkerMetrics
 from streams.core.ids import WorkerId
 from streams.core.routing.selection import RouterMode
+from streams.core.workers import RenderOutcome
 from streams.errors import API_ERRORS, HTTP_CODES, HTTP_ERROR, NotReady
 from streams.metrics import (
     OTHER,
@@ -83,6 +84,7 @@ class RouterSnapshot:
     lags: Mapping[int, Lag]
     reports: Sequence[MetricsReport]
     ranks: RankCounts
+    renders: Counter[RenderOutcome]
     errors: Mapping[str, int]
     n_scrapes_failed: int
     n_bookings: int
@@ -335,6 +337,14 @@ ROUTER_METRICS: tuple[Metric[RouterSnapshot], ...] = (
         RouterSnapshot.ranks_by_state,
         Label("state", _RANK_STATES),
     ),
+    gauge(
+        "kvstreams_render_parity_workers",
+        "Registered workers by whether their engines make the same tokens of probe prompts as a front: `equal`, "
+        "`differs`, or `unknown`. Prompts of a worker that differs match less than it holds; `GET /workers` says where "
+        "they begin to differ, and why it is unknown",
+        lambda now: {each.value: now.renders[each] for each in RenderOutcome},
+        Label("outcome", tuple(each.value for each in RenderOutcome)),
+    ),
     counter(
         "kvstreams_avoidances_total",
         "Records read that make routers avoid a worker for a while, since a request that was sent there failed",
@@ -492,6 +502,7 @@ class RouterMetrics:
             lags=view.lags(),
             reports=reports,
             ranks=view.rank_counts(),
+            renders=view.render_outcomes(),
             errors=self.errors,
             n_scrapes_failed=self._scrapes.total,
             n_bookings=n_bookings,

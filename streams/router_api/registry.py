@@ -1,7 +1,7 @@
-"""The calls that change the registry: workers, cordons, avoidances and CXL pools.
+"""The calls that change the registry: workers, cordons, avoidances, render parities and CXL pools.
 
-What lives here: one method per call. Each of them, except for `avoid`, returns after Kafka has taken the change. What
-must not: HTTP, decisions (router), and the epochs of pools (cxl.pool_registry).
+What lives here: one method per call. Each of them, except for `avoid` and `put_render`, returns after Kafka has taken
+the change. What must not: HTTP, decisions (router), and the epochs of pools (cxl.pool_registry).
 """
 
 from __future__ import annotations
@@ -21,16 +21,26 @@ from streams.codec import (
     encode_batch,
     encode_cordon,
     encode_model,
+    encode_render,
     encode_worker,
     model_key,
+    render_key,
 )
 from streams.core.events import EngineBatch, WorkerRemoved
 from streams.core.ids import DpRank, RankId, WorkerId
-from streams.core.workers import Avoidance, Cordon, Worker, WorkerState
+from streams.core.workers import Avoidance, Cordon, RenderOutcome, RenderParity, Worker, WorkerState
 from streams.cxl.events import CxlPool
 from streams.cxl.pool_registry import next_epoch, registered_pool, write_pool_change
 from streams.cxl.records import encode_pool, pool_key
-from streams.errors import BlockSizeMismatch, KvStreamsError, NotReady, OutcomeUnknown, ProcessError, UnknownId
+from streams.errors import (
+    BlockSizeMismatch,
+    KvStreamsError,
+    NotReady,
+    OutcomeUnknown,
+    ProcessError,
+    UnknownId,
+    WorkerChanged,
+)
 from streams.kafka import producer, worker_key
 from streams.model_registry import claim_model, writer_name
 from streams.router_api.view import View
@@ -168,6 +178,32 @@ class Registry:
                 del self._avoidances[each.worker_id]
                 self._send(avoid_key(each.worker_id), None)
 
+    def put_render(self, parity: RenderParity) -> None:
+        """Note whether a worker's engine makes the same tokens as a front, on this router at once.
+
+        The other routers follow as soon as they read the record. The call does not wait for Kafka: fronts report a
+        result again that routers do not show.
+
+        Raises UnknownId, and WorkerChanged if the worker is another engine by now.
+        """
+        worker = self.worker(parity.worker_id)
+        known, probed = self._view.incarnation_of(worker), parity.incarnation
+        # The front may know a newer incarnation than this router, which it has from another one.
+        is_older = known is not None and (probed is None or probed < known)
+        if is_older or (parity.url, parity.model) != (worker.url, worker.model):
+            raise WorkerChanged(
+                f"worker {worker.worker_id} is no longer the engine that was probed: it has another URL or model, or "
+                "was restarted",
+                remedy="Probe it again as GET /workers lists it now",
+            )
+        before = self._view.render_of(worker)
+        is_known = before is not None and before.result.outcome is not RenderOutcome.UNKNOWN
+        if is_known and parity.result.outcome is RenderOutcome.UNKNOWN:
+            return  # a front that could not compare, for example without a tokenizer, knows less than the other one
+        self._check_topics()
+        self._view.fold_worker(render_key(worker.worker_id), encode_render(parity))
+        self._send(render_key(worker.worker_id), encode_render(parity))
+
     def _send(self, key: bytes, value: bytes | None) -> None:
         """Publish a record of the registry without waiting. It is lost if Kafka is away for longer than seconds."""
         kafka = self._producer()
@@ -178,7 +214,10 @@ class Registry:
             log.warning("a record of the registry is lost: %s", exc)
 
     def delete_worker(self, worker_id: WorkerId) -> None:
-        """Remove a worker from the registry, and from the index in order with its events. Its cordon stays."""
+        """Remove a worker from the registry, and from the index in order with its events. Its cordon stays.
+
+        Its render parity is removed as well, without waiting for Kafka.
+        """
         if self._view.registration(worker_id) is None and worker_id in self._removals_unknown:
             del self._removals_unknown[worker_id]  # the removal took effect after its outcome had been unknown
             return
@@ -204,6 +243,9 @@ class Registry:
                 del self._removals_unknown[next(iter(self._removals_unknown))]
             raise
         self._removals_unknown.pop(worker_id, None)
+        if self._view.has_render(worker_id):
+            self._view.fold_worker(render_key(worker_id), None)
+            self._send(render_key(worker_id), None)
 
     def put_pool(self, pool_id: str, body: PoolBody) -> CxlPool:
         """Register a CXL pool, or change it; raises EpochConflict for an epoch that has ended.

@@ -182,11 +182,13 @@ class Router:
             "workers": Feed(
                 self._topics.workers,
                 one_by_one_live(lambda record, live: self.view.fold_worker(record.key, record.value, live)),
+                READ_INTERVAL_S,
             ),
             # Read from its end, because bridges soon report every engine again.
             "metrics": Feed(
                 self._topics.worker_metrics,
                 one_by_one(lambda record: self.view.fold_report(record.key, record.value)),
+                READ_INTERVAL_S,
                 from_end=True,
             ),
         }
@@ -194,17 +196,21 @@ class Router:
             feeds["index"] = Feed(
                 self._topics.index_changelog,
                 lambda messages, live: self.view.fold_index_batch(list(map(key_and_value, messages)), live),
+                READ_INTERVAL_S,
+                in_parallel=True,
             )
             feeds["pooled"] = Feed(
                 self._topics.cxl_changelog,
                 one_by_one(lambda record: self.view.fold_pooled(record.key, record.value)),
+                READ_INTERVAL_S,
+                in_parallel=True,
             )
         # Read from its end, so that the counts begin when this router starts. They include the dead letters of agents
         # that run without a router.
         self.dead_letters = DeadLetterCounts(settings)
-        feeds["dead letters"] = Feed(self._topics.dead_letters, self.dead_letters.fold, from_end=True)
+        feeds["dead letters"] = Feed(self._topics.dead_letters, self.dead_letters.fold, READ_INTERVAL_S, from_end=True)
         if settings.router_replica_sync:
-            feeds["loads"] = Feed(self._topics.router_loads, self.loads.fold_messages, interval_s=READ_INTERVAL_S)
+            feeds["loads"] = Feed(self._topics.router_loads, self.loads.fold_messages, READ_INTERVAL_S)
         self.feeds = Feeds(settings, feeds, self._restart)
         self.answers: Counter[str] = Counter()
         self.chosen_modes: Counter[str] = Counter()

@@ -1,16 +1,22 @@
 """The threads that read a router's topics, from their beginnings or from their ends, and keep reading.
 
 What lives here: consuming, and noticing when each partition's end is first reached. What must not: the meaning of
-records. The messages from one call of the client are folded together, by topic: folding run records as a batch takes a
-twentieth of the time of folding them one by one.
+records.
+
+Up to their ends, topics are read as fast as possible, those with many records by several threads. From then on one
+thread reads all topics of one interval, and only that often: each wake-up of a thread takes the interpreter from the
+thread that answers requests. The messages from one call of the client are folded together, by topic: folding run
+records as a batch takes a twentieth of the time of folding them one by one.
 """
 
 from __future__ import annotations
 
 import logging
+import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from confluent_kafka import OFFSET_BEGINNING, OFFSET_END, Consumer, KafkaError, KafkaException, Message, TopicPartition
 
@@ -27,6 +33,9 @@ _CONSUME_RECORDS = 500
 _POLL_S = 0.1
 _RESTART_S = 1.0
 
+#: How long the thread that partitions are handed over to waits for messages, until it has all of them.
+_HANDED_OVER_POLL_S = 0.01
+
 #: For topics with an interval, the client gets what has come in one answer of the broker, partition by partition. After
 #: its first message the rest is there within this time.
 _COLLECT_S = 0.001
@@ -38,24 +47,34 @@ Fold = Callable[[Sequence[Message], bool], list[tuple[int, BadRecord]]]
 
 @dataclass(frozen=True, slots=True)
 class _Share:
-    """What one thread reads: topics and partitions, and its interval."""
+    """What one thread reads. interval_s: if it goes on after the ends; None if it hands partitions over there."""
 
     partitions: list[tuple[str, int]]
     interval_s: float | None = None
+
+
+class _HandOver(NamedTuple):
+    """A partition that was read to its end, and the offset that follows."""
+
+    topic: str
+    partition: int
+    offset: int
 
 
 @dataclass(frozen=True, slots=True)
 class Feed:
     """One topic and its fold, which any of the threads may call.
 
-    from_end: skip messages that are already there. interval_s: once the topic's end was reached, read what has come at
-    most once in this time, by a thread for all topics with this interval; None: read each message as soon as it comes.
+    interval_s: once the topic's end was reached, read what has come at most once in this time, by one thread for all
+    topics with this interval. from_end: skip messages that are already there. in_parallel: several threads read the
+    topic up to its end.
     """
 
     topic: TopicSpec
     fold: Fold
+    interval_s: float
     from_end: bool = False
-    interval_s: float | None = None
+    in_parallel: bool = False
 
 
 def one_by_one(fold: Callable[[Record], None]) -> Fold:
@@ -86,9 +105,10 @@ def key_and_value(message: Message) -> tuple[bytes, bytes | None]:
 class Feeds:
     """Reads whole topics. `pending` shows which partitions have not been read to their ends since the start.
 
-    Partitions are divided among `router_event_threads` threads, each with its own consumer, so that one decodes while
-    another one folds. Topics with an interval have one more thread for each interval. Each fold has its own lock.
-    Records of one partition come in order, from one thread.
+    One thread for each interval reads its topics. Those that are read in parallel are first divided by partitions among
+    `router_event_threads` further threads, each with its own consumer, so that one decodes while another one folds. At
+    a partition's end such a thread hands it over to the thread of its interval. Each fold has its own lock. Records of
+    one partition come in order, from one thread at a time.
     """
 
     def __init__(self, settings: Settings, feeds: Mapping[str, Feed], on_restart: Callable[[], None]):
@@ -96,8 +116,10 @@ class Feeds:
         self._settings = settings
         self._folds = {feed.topic.name: (name, feed.fold) for name, feed in feeds.items()}
         self._specs = [feed.topic for feed in feeds.values()]
-        self._intervals = {feed.topic.name: feed.interval_s for feed in feeds.values() if feed.interval_s is not None}
+        self._intervals = {feed.topic.name: feed.interval_s for feed in feeds.values()}
+        self._in_parallel = frozenset(feed.topic.name for feed in feeds.values() if feed.in_parallel)
         self._from_end = frozenset(feed.topic.name for feed in feeds.values() if feed.from_end)
+        self._handed_over: dict[float, queue.SimpleQueue[_HandOver]] = {}  # by interval; new for each start of threads
         self._on_restart = on_restart
         self._pending = self._all_partitions()
         self._read_to: dict[tuple[str, int], int] = {}  # by topic and partition; one thread writes each of them
@@ -139,20 +161,24 @@ class Feeds:
         return {(spec.name, partition) for spec in self._specs for partition in range(spec.partitions)}
 
     def _shares(self) -> list[_Share]:
-        """Partitions of each thread. The threads' numbers of partitions of one topic differ by at most one."""
+        """Partitions of each thread. The numbers of partitions of one topic that two threads get differ by at most one.
+
+        The thread of an interval runs even if all of its partitions are still read by others.
+        """
         n_threads = self._settings.router_event_threads
         shares = [_Share([]) for _ in range(n_threads)]
         in_intervals = {interval_s: _Share([], interval_s) for interval_s in self._intervals.values()}
         for topic, partition in sorted(self._pending):
-            interval_s = self._intervals.get(topic)
-            share = shares[partition % n_threads] if interval_s is None else in_intervals[interval_s]
+            in_parallel = topic in self._in_parallel
+            share = shares[partition % n_threads] if in_parallel else in_intervals[self._intervals[topic]]
             share.partitions.append((topic, partition))
-        return [share for share in (*shares, *in_intervals.values()) if share.partitions]
+        return [*(share for share in shares if share.partitions), *in_intervals.values()]
 
     def _run(self) -> None:
         """Run the threads until `stop`. If one of them ends by itself, all of them start again."""
         while not self._stopping.is_set():
             self._over.clear()
+            self._handed_over = {interval_s: queue.SimpleQueue() for interval_s in self._intervals.values()}
             threads = [
                 threading.Thread(target=self._read_share, args=(share,), name=f"feeds-{number}", daemon=True)
                 for number, share in enumerate(self._shares())
@@ -169,53 +195,108 @@ class Feeds:
                 self._on_restart()
 
     def _read_share(self, share: _Share) -> None:
+        handed_over = False
         try:
             in_intervals = {} if share.interval_s is None else fetched_in_intervals(share.interval_s)
             consumer = reader(self._settings, **in_intervals)
             try:
-                assign(consumer, [TopicPartition(topic, n, self._start_of(topic)) for topic, n in share.partitions])
-                self._read(consumer, share)
+                # The leaders of partitions that others hand over later are looked up as well, which takes 0.5 s.
+                interval_s = share.interval_s
+                later = [name for name in self._in_parallel if self._intervals[name] == interval_s]
+                where = [TopicPartition(topic, n, self._start_of(topic)) for topic, n in share.partitions]
+                assign(consumer, where, later)
+                if interval_s is None:
+                    handed_over = self._read_to_ends(consumer, share)
+                else:
+                    self._read_on(consumer, share.partitions, interval_s)
             finally:
                 consumer.close()
         except Exception:
             log.exception("the router's topics are read again from their beginnings")
         finally:
-            self._over.set()
+            if not handed_over:
+                self._over.set()
 
     def _start_of(self, topic: str) -> int:
         return OFFSET_END if topic in self._from_end else OFFSET_BEGINNING
 
-    def _read(self, consumer: Consumer, share: _Share) -> None:
+    def _ended(self) -> bool:
+        return self._stopping.is_set() or self._over.is_set()
+
+    def _read_to_ends(self, consumer: Consumer, share: _Share) -> bool:
+        """Read until all partitions were handed over; returns False if the thread was stopped before, as in `_take`."""
+        left = set(share.partitions)
+        while left:
+            if self._ended():
+                return False
+            ends = self._take(consume(consumer, _CONSUME_RECORDS, _POLL_S), left)
+            if ends is None:
+                return False
+            if ends:
+                consumer.incremental_unassign([TopicPartition(end.topic, end.partition) for end in ends])
+                for end in ends:
+                    self._handed_over[self._intervals[end.topic]].put(end)
+        return True
+
+    def _read_on(self, consumer: Consumer, partitions: Sequence[tuple[str, int]], interval_s: float) -> None:
         """Read until stopped, or until a topic was truncated or recreated; raises KafkaException for fatal errors."""
+        handed_over = self._handed_over[interval_s]
         collect_s = 0.0  # while the topics are read up to their ends
-        while not self._stopping.is_set() and not self._over.is_set():
-            batches: dict[tuple[str | None, bool], list[Message]] = {}
-            if share.interval_s is not None and not collect_s and self._pending.isdisjoint(share.partitions):
+        n_others = sum(spec.partitions for spec in self._specs if self._is_handed_over(spec.name, interval_s))
+        while not self._ended():
+            taken = [TopicPartition(*handed_over.get()) for _ in range(handed_over.qsize())]
+            if taken:
+                consumer.incremental_assign(taken)
+                n_others -= len(taken)
+            if not collect_s and not n_others and self._pending.isdisjoint(partitions):
                 collect_s = _COLLECT_S
-            for message in consume(consumer, _CONSUME_RECORDS, _POLL_S, collect_s):
-                error = message.error()
-                if error is None:
-                    topic = message.topic()
-                    live = not self._pending or (topic, message.partition()) not in self._pending
-                    batches.setdefault((topic, live), []).append(message)
+            messages = consume(consumer, _CONSUME_RECORDS, _HANDED_OVER_POLL_S if n_others else _POLL_S, collect_s)
+            if self._take(messages) is None:
+                return
+
+    def _is_handed_over(self, topic: str, interval_s: float) -> bool:
+        """Whether other threads read a topic up to its end, and then the one of this interval."""
+        return topic in self._in_parallel and self._intervals[topic] == interval_s
+
+    def _take(
+        self, messages: Sequence[Message], hands_over: set[tuple[str, int]] | None = None
+    ) -> list[_HandOver] | None:
+        """Fold messages; returns the partitions that are handed over, or None if all topics must be read again.
+
+        hands_over: the partitions that are handed over at their ends, and are then removed from it. What follows in
+        them is left to the thread that takes them. None: none is handed over. Raises KafkaException for fatal errors.
+        """
+        batches: dict[tuple[str | None, bool], list[Message]] = {}
+        ends: list[_HandOver] = []
+        for message in messages:
+            error, topic = message.error(), message.topic()
+            if error is None:
+                if hands_over is not None and (topic, message.partition()) not in hands_over:
                     continue
-                # A partition stays pending until everything before its end has been folded.
-                self._fold(batches)
-                if error.code() == KafkaError._PARTITION_EOF:
-                    topic, partition = message.topic(), message.partition()
-                    assert topic is not None and partition is not None  # this error always names both
-                    self._pending.discard((topic, partition))
-                    end = message.offset()  # after any marker
-                    if end is not None:
-                        self._read_to[topic, partition] = end
-                elif error.code() in (KafkaError._AUTO_OFFSET_RESET, KafkaError.OFFSET_OUT_OF_RANGE):
-                    log.warning("%s was truncated or recreated", message.topic())
-                    return
-                elif error.fatal():
-                    raise KafkaException(error)
-                else:
-                    log.warning("reading: %s", error.str())
+                live = not self._pending or (topic, message.partition()) not in self._pending
+                batches.setdefault((topic, live), []).append(message)
+                continue
+            # A partition stays pending until everything before its end has been folded.
             self._fold(batches)
+            if error.code() == KafkaError._PARTITION_EOF:
+                partition = message.partition()
+                assert topic is not None and partition is not None  # this error always names both
+                self._pending.discard((topic, partition))
+                end = message.offset()  # after any marker
+                if end is not None and (hands_over is None or (topic, partition) in hands_over):
+                    self._read_to[topic, partition] = end
+                    if hands_over is not None:
+                        hands_over.discard((topic, partition))
+                        ends.append(_HandOver(topic, partition, end))
+            elif error.code() in (KafkaError._AUTO_OFFSET_RESET, KafkaError.OFFSET_OUT_OF_RANGE):
+                log.warning("%s was truncated or recreated", topic)
+                return None
+            elif error.fatal():
+                raise KafkaException(error)
+            else:
+                log.warning("reading: %s", error.str())
+        self._fold(batches)
+        return ends
 
     def _fold(self, batches: dict[tuple[str | None, bool], list[Message]]) -> None:
         """Fold the messages of each topic and empty the batches."""

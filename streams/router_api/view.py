@@ -25,17 +25,20 @@ from streams.codec import (
     AVOID_KEY_PREFIX,
     CORDON_KEY_PREFIX,
     MODEL_KEY_PREFIX,
+    RENDER_KEY_PREFIX,
     decode_avoidance,
     decode_cordon,
     decode_model,
+    decode_render,
     decode_worker,
     parse_avoid_key,
     parse_cordon_key,
+    parse_render_key,
 )
 from streams.core.block_facts.fact_sets import CompiledFactSets, FactSets, PythonFactSets, RankNumbering
 from streams.core.block_facts.moe_labels import MoeSelector
 from streams.core.engine_metrics import MetricsReport
-from streams.core.ids import DpRank, Epoch, HashArray, RankId, SequenceHash, Tier, WorkerId
+from streams.core.ids import DpRank, Epoch, HashArray, Incarnation, RankId, SequenceHash, Tier, WorkerId
 from streams.core.index.interface import OverlapScores, with_predictions
 from streams.core.index.predicted_index import PredictedPrefixIndex
 from streams.core.index.run_fold import PlainRunFold, RunFold
@@ -46,7 +49,15 @@ from streams.core.routing.busy import BlocksInUse
 from streams.core.routing.decision import FleetState
 from streams.core.routing.eligibility import EligibleRanks, FilterReason, WorkerFilter, eligible_ranks, refusals
 from streams.core.routing.supplementary import SupplementaryMatches, locked_holders
-from streams.core.workers import Avoidance, ServedModel, Worker, WorkerState, differs_in_lease_only
+from streams.core.workers import (
+    Avoidance,
+    RenderOutcome,
+    RenderParity,
+    ServedModel,
+    Worker,
+    WorkerState,
+    differs_in_lease_only,
+)
 from streams.cxl.events import CxlPool
 from streams.cxl.pooled_view import PooledBlock
 from streams.cxl.records import POOL_KEY_PREFIX
@@ -96,6 +107,10 @@ FACT = np.dtype([("worker_id", "<u8"), ("dp_rank", "<u4"), ("tier", "u1"), ("blo
 
 #: Facts in a page of them, about 1 MB.
 PAGE_FACTS = 50_000
+
+#: Render parities that are kept. Those of workers that are not registered are kept as well, since a starting router may
+#: read them first.
+RENDER_PARITIES_MAX = 65_536
 
 #: Decodes many records of the index changelog; see tables.run_decoding.
 DecodeRuns = Callable[[Sequence[tuple[bytes, bytes | None]]], "tuple[RunColumns, list[int]]"]
@@ -207,6 +222,7 @@ class View:
         self._cordons: set[WorkerId] = set()
         self.avoidances = Avoidances()
         self._avoided: frozenset[WorkerId] | None = _NO_WORKERS  # those within the limit; None if not known
+        self._renders: dict[WorkerId, RenderParity] = {}  # the last one of each worker, also of earlier incarnations
         self._served: dict[str, ServedModel] = {}  # the registry's models
         self._wrong_size: set[RankId] = set()  # ranks whose events have another block size than the scope's
         self._trust = TrustTracker(
@@ -384,7 +400,7 @@ class View:
             self._forget_eligible()
 
     def fold_worker(self, key: bytes, value: bytes | None, live: bool = True) -> None:
-        """Fold one record of the registry: a worker, a cordon, an avoidance, a model or a CXL pool. Raises BadRecord.
+        """Fold one record of the registry: a worker, what belongs to one, a model or a CXL pool. Raises BadRecord.
 
         live: as in `fold_index`.
         """
@@ -399,6 +415,9 @@ class View:
             return
         if key.startswith(AVOID_KEY_PREFIX):
             self._fold_avoidance(key, value, live)
+            return
+        if key.startswith(RENDER_KEY_PREFIX):
+            self._fold_render(parse_render_key(key), key, value)
             return
         try:
             worker_id = WorkerId(int(key))
@@ -453,6 +472,15 @@ class View:
         with self._lock:
             if self.avoidances.add(avoidance, self._now_ms()):
                 self._forget_eligible()
+
+    def _fold_render(self, worker_id: WorkerId, key: bytes, value: bytes | None) -> None:
+        """Fold a render parity. It counts while the worker is the one that was probed; choices do not depend on it."""
+        parity = None if value is None else decode_render(key, value, self._settings.schema_ids)
+        with self._lock:
+            if parity is None:
+                self._renders.pop(worker_id, None)
+            elif worker_id in self._renders or len(self._renders) < RENDER_PARITIES_MAX:
+                self._renders[worker_id] = parity
 
     def expire_avoidances(self) -> list[Avoidance]:
         """Let requests go again to workers that have been avoided for long enough; returns what is over."""
@@ -799,6 +827,37 @@ class View:
         """Progress of those of a worker's ranks that have any."""
         with self._lock:
             return [progress for rank, progress in self._trust.progress.items() if rank.worker_id == worker_id]
+
+    def incarnation_of(self, worker: Worker) -> Incarnation | None:
+        """Return the incarnation of a worker's engine, the newest one of its ranks; None if no events are known."""
+        with self._lock:
+            return self._incarnation_of(worker)
+
+    def _incarnation_of(self, worker: Worker) -> Incarnation | None:
+        known = map(self._trust.progress.get, worker.ranks())
+        return max((progress.epoch.incarnation for progress in known if progress is not None), default=None)
+
+    def render_of(self, worker: Worker) -> RenderParity | None:
+        """Return what a front found when it probed this incarnation of a worker; None if no front has."""
+        with self._lock:
+            return self._render_of(worker)
+
+    def _render_of(self, worker: Worker) -> RenderParity | None:
+        parity = self._renders.get(worker.worker_id)
+        if parity is None or not parity.is_about(worker, self._incarnation_of(worker)):
+            return None
+        return parity
+
+    def has_render(self, worker_id: WorkerId) -> bool:
+        """Return whether the registry has a render parity of a worker, about this incarnation or an earlier one."""
+        with self._lock:
+            return worker_id in self._renders
+
+    def render_outcomes(self) -> Counter[RenderOutcome]:
+        """Count the registered workers by whether their engines make the same tokens as a front."""
+        with self._lock:
+            found = map(self._render_of, self.workers.values())
+            return Counter(RenderOutcome.UNKNOWN if each is None else each.result.outcome for each in found)
 
     def rank_counts(self) -> RankCounts:
         """Count the registered ranks by state. 1,000 ranks take half a millisecond."""

@@ -19,12 +19,24 @@ from msgspec import inspect
 from streams.core.block_facts.moe_labels import MoeSelector
 from streams.core.engine_metrics import MetricsReport
 from streams.core.hashing import hash_seed, pack_tokens, request_hashes, salted_seed, sequence_hashes
-from streams.core.ids import U32_MAX, U64_MASK, DpRank, HashArray, RankId, WorkerId
+from streams.core.ids import U32_MAX, U64_MASK, DpRank, HashArray, Incarnation, RankId, WorkerId
 from streams.core.loads.bookings import Booking
 from streams.core.routing.cost import RankTerms
 from streams.core.routing.eligibility import WorkerFilter
 from streams.core.routing.selection import RouterMode
-from streams.core.workers import DP_SIZE_MAX, LORA_NAME_CHARS_MAX, LORA_NAMES_MAX, Role, Worker
+from streams.core.workers import (
+    DP_SIZE_MAX,
+    LORA_NAME_CHARS_MAX,
+    LORA_NAMES_MAX,
+    NOT_PROBED,
+    RenderOutcome,
+    RenderParity,
+    RenderPart,
+    RenderReason,
+    RenderResult,
+    Role,
+    Worker,
+)
 from streams.cxl.events import POOL_EPOCH_GIVEN_MAX, POOL_MEMBERS_MAX, POOL_NAME_CHARS_MAX, CxlPool
 from streams.cxl.pooled_view import PooledBlock
 from streams.errors import InvalidRequest, RequestTooLarge
@@ -193,6 +205,22 @@ class WorkerBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     replay_endpoint: _Address | msgspec.UnsetType | None = msgspec.UNSET
 
 
+class RenderBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Body of PUT /workers/{worker_id}/render: what a front found when it probed the engine. It has no tokens.
+
+    url, model, incarnation: of the engine that was probed, as GET /workers returned them.
+    """
+
+    url: _Address
+    model: _Name
+    outcome: RenderOutcome
+    incarnation: _U64 | None = None
+    reason: RenderReason | None = None
+    part: RenderPart | None = None
+    from_token: _Count | None = None
+    probed_by: _Name = "unnamed"
+
+
 class PoolBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Body of PUT /pools/{pool_id}.
 
@@ -253,6 +281,7 @@ _book_decoder = msgspec.json.Decoder(BookRequest)
 _output_decoder = msgspec.json.Decoder(OutputBody)
 _worker_decoder = msgspec.json.Decoder(WorkerBody)
 _pool_decoder = msgspec.json.Decoder(PoolBody)
+_render_decoder = msgspec.json.Decoder(RenderBody)
 
 
 def parse_route(body: bytes) -> RouteRequest:
@@ -352,6 +381,38 @@ def _check_printable(name: str, value: str) -> None:
     """Raise InvalidRequest for whitespace and control characters, which could end a header or a line of a log."""
     if any(character.isspace() or not character.isprintable() for character in value):
         raise InvalidRequest(f"{name} is {value!r}, which contains whitespace or control characters")
+
+
+def parse_render(worker_id: WorkerId, body: bytes, probed_at_ms: int) -> RenderParity:
+    """Parse the body of PUT /workers/{worker_id}/render; raises InvalidRequest."""
+    parsed = decode_body(_render_decoder, body)
+    if parsed.reason is RenderReason.NOT_PROBED:
+        raise InvalidRequest("reason is not_probed, which is not the result of a probe")
+    if not parsed.probed_by.isprintable():
+        raise InvalidRequest(f"probed_by is {parsed.probed_by!r}, which contains control characters")
+    given = parsed.incarnation
+    return RenderParity(
+        worker_id,
+        None if given is None else Incarnation(u64(given, "incarnation")),
+        parsed.url,
+        parsed.model,
+        RenderResult(parsed.outcome, parsed.reason, parsed.part, parsed.from_token),
+        probed_at_ms,
+        parsed.probed_by,
+    )
+
+
+def render_json(parity: RenderParity | None) -> dict[str, Any]:
+    """Whether a worker's engine makes the same tokens as a front, as in GET /workers. None: no front has probed it."""
+    result = NOT_PROBED if parity is None else parity.result
+    return {
+        "outcome": result.outcome,
+        "reason": result.reason,
+        "part": result.part,
+        "from_token": result.from_token,
+        "probed_at_ms": None if parity is None else parity.probed_at_ms,
+        "probed_by": None if parity is None else parity.probed_by,
+    }
 
 
 def parse_pool(body: bytes) -> PoolBody:

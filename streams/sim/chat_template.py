@@ -22,10 +22,11 @@ CHAT_TEMPLATE = (
 )
 
 
-def render(body: dict[str, Any]) -> str:
+def render(body: dict[str, Any], default_style: str = "") -> str:
     """Return the prompt of a chat. Parts of a message that are text are joined by line breaks; there are no others.
 
-    Raises InvalidRequest.
+    default_style: of requests that name none, as an engine with default arguments of its template has it. Raises
+    InvalidRequest.
     """
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
@@ -38,8 +39,9 @@ def render(body: dict[str, Any]) -> str:
         calls = message.get("tool_calls")
         text = _content(message.get("content")) + (_json([_call(call) for call in calls]) if calls else "")
         parts.append(f"<|{message['role']}|>{text}<|end|>\n")
-    if isinstance(arguments, dict) and arguments.get("style"):
-        parts.append(f"<|style|>{arguments['style']}<|end|>\n")
+    style = (arguments.get("style") if isinstance(arguments, dict) else None) or default_style
+    if style:
+        parts.append(f"<|style|>{style}<|end|>\n")
     if body.get("add_generation_prompt", True):
         parts.append("<|assistant|>")
     return "".join(parts)

@@ -38,11 +38,15 @@ _ERROR_TYPES = {400: "BadRequestError", 404: "NotFoundError", 409: "ConflictErro
 
 @dataclass(frozen=True, slots=True)
 class ServedModels:
-    """What an engine can be asked for. lora_names: adapters, each addressed as a model, as in vLLM."""
+    """What an engine can be asked for.
+
+    lora_names: adapters, each addressed as a model, as in vLLM. chat_style: default argument of the chat template.
+    """
 
     name: str
     lora_names: tuple[str, ...]
     n_tokens_max: int
+    chat_style: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,14 +107,22 @@ def parse_chat(body: dict[str, Any], served: ServedModels) -> CompletionCall:
     """Check a request for a chat completion. Raises InvalidRequest, UnknownModel."""
     lora_name = _adapter(body, served)
     name = "max_tokens" if body.get("max_completion_tokens") is None else "max_completion_tokens"
-    return _parse(body, served, lora_name, _text_tokens(render(body)), name, is_chat=True, tool=_called_tool(body))
+    return _parse(
+        body,
+        served,
+        lora_name,
+        _text_tokens(render(body, served.chat_style)),
+        name,
+        is_chat=True,
+        tool=_called_tool(body),
+    )
 
 
 def tokenize(body: dict[str, Any], served: ServedModels) -> dict[str, Any]:
     """Return the page of `POST /tokenize`, as in vLLM. Raises InvalidRequest, UnknownModel."""
     _adapter(body, served)
     if "messages" in body:
-        tokens = _text_tokens(render(body))
+        tokens = _text_tokens(render(body, served.chat_style))
     elif isinstance(body.get("prompt"), str):
         tokens = _text_tokens(body["prompt"])
     else:

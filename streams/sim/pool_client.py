@@ -37,6 +37,9 @@ CALL_TIMEOUT_S = 5.0
 RETRY_S = 0.5
 #: Offloads that wait to be sent. Blocks that are stored while the queue is full are counted and not offloaded.
 OFFLOADS_WAITING_MAX = 1024
+#: Blocks after which no further offload joins a call. A call takes milliseconds, and on a busy machine many more; one
+#: call for each block that fills would fall seconds behind an engine that runs faster than real time.
+CALL_BLOCKS_MAX = 1 << 16
 
 
 class LinkConfig(Protocol):
@@ -182,8 +185,13 @@ class PoolLink:
 
     async def _send(self) -> None:
         while True:
-            keys = await self._offloads.get()
-            await self._call("offload", session=self._session, keys=keys)
+            keys = list(await self._offloads.get())
+            sizes = [len(keys)]
+            while len(keys) < CALL_BLOCKS_MAX and not self._offloads.empty():
+                more = self._offloads.get_nowait()
+                keys += more
+                sizes.append(len(more))
+            await self._call("offload", session=self._session, keys=keys, sizes=sizes)
 
     async def _listen(self) -> None:
         after = 0

@@ -223,7 +223,11 @@ class PoolServer:
     async def _offload(self, http: web.Request) -> web.Response:
         body = await _body(http)
         name, _ = self._session(body)
-        self.pool.offload(self._clock.now_ms(), name, _keys(body))
+        now_ms, keys = self._clock.now_ms(), _keys(body)
+        start = 0
+        for size in _sizes(body, len(keys)):
+            self.pool.offload(now_ms, name, keys[start : start + size])
+            start += size
         self._step()
         self._wake.set()
         return _json({})
@@ -327,6 +331,18 @@ def _keys(body: dict[str, Any]) -> list[int]:
     if not isinstance(keys, list) or not all(type(key) is int and 0 <= key <= U64_MASK for key in keys):
         raise InvalidRequest("keys is not a list of sequence hashes")
     return keys
+
+
+def _sizes(body: dict[str, Any], n_keys: int) -> list[int]:
+    """Return how many keys each offload of a call has. Raises InvalidRequest."""
+    sizes = body.get("sizes", [n_keys])
+    if (
+        not isinstance(sizes, list)
+        or not all(type(size) is int and size >= 0 for size in sizes)
+        or sum(sizes) != n_keys
+    ):
+        raise InvalidRequest(f"sizes is not a list of numbers whose sum is {n_keys}")
+    return sizes
 
 
 def _json(page: Any, status: int = 200) -> web.Response:

@@ -5,8 +5,8 @@ waiting requests, the event publisher and the shared pool, and performs the fail
 not: the rules of the engine (model) or of a pool (pool), the shapes of requests and answers (openai), the form of
 events (event_publisher), calls to a pool (pool_client), and which stream meets a failure (faults).
 
-One asyncio loop owns everything. The model advances only inside `SimServer._step`, which runs to its end without
-awaiting, so events are sent in the order in which they happened.
+One asyncio loop owns everything. The model advances only inside `SimServer._advance`, and events are sent in the order
+in which they happened.
 """
 
 from __future__ import annotations
@@ -89,7 +89,8 @@ class SimServerConfig:
     prompts alone, or none. pool_reads: whether a request loads the pooled blocks of its prompt, or reads them in place
     while it runs. fault: armed from the start (faults). kv_cache_report_mode: for requests that do not set it; `full`
     also reports the cached blocks that a request reuses, in the form of a store, as in vLLM. journal: file that every
-    change of the cache is appended to (journal). Raises SettingsError.
+    change of the cache is appended to (journal). chat_style: default argument of the chat template. Raises
+    SettingsError.
     """
 
     host: str = "127.0.0.1"
@@ -116,6 +117,7 @@ class SimServerConfig:
     pool_writes: PoolWrites = "all"
     pool_reads: PoolReads = "load"
     fault: Fault | None = None
+    chat_style: str = ""
 
     def __post_init__(self) -> None:
         check_time_scale(self.time_scale)
@@ -244,11 +246,14 @@ class SimServer:
         self.http_url = ""
         self.events_endpoint = ""
         self.replay_endpoint = ""
-        self._served = openai.ServedModels(config.model, config.lora_names, config.engine.n_tokens_max)
+        self._served = openai.ServedModels(
+            config.model, config.lora_names, config.engine.n_tokens_max, config.chat_style
+        )
         self._clock = _Clock(config.time_scale)
         self._started_at_s = time.time()
         self._calls: dict[str, _Call] = {}  # by request id; at most LIVE_REQUESTS_MAX
         self._wake = asyncio.Event()
+        self._unpublished: list[Output] = []  # handed out, and empty again within the same turn of the loop or the next
         self._publisher: EventPublisher | None = None
         self._journal = None if config.journal is None else Journal(config.journal)
         self._runner: web.AppRunner | None = None
@@ -346,7 +351,11 @@ class SimServer:
         """Step whenever something is due or a request came, but never more often than every STEP_WALL_S."""
         while True:
             self._wake.clear()
-            self._step()
+            self._advance()
+            # Waiting handlers send their tokens before the events of a long prompt are encoded, which takes
+            # milliseconds. In vLLM, a thread does that.
+            await asyncio.sleep(0)
+            self._publish_outputs()
             await asyncio.sleep(STEP_WALL_S)
             due_ms = self.model.next_event_ms()
             wait_s = None if due_ms is None else self._clock.wall_s_until(due_ms)
@@ -357,17 +366,34 @@ class SimServer:
                 pass
 
     def _step(self, *, clear: bool = False) -> bool:
-        """Advance the model to now and hand out its outputs.
+        """Advance the model to now, hand out its outputs, and publish their events.
 
         clear: then reset the cache. Returns False if the reset was refused.
         """
-        now_ms = self._clock.now_ms()
-        outputs = self.model.advance(now_ms)
+        now_ms = self._advance()
         cleared = self.model.clear(now_ms) if clear else []
-        self._publish(list(self._block_events([*outputs, *cleared])))
-        for output in outputs:
-            self._deliver(output)
+        self._hand_out(cleared)
+        self._publish_outputs()
         return not clear or bool(cleared)
+
+    def _advance(self) -> float:
+        """Advance the model to now, and hand out its outputs, whose events are still to be published. Returns now."""
+        now_ms = self._clock.now_ms()
+        self._hand_out(self.model.advance(now_ms))
+        return now_ms
+
+    def _hand_out(self, outputs: Sequence[Output]) -> None:
+        """Note outputs in the journal, and hand them to those who wait for them."""
+        self._unpublished += outputs
+        for output in outputs:
+            if self._journal is not None:
+                self._journal.note([output])
+            self._deliver(output)
+
+    def _publish_outputs(self) -> None:
+        """Publish the events of all outputs so far, in the order in which they happened."""
+        outputs, self._unpublished = self._unpublished, []
+        self._publish(list(self._block_events(outputs)))
 
     def _block_events(self, outputs: Sequence[Output]) -> Iterator[BlockEvent]:
         """Yield the events of the outputs, in order, and begin to offload stored blocks.
@@ -389,8 +415,6 @@ class SimServer:
         return stored.medium == "GPU" and (writes == "all" or (writes == "prompt" and not stored.generated))
 
     def _publish(self, events: Sequence[BlockEvent]) -> None:
-        if self._journal is not None:
-            self._journal.note(events)
         if self._publisher is not None:
             self._publisher.publish(events)
 
@@ -398,6 +422,7 @@ class SimServer:
         """Publish what became of pooled blocks. attached: whether requests may ask the pool from now on."""
         self.model.use_pool(attached, self.config.pool_reads == "in-place")
         if changed is not None:
+            self._publish_outputs()
             self._publish([changed])
 
     async def _ask_pool(self, link: PoolLink, asked: PoolAsked) -> None:
@@ -569,6 +594,7 @@ class SimServer:
                 # What was written to the stream reaches its client, as it would if the engine died a moment later.
                 while http.transport is not None and http.transport.get_write_buffer_size():
                     await asyncio.sleep(0)
+                self._publish_outputs()
                 self.die()
             case FaultKind.STALL:
                 self._unstalled.clear()

@@ -104,6 +104,9 @@ class TablePartition:
         self._is_open = False
         self._suspended = False
         self._at_rest = False  # suspended, and the running batch is finished
+        # Whether the thread waits until the next transaction may begin. Further records do not wake it up, which would
+        # cost more than taking them.
+        self._pacing = False
         self._batch: list[SourceRecord] = []
         self._sources: dict[str, SourceProgress] = {}
         self._reducer: Reducer[Any] | None = None
@@ -190,7 +193,8 @@ class TablePartition:
                     applied_before.append(record.handle)
             if next_offset != self._next.get(topic, 0):
                 self._next[topic] = next_offset
-                self._lock.notify_all()
+                if not self._pacing or self._has_full_batch():
+                    self._lock.notify_all()
         if applied_before:
             # The offset alone shows that these were applied; they need no verdict.
             self._wiring.acknowledge(applied_before)
@@ -415,21 +419,20 @@ class TablePartition:
         """Wait for records, or until the partition record is due; take what is queued, limited in number and bytes."""
         limit = self._wiring.settings.batch_records_max
         with self._lock:
-            due = self._written_at + PARTITION_RECORD_EVERY_S - time.monotonic()
-            if not self._queue and not self._stopping and not self._suspended and due > 0 and not self._has_caught_up():
-                self._lock.wait(due)
             partitions_open = self._wiring.partitions_open()
             wait_s = self._pacer.next_at(partitions_open) - time.monotonic()
-            if self._queue and wait_s > 0:
+            if wait_s > 0:
+                self._pacing = True
                 self._lock.wait_for(
                     lambda: (
-                        self._stopping
-                        or self._suspended
-                        or len(self._queue) >= limit
-                        or self._queued_bytes >= BATCH_BYTES_MAX
+                        self._is_interrupted() or self._has_full_batch() or (not self._queue and self._has_caught_up())
                     ),
                     wait_s,
                 )
+                self._pacing = False
+            due = self._written_at + PARTITION_RECORD_EVERY_S - time.monotonic()
+            if not self._queue and not self._is_interrupted() and due > 0 and not self._has_caught_up():
+                self._lock.wait(due)
             taken_at = time.monotonic()
             batch: list[SourceRecord] = []
             n_bytes = 0
@@ -491,6 +494,12 @@ class TablePartition:
         self._counts["applied"] += len(batch)
         self._counts["dead_letters"] += len(dead)
         self._counts["transactions"] += 1
+
+    def _is_interrupted(self) -> bool:
+        return self._stopping or self._suspended or self._lost or self._recreated is not None
+
+    def _has_full_batch(self) -> bool:
+        return len(self._queue) >= self._wiring.settings.batch_records_max or self._queued_bytes >= BATCH_BYTES_MAX
 
     def _cut(self, batch: list[SourceRecord], last: SourceRecord) -> list[SourceRecord]:
         """End the running batch after a record, since a transaction has limited time; the rest goes into the next."""

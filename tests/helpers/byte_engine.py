@@ -31,12 +31,14 @@ class Plan:
     answer: to the prompt; a resumed request has a part of it already. dies_at, stalls_at, errors_at: tokens of the
     answer after which it fails; after all of them, it fails before usage and end. refuses: a status for requests that
     resume. chunk: tokens in one chunk. has_ids: whether it reports token ids; is_strict: whether it refuses to be asked
-    for them. reasons: whether a chat's text is reasoning. cached: tokens of prompts that it reports as cached.
+    for them. waits_at: tokens after which it waits for the test (`go_on`). reasons: whether a chat's text is reasoning.
+    cached: tokens of prompts that it reports as cached.
     """
 
     answer: str = "An answer that is long enough."
     dies_at: int | None = None
     stalls_at: int | None = None
+    waits_at: int | None = None
     errors_at: int | None = None
     refuses: int = 0
     chunk: int = 1
@@ -49,7 +51,7 @@ class Plan:
 class ByteEngine(ScriptedEngine):
     """A running engine. plan: of requests for which none is left in `plans`, a list that engines may share.
 
-    asked: bodies of its requests, parsed.
+    asked: bodies of its requests, parsed. waiting: whether a request waits for `go_on`, which the test sets.
     """
 
     def __init__(self) -> None:
@@ -57,6 +59,8 @@ class ByteEngine(ScriptedEngine):
         self.plan = Plan()
         self.plans: list[Plan] = []
         self.asked: list[dict[str, Any]] = []
+        self.waiting = False
+        self.go_on = False
 
     def routes(self) -> list[web.RouteDef]:
         """The calls that it serves."""
@@ -98,6 +102,9 @@ class ByteEngine(ScriptedEngine):
                     event = error_event(503, "the engine is stopping", "x").replace(b'"code":"x"', b'"code":503')
                     await response.write(event)
                     break
+                while plan.waits_at is not None and n_tokens > plan.waits_at and not self.go_on:
+                    self.waiting = True
+                    await asyncio.sleep(0.005)
                 if plan.stalls_at is not None and n_tokens > plan.stalls_at:
                     await asyncio.sleep(3600)
                 await response.write(event)

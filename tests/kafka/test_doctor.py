@@ -515,6 +515,20 @@ def prompts_never_match(well: DoctorsFleet) -> Iterator[Sick]:
 
 
 @fault
+def engine_renders_otherwise(well: DoctorsFleet) -> Iterator[Sick]:
+    render = {"outcome": "differs", "part": "chat_with_tools", "from_token": 27, "reason": None}
+    workers = [
+        {"worker_id": 1, "silent_dp_ranks": [], "render": {**render, "outcome": "equal", "part": None}},
+        {"worker_id": 2, "silent_dp_ranks": [], "render": render},
+        {"worker_id": 3, "silent_dp_ranks": []},  # a router of an earlier version
+    ]
+    with HttpDouble(router_pages(workers=workers)) as http:
+        order = Order(routers=(http.url,), skip=ROUTERS_ALONE)
+        wanted = ["worker 2:", "chat with tools, from token 27 on", "--chat-template"]
+        yield Sick(well.settings, {"renders_differ"}, wanted, order)
+
+
+@fault
 def clock_is_off(well: DoctorsFleet) -> Iterator[Sick]:
     with HttpDouble({"/metrics": b"up 1\n"}, date_off_s=-3600.0) as http, well.registered(url=http.url):
         yield Sick(

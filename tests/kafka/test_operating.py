@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -25,6 +27,7 @@ from streams.settings import Settings, as_environ
 from streams.sim.engine_config import EngineConfig
 from streams.topics import topics
 from streams.waiting import wait_for
+from streams.worker import create_app
 from tests.helpers.api import Api
 from tests.helpers.broker import broker_config
 from tests.helpers.commands import PATIENCE_S, Start, environment
@@ -135,6 +138,23 @@ def test_a_worker_serves_our_pages_and_none_of_fausts(stack: Stack) -> None:
         api.call("GET", path).refused(404, "not_found")
     assert api.call("GET", "/healthz").given() == {"status": "ok"}
     assert b"kvstreams_agent_transactions_total" in api.call("GET", "/metrics").body
+
+
+def test_a_worker_answers_while_the_loop_of_its_agents_is_busy(scope: Settings) -> None:
+    """The HTTP API does not wait for Faust's loop, which this test blocks until the answer is there."""
+
+    async def main() -> None:
+        process = create_app(replace(scope, port=port)).worker_process
+        await process.prepare()
+        answers: list[Any] = []
+        asking = threading.Thread(target=lambda: answers.append(get_json(f"http://127.0.0.1:{port}/healthz")))
+        asking.start()
+        asking.join(PATIENCE_S)
+        await process.stop()
+        assert answers == [{"status": "ok"}]
+
+    port = free_port()
+    asyncio.run(main())
 
 
 def test_a_worker_without_a_router_and_a_bridge_serve_health_readiness_and_metrics(

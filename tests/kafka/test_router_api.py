@@ -30,7 +30,7 @@ from streams.local.ports import free_port
 from streams.router_api import registry as registry_module
 from streams.router_api.handlers import FACT, Handlers, error_shape
 from streams.router_api.router import Router
-from streams.router_api.wire import COUNT_MAX, parse_worker
+from streams.router_api.wire import COUNT_MAX, parse_worker, render_json
 from streams.settings import WEIGHT_MAX, Settings
 from streams.tables.changelog import read_to_end
 from streams.topics import topics
@@ -450,6 +450,8 @@ def test_workers_are_registered_changed_and_listed(fleet: Fleet) -> None:
         "silent_dp_ranks": [],
         "avoided": False,
         "avoided_ms": 0,
+        "incarnation": None,
+        "render": render_json(None),
         "metrics": [],
         **body,
     }
@@ -691,6 +693,7 @@ def test_records_that_cannot_be_used_are_counted_and_skipped(scope: Settings) ->
             (b"pool/", b"\xc3\x01"),
             (b"cordon/x", b"\xc3\x01"),
             (b"avoid/x", b"\xc3\x01"),
+            (b"render/x", b"\xc3\x01"),
             (b"model/m", b"\xc3\x01"),
             (b"Z", struct.pack(">I", 1)),
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from typing import Any
 
@@ -215,6 +216,24 @@ def test_any_number_of_threads_folds_the_same(threads: int, fleet: Fleet) -> Non
         assert set(ids) <= api.workers().keys()
     for n in range(len(ids)):
         fleet.main.call("DELETE", f"/loads/{model}-{n}").given()
+
+
+def test_once_its_topics_are_read_one_thread_reads_on(fleet: Fleet) -> None:
+    """Threads that read up to the ends hand their partitions over; what is written later still arrives, once each."""
+    model = fleet.model()
+    (worker_id,) = fleet.register(model)
+    with served(replace(fleet.settings, router_event_threads=3)) as api:
+        n_routers = 3  # the fixture has two in this process
+        fleet.wait(lambda: _n_reading() == n_routers, "the other threads to end")
+        for n in range(1, 6):
+            fleet.agents.hold(rank_of(worker_id), [n] * 64)
+            fleet.holds(worker_id, 4 * n)
+        fleet.wait(lambda: api.get("/state")["ranks"] == fleet.main.get("/state")["ranks"], "the same state")
+        assert _n_reading() == n_routers
+
+
+def _n_reading() -> int:
+    return sum(thread.name.startswith("feeds-") for thread in threading.enumerate())
 
 
 def _worker(worker_id: int) -> Worker:

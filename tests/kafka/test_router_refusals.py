@@ -329,6 +329,7 @@ def test_a_block_size_that_is_not_the_models_is_refused(fleet: Fleet) -> None:
         "PUT /workers/{}/cordon",
         "DELETE /workers/{}/cordon",
         "PUT /workers/{}/avoid",
+        "PUT /workers/{}/render",
     ],
 )
 @pytest.mark.parametrize("worker_id", ["-1", "x", str(1 << 64), "9" * 1000, "1.5", "0x1", "%C2%B2", "%ff", "1%20"])

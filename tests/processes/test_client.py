@@ -363,6 +363,32 @@ def test_an_engine_that_cannot_be_reached_is_replaced_and_the_load_moves_with_th
     live(scenario)
 
 
+@pytest.mark.parametrize(("fail", "is_avoided"), [(_hang_up, True), (_empty_stream, True), (_unavailable, False)])
+def test_an_engine_that_breaks_off_is_avoided_by_the_routers(
+    fail: Callable[[web.Request], Awaitable[web.StreamResponse]], is_avoided: bool
+) -> None:
+    """One that answers with an error status can be reached, so it gets further requests of other clients."""
+
+    def avoided_ms(local: LocalRouter) -> int:
+        found: int = local.api.workers()[1]["avoided_ms"]
+        return found
+
+    async def scenario() -> None:
+        with routers() as (local,):
+            async with engine_at(local, 2), broken_engine(local, 1, fail), KvRouterClient(local.api.url) as client:
+                hold(local.router, rank(1), local_hashes(PROMPT, BLOCK_SIZE))
+                answer = await client.generate(PROMPT, stop_conditions={"max_tokens": 4})
+                assert sum([len(chunk["token_ids"]) async for chunk in answer]) == 4
+                if is_avoided:
+                    while not await asyncio.to_thread(avoided_ms, local):
+                        await asyncio.sleep(0.005)
+                else:
+                    await client.book(PROMPT)  # a call that comes after the report, if there was one
+                    assert await asyncio.to_thread(avoided_ms, local) == 0
+
+    live(scenario)
+
+
 def test_without_another_engine_the_failure_is_raised(router: LocalRouter) -> None:
     """The error names the worker, and the booking ends. A worker that the caller chose is not replaced either."""
 

@@ -249,6 +249,18 @@ def test_without_numba_plain_python_serves_and_one_warning_says_so() -> None:
     assert "pip install numba" in done.stderr
 
 
+def test_a_process_may_do_without_numba_unless_it_uses_kernels_already() -> None:
+    """It hashes in pure Python and nothing warns; a process that has kernels keeps them."""
+    without = "from streams.core.kernels.available import do_without_kernels\ndo_without_kernels()\n"
+    shown = "from streams.core import hashing\nimport sys\nprint(hashing.KERNELS_AVAILABLE, 'numba' in sys.modules)\n"
+    done = run(without + shown)
+    assert (done.stdout.split(), done.stderr) == (["False", "False"], "")
+    done = run(
+        shown + without + "from streams.core.kernels.available import kernels_available as kernels\nprint(kernels())"
+    )
+    assert done.stdout.split() == ["True", "True", "True"]
+
+
 def test_a_numba_that_cannot_be_imported_is_an_error(tmp_path: Path) -> None:
     """An installed numba that refuses this NumPy is not taken for a missing one."""
     (tmp_path / "numba.py").write_text("raise ImportError('Numba needs NumPy 2.4 or less')")

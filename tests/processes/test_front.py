@@ -392,6 +392,38 @@ def test_refusals_have_openais_shape(
     on_stage(backend, scenario, body_bytes_max=4096)
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "status", "code", "says"),
+    [
+        ("POST", "/v1/responses", 404, "not_found", "POST /v1/chat/completions"),
+        ("POST", "/v1/embeddings", 404, "not_found", "/v1/embeddings"),
+        ("GET", "/v1/responses/resp_1", 404, "not_found", "GET /v1/models"),
+        ("POST", "/v1/audio/speech", 404, "not_found", "POST /v1/completions"),
+        ("GET", "/", 404, "not_found", "POST /v1/completions"),
+        ("GET", "/v1/chat/completions", 405, "method_not_allowed", "use POST"),
+        ("GET", "/v1/models/other", 404, "unknown_model", "'other'"),
+    ],
+)
+def test_a_call_that_the_front_does_not_have_says_what_it_has(
+    backend: Backend, method: str, path: str, status: int, code: str, says: str
+) -> None:
+    """OpenAI's client shows the message, so it names the calls that there are."""
+
+    async def scenario(stage: Stage) -> None:
+        body = {"model": "m", "input": "secret"} if method == "POST" else None
+        async with (
+            aiohttp.ClientSession() as session,
+            session.request(method, stage.url + path, json=body) as response,
+        ):
+            error = (await response.json())["error"]
+            assert (response.status, error["code"]) == (status, code)
+            assert says in error["message"] and "secret" not in error["message"]
+            assert {"message", "type", "param"} < error.keys()
+            assert response.headers.get("Allow") == ("POST" if status == 405 else None)
+
+    on_stage(backend, scenario)
+
+
 def test_a_token_needs_the_right_to_generate(backend: Backend, tmp_path: Path) -> None:
     """Each call has its right; without a known token there is none."""
     tokens = {"generate": "g" * 20, "read": "r" * 20}

@@ -17,7 +17,8 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from streams.codec import encode_worker
-from streams.core.ids import WorkerId
+from streams.core.ids import Epoch, Incarnation, WorkerId
+from streams.core.reducer.ordering import Health, Progress
 from streams.core.workers import Worker
 from streams.frontend.tracing import TracedSpans
 from streams.kafka import worker_key
@@ -25,8 +26,9 @@ from streams.local.processes import Children
 from streams.local.stack import Engine, Stack
 from streams.settings import Settings
 from streams.sim.engine_config import EngineConfig
+from streams.tables.records import encode_progress, progress_key
 from tests.helpers.byte_engine import CHAT_PROMPT, ByteEngine, Plan
-from tests.helpers.local_router import LocalRouter, local_router
+from tests.helpers.local_router import LocalRouter, local_router, rank
 from tests.helpers.scripted_engine import scripted_engines
 from tests.processes.test_front import Stage, on_stage
 
@@ -153,6 +155,40 @@ def test_a_stream_moves_twice_and_the_client_does_not_notice(backend: Backend, p
         Plan(TEXT, dies_at=40, **options),
         Plan(TEXT, **options),
     )
+
+
+def test_a_stream_returns_to_an_engine_that_was_restarted() -> None:
+    """A failed engine gets the stream again once its incarnation is another one; until then it does not."""
+
+    def restart(stage: Stage, worker_id: int, incarnation: int) -> None:
+        epoch = Epoch(Incarnation(incarnation), 0)
+        progress = Progress(rank(worker_id), epoch, 1, health=Health.EXACT, model="m", block_size=16)
+        stage.router.router.view.fold_index(progress_key(rank(worker_id)), encode_progress(progress))
+
+    async def scenario(stage: Stage, ask: Ask) -> None:
+        for worker_id in (1, 2):
+            restart(stage, worker_id, 10)
+        await stage.front.fleet.poll()
+        answer = await ask(**DETAILS)
+        assert answer.error is not None and answer.error["code"] == "engine_failed"
+        assert len(asked_of(stage)) == 2
+
+        share(stage.engines, Plan(TEXT, dies_at=10), Plan(TEXT, dies_at=20, waits_at=15), Plan(TEXT))
+        asking = asyncio.ensure_future(ask(**DETAILS))
+        await stage.until(lambda: any(engine.waiting for engine in engines), "the second engine")
+        waiting = 0 if engines[0].waiting else 1
+        restart(stage, 2 - waiting, 11)
+        await stage.front.fleet.poll()
+        engines[waiting].go_on = True
+        answer = await asking
+        assert (answer.text, answer.ended, answer.error) == (TEXT, True, None)
+        assert answer.figures["migrations"] == 2
+
+    with local_router(Settings(), n_workers=0) as router, scripted_engines(2, ByteEngine) as engines:
+        for number, engine in enumerate(engines, start=1):
+            worker = Worker(WorkerId(number), engine.url, "m", 16)
+            router.router.view.fold_worker(worker_key(worker.worker_id), encode_worker(worker))
+        run((router, engines), scenario, Plan(TEXT, dies_at=10), Plan(TEXT, dies_at=20))
 
 
 def test_no_half_character_is_lost_wherever_the_engine_dies(backend: Backend) -> None:

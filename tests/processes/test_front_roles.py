@@ -13,6 +13,8 @@ from streams.codec import encode_worker
 from streams.core.ids import WorkerId
 from streams.core.routing.selection import RouterMode
 from streams.core.workers import Role, Worker
+from streams.cxl.events import CxlPool
+from streams.cxl.records import encode_pool, pool_key
 from streams.kafka import worker_key
 from streams.settings import KvTransfer, Settings
 from tests.helpers.byte_engine import CHAT_PROMPT, ByteEngine, Plan
@@ -258,12 +260,71 @@ def test_blocks_that_never_reach_a_pool_are_computed_again(backend: Backend) -> 
     """After front_transfer_timeout_s the decode worker gets the request."""
 
     async def scenario(stage: Stage) -> None:
+        register_pool(stage, lost=False)
+        await stage.front.fleet.poll()
         stage.script(whole({"choices": []}), Script(), Script())
         assert (await stage.post(BODY, "/v1/completions"))[2] == answer_bytes()
         assert bodies(stage, 2, 3) == [BODY]
         assert splits(stage) == {"not_transferred": 1}
 
-    on_stage(backend, scenario, **ALWAYS, front_kv_transfer=KvTransfer.POOL, front_transfer_timeout_s=0.1)
+    try:
+        on_stage(backend, scenario, **ALWAYS, front_kv_transfer=KvTransfer.POOL, front_transfer_timeout_s=0.1)
+    finally:
+        backend[0].router.view.fold_worker(pool_key("rack1"), None)
+
+
+def register_pool(stage: Stage, **fields: Any) -> None:
+    """Register a pool of the prefill worker and one decode worker at the stage's router."""
+    pool = CxlPool("rack1", "default", None, (WorkerId(1), WorkerId(2)), epoch=1, **fields)
+    stage.router.router.view.fold_worker(pool_key("rack1"), encode_pool(pool))
+
+
+@pytest.mark.parametrize("has_lost_pool", [False, True])
+def test_without_a_pool_prompts_stay_on_the_decode_worker(
+    backend: Backend, has_lost_pool: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nobody waits for a transfer that cannot come, the prefill worker sees nothing, and the front says why once."""
+
+    async def scenario(stage: Stage) -> None:
+        if has_lost_pool:
+            register_pool(stage, lost=True)
+            await stage.front.fleet.poll()
+        for _ in range(2):
+            assert (await stage.post(BODY, "/v1/completions"))[2] == answer_bytes()
+        assert bodies(stage, 1) == []
+        assert splits(stage) == {"no_pool": 2}
+
+    try:
+        # With the wait, this test would take two minutes.
+        on_stage(backend, scenario, **ALWAYS, front_kv_transfer=KvTransfer.POOL, front_transfer_timeout_s=60.0)
+    finally:
+        backend[0].router.view.fold_worker(pool_key("rack1"), None)
+    assert [record.levelname for record in caplog.records if "PUT /pools" in record.getMessage()] == ["WARNING"]
+
+
+@pytest.mark.parametrize("transfer", [KvTransfer.PARAMS, KvTransfer.BOOTSTRAP])
+def test_after_a_failed_prefill_the_decode_worker_has_the_prompt_to_compute(
+    backend: Backend, transfer: KvTransfer
+) -> None:
+    """Its booking counts as prefill until the first token, and the prefill worker has none."""
+
+    async def scenario(stage: Stage) -> None:
+        stage.script(Script(status=500), Script(stalls_at=0), Script(stalls_at=0))
+
+        def seen() -> bool:
+            rows = {row["worker_id"]: row for row in stage.router.api.get("/loads")["loads"]}
+            found = [(rows[number]["active_prefill_tokens"], rows[number]["active_requests"]) for number in (1, 2, 3)]
+            return found[0] == (0, 0) and sorted(found[1:]) == [(0, 0), (40, 1)]
+
+        posting = asyncio.ensure_future(stage.post(BODY, "/v1/completions"))
+        async with asyncio.timeout(20):
+            while not await asyncio.to_thread(seen):
+                await asyncio.sleep(0.01)
+        posting.cancel()
+        await stage.until(lambda: len(stage.front.proxy) == 0, "the end of the request")
+        assert splits(stage) == {"failed": 1}
+
+    on_stage(backend, scenario, **ALWAYS, front_kv_transfer=transfer)
 
 
 def test_a_stream_moves_from_one_decode_worker_to_another() -> None:

@@ -286,6 +286,25 @@ def test_the_journals_of_a_pool_and_its_engines_say_what_was_given(tmp_path: Pat
     live(scenario, replace(POOL_SERVER, journal=journal))
 
 
+def test_one_call_may_begin_several_transfers() -> None:
+    """They follow each other on the link, so the pool reports the arrival of each."""
+
+    async def scenario(at: Fleet) -> None:
+        session = await at.session()
+        assert (await at.call("offload", session=session, keys=[1, 2, 3], sizes=[2, 1]))[0] == 200
+        arrived: list[list[int]] = []
+
+        async def all_arrived() -> bool:
+            _, page = await at.call("events", session=session, after=len(arrived))
+            arrived.extend(event["keys"] for event in page["events"])
+            return len(arrived) == 2
+
+        await until(all_arrived)
+        assert arrived == [[1, 2], [3]]
+
+    live(scenario)
+
+
 def test_an_eviction_is_reported_even_if_the_gpu_evicted_the_block_before() -> None:
     """With a cache of 4 blocks and a pool of 3, the first blocks are evicted from both and reported by engine hash."""
 
@@ -520,6 +539,9 @@ def test_an_engine_that_differs_from_the_pool_is_refused_and_serves_without_it()
         ("events", {"session": 7, "after": 0}, 404),
         ("offload", {"keys": "12"}, 400),
         ("offload", {"keys": [-1]}, 400),
+        ("offload", {"keys": [1, 2], "sizes": [1]}, 400),
+        ("offload", {"keys": [1, 2], "sizes": [3, -1]}, 400),
+        ("offload", {"keys": [1, 2], "sizes": "11"}, 400),
         ("load", {"keys": [1 << 64]}, 400),
         ("load", {"keys": [True]}, 400),
         ("events", {"after": 5}, 400),

@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
@@ -23,7 +23,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from streams.core.hashing import local_hashes, sequence_hashes
 from streams.errors import SettingsError
+from streams.sim import openai
 from streams.sim.engine_config import EngineConfig
+from streams.sim.event_publisher import BlockEvent, EventPublisher
 from streams.sim.server import SimServer, SimServerConfig, serve
 
 ENGINE = EngineConfig(block_size=4, n_blocks=256)
@@ -182,6 +184,36 @@ def test_a_stream_has_the_same_content_as_a_whole_answer() -> None:
         assert [choice.get("prompt_token_ids") for choice in choices] == [PROMPT] + [None] * (len(choices) - 1)
 
     # 20 model ms per wall ms: an answer of 1.2 model seconds is sent in several chunks.
+    live(scenario, SimServerConfig(engine=ENGINE, time_scale=20.0))
+
+
+def test_the_first_token_of_a_stream_is_sent_before_the_events_of_its_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No stream waits until the events of a long prompt are encoded. Their order does not change."""
+    done: list[str] = []
+    stream_event, publish = openai.stream_event, EventPublisher.publish
+
+    def noting_event(chunk: dict[str, Any]) -> bytes:
+        done.append("chunk")
+        return stream_event(chunk)
+
+    def noting_publish(self: EventPublisher, events: Sequence[BlockEvent]) -> None:
+        done.extend(type(event).__name__ for event in events)
+        publish(self, events)
+
+    monkeypatch.setattr(openai, "stream_event", noting_event)
+    monkeypatch.setattr(EventPublisher, "publish", noting_publish)
+
+    async def scenario(client: Client) -> None:
+        await client.complete(max_tokens=1)
+        done.clear()
+        body = {"model": "sim-model", "prompt": PROMPT[::-1], "max_tokens": 60, "stream": True}
+        async with client.http.post(client.server.http_url + "/v1/completions", json=body) as response:
+            assert (await response.read()).endswith(b"data: [DONE]\n\n")
+        await client.get("/sim/cache")  # what has happened until then is published
+        assert done[:2] == ["chunk", "KvStored"]
+        known = [len(event[1]) for event in events_of(await client.replay(0)) if event[0] == "BlockStored"]
+        assert known == [3, 3, *[1] * 15]
+
     live(scenario, SimServerConfig(engine=ENGINE, time_scale=20.0))
 
 

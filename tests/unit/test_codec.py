@@ -30,6 +30,7 @@ from streams.codec import (
     decode_metrics,
     decode_model,
     decode_pulse,
+    decode_render,
     decode_resync,
     decode_worker,
     encode_avoidance,
@@ -40,10 +41,12 @@ from streams.codec import (
     encode_metrics,
     encode_model,
     encode_pulse,
+    encode_render,
     encode_resync,
     encode_worker,
     from_long,
     model_key,
+    render_key,
     schemas_dir,
     to_long,
 )
@@ -83,7 +86,19 @@ from streams.core.loads.bookings import Booking, BookingId, BookingPhase
 from streams.core.loads.observations import NO_FORECAST, Forecast
 from streams.core.reducer.ordering import Health, Progress
 from streams.core.runs import RUN_BLOCKS_MAX, Run, RunKey
-from streams.core.workers import DP_SIZE_MAX, Avoidance, Cordon, Role, ServedModel, Worker, WorkerState
+from streams.core.workers import (
+    DP_SIZE_MAX,
+    Avoidance,
+    Cordon,
+    RenderOutcome,
+    RenderParity,
+    RenderPart,
+    RenderResult,
+    Role,
+    ServedModel,
+    Worker,
+    WorkerState,
+)
 from streams.cxl.events import BlockAddress, CxlPool, CxlTransition, addressed
 from streams.cxl.records import (
     BlockKey,
@@ -345,6 +360,15 @@ HEARTBEAT = replace(BATCH, body=Heartbeat("bridge", 6000), feed=FeedState.UNPROV
 RESYNC = ResyncRequest(RANK, Incarnation(U64_MASK), -1, 2, "gap", 9)
 WORKER = Worker(WorkerId(1), "http://w", "model", 16, taints=("a", "b"), kv_total_blocks=5, events_endpoint="tcp://w:1")
 CORDON = Cordon(WorkerId(U64_MASK), 9)
+RENDER = RenderParity(
+    WorkerId(U64_MASK),
+    Incarnation(U64_MASK - 1),
+    "http://w",
+    "m",
+    RenderResult(RenderOutcome.DIFFERS, part=RenderPart.CHAT, from_token=3),
+    9,
+    "front",
+)
 AVOIDANCE = Avoidance(WorkerId(U64_MASK), 9, 5_000)
 MODEL = ServedModel("modèle", 16, "bridge host:1", 9)
 METRICS = MetricsReport(RANK, WorkerMetrics(0.5, 1, 2, 3, 4, 5), 3000, 6, 7)
@@ -412,6 +436,11 @@ GOOD: dict[str, tuple[str, bytes, Callable[[bytes | None], Any]]] = {
     "resync": ("kv-control", encode_resync(RESYNC), decode_resync),
     "worker": ("workers", encode_worker(WORKER), decode_worker),
     "cordon": ("cordons", encode_cordon(CORDON), lambda raw: decode_cordon(cordon_key(CORDON.worker_id), raw)),
+    "render": (
+        "render-parities",
+        encode_render(RENDER),
+        lambda raw: decode_render(render_key(RENDER.worker_id), raw),
+    ),
     "avoidance": (
         "avoidances",
         encode_avoidance(AVOIDANCE),

@@ -151,6 +151,50 @@ def test_ranks_disagree_only_if_they_do_in_every_round_after_the_same_batch() ->
     assert disagree((same, ahead), (same, ahead)) == []
 
 
+def test_engines_that_make_other_tokens_are_named_once_for_all_routers() -> None:
+    """Each router shows the same record; engines with the same difference are one finding."""
+    same, other = ("chat", 27), ("completion", 0)
+    seen = Observations(
+        SETTINGS,
+        None,
+        (),
+        (RouterSeen("a", differing={1: same, 2: same}), RouterSeen("b", differing={2: same, 3: other})),
+    )
+    found = list(routers.check_routers(seen))
+    assert [(each.code, each.subject) for each in found] == [
+        ("renders_differ", "workers 1, 2"),
+        ("renders_differ", "worker 3"),
+    ]
+    compared = EngineSeen(replace(WORKER, worker_id=WorkerId(3)), tokens={})
+    assert len(list(routers.check_routers(replace(seen, engines=(compared,))))) == 1
+    assert "of a chat, from token 27 on" in found[0].problem
+
+
+def test_a_model_of_tokenizer_that_no_engine_serves_is_named() -> None:
+    """Otherwise a misspelt name would look as if all were well. Without any engine there is a finding about that."""
+    seen = replace(observed(), engines=(EngineSeen(WORKER),), tokenizer_models=("m", "mm"))
+    (found,) = engines.check_tokenizers(seen)
+    assert (found.code, found.subject) == ("model_not_served", "model mm")
+    assert list(engines.check_tokenizers(replace(seen, engines=()))) == []
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["doctor", "--router", "localhost:8000"],
+        ["doctor", "--metrics", "http://"],
+        ["doctor", "--metrics", "http://h:99999"],
+        ["top", "localhost:8000"],
+        ["doctor", "--kafka", "127.0.0.1:9", "--tokenizer", "m=/nowhere"],
+    ],
+)
+def test_a_wrong_option_ends_the_run_before_anything_is_read(arguments: list[str]) -> None:
+    """The status is 2, as for every command line that is wrong, and the message says which value it is."""
+    result = CliRunner().invoke(cli, arguments)
+    assert result.exit_code == 2
+    assert arguments[-1].removeprefix("m=") in result.output
+
+
 def test_a_broken_engine_of_several_ranks_is_named_with_each_address() -> None:
     """Rank n listens n ports above, and each socket that fails is a finding."""
     ok, bad = SocketSeen("tcp://e:2", None, 1), SocketSeen("tcp://e:3", "nothing listens there")

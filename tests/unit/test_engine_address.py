@@ -6,7 +6,8 @@ import re
 
 import pytest
 
-from streams.engines.address import check_distinct, engine_address, port_above
+from streams.core.ids import WorkerId
+from streams.engines.address import EngineAddress, check_distinct, engine_address, needs_lookup, port_above
 from streams.engines.dialects.registry import DEFAULT_DIALECT, DIALECTS
 from streams.errors import KvStreamsError, SettingsError
 
@@ -69,6 +70,26 @@ def test_rank_n_listens_n_ports_above_rank_0() -> None:
     assert port_above("tcp://host:5557", 3) == "tcp://host:5560"
     with pytest.raises(KvStreamsError, match="no port"):
         port_above("tcp://host", 1)
+
+
+@pytest.mark.parametrize(
+    ("endpoints", "expected"),
+    [
+        (("tcp://10.0.0.7:5557", "tcp://10.0.0.7:5558"), False),
+        (("tcp://[fd00::7]:5557", None), False),
+        (("ipc:///tmp/events", None), False),
+        (("http://gpu1:8000/kv_cache_events", None), False),
+        ((None, None), False),
+        (("tcp://gpu1:5557", None), True),
+        (("tcp://10.0.0.7:5557", "tcp://gpu1:5558"), True),
+        (("tcp://localhost:5557", None), True),
+    ],
+)
+def test_only_addresses_of_sockets_with_a_name_are_looked_up(
+    endpoints: tuple[str | None, str | None], expected: bool
+) -> None:
+    """A lookup may take seconds, during which the sockets of other engines in the same ZMQ context would wait."""
+    assert needs_lookup(EngineAddress(WorkerId(1), "http://gpu1:8000", *endpoints)) is expected
 
 
 def test_an_address_selects_a_dialect_by_name() -> None:

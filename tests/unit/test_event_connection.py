@@ -72,6 +72,33 @@ def test_the_messages_of_a_broken_connection_can_be_taken_and_those_of_the_next_
         connecting(address, act)
 
 
+def test_a_message_that_was_put_back_is_taken_before_the_others_and_goes_with_its_connection() -> None:
+    """It waits as if it had never been taken."""
+    address = f"tcp://127.0.0.1:{free_port()}"
+    with zmq.Context() as context:
+        publisher = context.socket(zmq.XPUB)
+        publisher.bind(address)
+
+        async def act(connection: EventConnection) -> None:
+            assert await next_change(connection) is Change.COMPLETED
+            await until(lambda: bool(publisher.poll(0)))
+            publisher.send(b"1")
+            await until(lambda: connection.has_message)
+            first = connection.take()
+            assert not connection.has_message
+            connection.put_back(first)
+            assert connection.has_message
+            publisher.send(b"2")
+            assert connection.take() == [b"1"]
+            await until(lambda: connection.has_message)
+            connection.put_back(connection.take())
+            connection.close()
+            assert not connection.has_message
+
+        connecting(address, act)
+        publisher.close(linger=0)
+
+
 @pytest.mark.parametrize(("kind", "reason"), [(None, "nothing listens"), (zmq.ROUTER, "swapped")])
 def test_an_attempt_to_connect_to_something_else_fails_with_its_reason(kind: int | None, reason: str) -> None:
     """Nothing listens at the address, or a socket of another kind does; attempts are repeated after a pause."""

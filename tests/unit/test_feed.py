@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
@@ -12,6 +13,7 @@ import aiohttp
 import pytest
 import zmq
 import zmq.asyncio
+from confluent_kafka import KafkaException
 
 from streams.codec import decode_batch
 from streams.core.cxl_memory import CxlMemoryState
@@ -36,6 +38,7 @@ from streams.engines.cxl_names import PooledRows
 from streams.engines.feed import RankFeed
 from streams.engines.lease import EngineLease
 from streams.engines.lease_handle import LeaseHandle
+from streams.engines.publisher import RankWriter
 from streams.engines.wiring import EngineWiring
 from streams.local.ports import free_port
 from streams.settings import Settings
@@ -54,6 +57,7 @@ class FeedUnderTest:
     def __init__(self, feed: RankFeed, producer: RecordingProducer) -> None:
         self.feed = feed
         self._producer = producer
+        self.running: asyncio.Task[None] | None = None
 
     @property
     def batches(self) -> list[EngineBatch]:
@@ -102,9 +106,13 @@ def feeding(
     address: EngineAddress,
     act: Callable[[FeedUnderTest], Awaitable[None]],
     settings: Settings | None = None,
+    may_end: bool = False,
     **more: Any,
 ) -> list[EngineBatch]:
-    """Feed an engine while `act` runs; return all records. more: further parts of the feed's wiring."""
+    """Feed an engine while `act` runs; return all records.
+
+    may_end: whether the feed may end by itself. more: further parts of its wiring.
+    """
 
     async def main() -> list[EngineBatch]:
         chosen = settings or Settings(bridge_lease_s=600.0)
@@ -127,10 +135,10 @@ def feeding(
                     **more,
                 )
                 under_test = FeedUnderTest(RankFeed(wiring, 0, None), producer)
-                running = asyncio.create_task(under_test.feed.run())
+                under_test.running = running = asyncio.create_task(under_test.feed.run())
                 try:
                     await act(under_test)
-                    assert not running.done()
+                    assert may_end or not running.done()
                 finally:
                     running.cancel()
                     await asyncio.gather(running, return_exceptions=True)
@@ -307,6 +315,59 @@ def test_a_known_gap_is_stated_at_once_and_live_batches_are_not_held_up_by_silen
             assert fed.numbers() == [0, 1, 2]
 
         feeding(address_of(engine), act)
+
+
+def test_batches_that_arrive_during_a_restatement_follow_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its chunks are complete to the batch before them, so no batch may come between, however long they take."""
+    began, may_end = threading.Event(), threading.Event()
+    restatement = RankWriter.restatement
+
+    def slow(writer: RankWriter, restatement_id: int) -> list[RestatementChunk]:
+        began.set()
+        assert may_end.wait(PATIENCE_S)
+        return restatement(writer, restatement_id)
+
+    monkeypatch.setattr(RankWriter, "restatement", slow)
+    with EngineDouble() as engine:
+
+        async def act(fed: FeedUnderTest) -> None:
+            engine.store(1)
+            await fed.until(lambda: fed.state is LIVE and fed.numbers() == [0], "the first batch")
+            incarnation = fed.batches[-1].incarnation
+            fed.feed.request_restatement(ResyncRequest(fed.feed.rank, incarnation, 0, 1, "a test", 0))
+            await fed.until(began.is_set, "the restatement to begin")
+            for n in range(1, 20):
+                engine.store(1 + 100 * n)
+            await asyncio.sleep(0.3)
+            assert fed.numbers() == [0]
+            may_end.set()
+            await fed.until(lambda: fed.numbers() == list(range(20)), "the batches")
+
+        batches = feeding(address_of(engine), act)
+    kinds = [batch.body for batch in batches if not isinstance(batch.body, Heartbeat)]
+    at = next(n for n, body in enumerate(kinds) if isinstance(body, RestatementChunk))
+    assert at == 2 and all(isinstance(body, EngineEvents) for body in kinds[at + 1 :])  # after the start and batch 0
+
+
+def test_a_batch_that_cannot_be_published_on_arrival_ends_the_feed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise its number would be missing on Kafka, although the bridge has taken it."""
+    with EngineDouble() as engine:
+
+        async def act(fed: FeedUnderTest) -> None:
+            engine.store(1)
+            await fed.until(lambda: fed.state is LIVE and fed.numbers() == [0], "the first batch")
+
+            def refuse(*_: object, **__: object) -> None:
+                raise KafkaException("a test")
+
+            monkeypatch.setattr(RankWriter, "write", refuse)
+            engine.store(100)
+            assert fed.running is not None
+            with pytest.raises(BaseExceptionGroup) as ended:
+                await asyncio.wait_for(fed.running, PATIENCE_S)
+            assert ended.group_contains(KafkaException)
+
+        feeding(address_of(engine), act, may_end=True)
 
 
 def test_batches_are_published_while_the_http_server_hangs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,6 +66,21 @@ def payload(sequence: int) -> bytes:
     return b"payload %d" % sequence
 
 
+def test_only_the_next_batch_of_a_stream_without_a_gap_may_be_passed_on() -> None:
+    """Early batches, batches of the past, and the next one while others are buffered have to be offered."""
+
+    async def act(filler: GapFiller) -> None:
+        assert filler.pass_next(Batch(0, payload(0))) and filler.next == 1
+        for sequence in (0, 2):
+            assert not filler.pass_next(Batch(sequence, payload(sequence))) and filler.next == 1
+        await filler.offer(Batch(2, payload(2)))
+        assert not filler.pass_next(Batch(1, payload(1)))
+        await filler.offer(Batch(1, payload(1)))
+        assert filler.pass_next(Batch(3, payload(3))) and filler.next == 4
+
+    assert with_filler(None, act).published == [1, 2]  # those that were passed on are the caller's to publish
+
+
 def test_missing_batches_are_requested_and_published_before_the_buffered_one() -> None:
     """A gap is filled from the replay socket, and the batch that was buffered after it follows."""
     counters = FeedCounters()

@@ -48,6 +48,23 @@ def test_a_request_chooses_which_of_its_blocks_are_reported() -> None:
         assert call.report_mode == mode
 
 
+def test_an_engine_with_another_chat_style_makes_other_tokens_of_chats_alone() -> None:
+    """A request's own style counts more than the engine's, as with vLLM's default arguments of the template."""
+    chat = {"messages": [{"role": "user", "content": "hello"}]}
+    plain, terse = SERVED, replace(SERVED, chat_style="terse")
+
+    def tokens(body: dict[str, Any], served: ServedModels) -> list[int]:
+        page: list[int] = openai.tokenize(body, served)["tokens"]
+        return page
+
+    assert tokens(chat, plain) != tokens(chat, terse)
+    assert tokens({"prompt": "hello"}, plain) == tokens({"prompt": "hello"}, terse)
+    styled = {**chat, "chat_template_kwargs": {"style": "long"}}
+    assert tokens(styled, plain) == tokens(styled, terse)
+    served = replace(terse, n_tokens_max=1024)
+    assert unpack_tokens(openai.parse_chat(chat, served).tokens) == tokens(chat, terse)
+
+
 def test_an_adapter_is_addressed_as_a_model() -> None:
     """The adapter's name selects it; any other name is an unknown model."""
     assert parse_completion({"prompt": "a", "model": "tuned"}, SERVED).lora_name == "tuned"

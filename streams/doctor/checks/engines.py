@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from streams.doctor.findings import Finding, Group
+from streams.doctor.findings import Finding, Group, listed
 from streams.doctor.observations import EngineSeen, Observations
 
 _FROM_HERE = "If it is only out of reach from this machine, run the doctor where the bridge runs"
@@ -87,6 +87,16 @@ def _sockets(engine: EngineSeen, subject: str) -> Iterator[Finding]:
 
 def check_tokenizers(seen: Observations) -> Iterator[Finding]:
     """With --tokenizer, each engine makes the same tokens of the same prompts as the files."""
+    served = sorted({engine.worker.model for engine in seen.engines})
+    for model in seen.tokenizer_models:
+        if served and model not in served:
+            yield Finding(
+                Group.TOKENIZERS,
+                "model_not_served",
+                f"model {model}",
+                "--tokenizer names it, but no registered engine serves it, so nothing was compared",
+                f"Name it as the registry does: {listed(served)}",
+            )
     for engine in seen.engines:
         if engine.tokens is None:
             continue

@@ -43,6 +43,7 @@ def check_routers(seen: Observations) -> Iterator[Finding]:
                     f"its workers are not those of scope {settings.topic_prefix!r}: it {' and '.join(differ)}",
                     "It reads another Kafka or another topic_prefix: compare `kvstreams config` of both",
                 )
+    yield from _tokens(seen)
     for one, other in combinations([each for each in seen.routers if each.digests], 2):
         ranks = disagreements(one, other)
         if ranks:
@@ -106,6 +107,30 @@ def _one(router: RouterSeen) -> Iterator[Finding]:
                 "The prompts are not hashed like the engines' blocks: their token ids (chat template), block size, "
                 "lora_name, namespace or cache_salt differ. --probe shows whether an engine agrees",
             )
+
+
+def _tokens(seen: Observations) -> Iterator[Finding]:
+    """Report engines of which a front has found that they make other tokens, once for all routers.
+
+    Those that --tokenizer has compared now have findings of their own, if they still differ.
+    """
+    compared = {int(engine.worker.worker_id) for engine in seen.engines if engine.tokens is not None}
+    differing: dict[tuple[str, int], set[int]] = {}
+    for router in seen.routers:
+        for worker_id, difference in router.differing.items():
+            if worker_id not in compared:
+                differing.setdefault(difference, set()).add(worker_id)
+    for (part, from_token), ids in sorted(differing.items()):
+        yield Finding(
+            Group.ROUTERS,
+            "renders_differ",
+            f"worker{'s' * (len(ids) > 1)} {listed(sorted(ids))}",
+            f"a front has found other tokens than those of its --tokenizer: of a {part}, from token {from_token} on. "
+            "Cached blocks behind that are not found, so prompts are computed again",
+            "If it is a chat, give engines and front the same chat template (--chat-template of the engine, or "
+            "chat_template.jinja in the folder of --tokenizer); otherwise the tokenizer is another one. --tokenizer "
+            "compares all engines",
+        )
 
 
 def _ranks(router: RouterSeen, subject: str) -> Iterator[Finding]:

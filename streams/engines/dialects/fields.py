@@ -25,6 +25,9 @@ PAYLOAD_BYTES_MAX = 64 * 1024 * 1024
 #: Hashes of one event that a dead letter shows. A few dozen identify the prompt's blocks in the logs of the engine.
 HASHES_SHOWN_MAX = 32
 
+#: Of so few hashes, Python finds the least in 0.5 us, and NumPy those below 2 in 4 us.
+FEW_HASHES = 32
+
 #: The greatest values of a record's rank and of its times, which are Avro's int and long.
 I32_MAX = (1 << 31) - 1
 I64_MAX = (1 << 63) - 1
@@ -136,6 +139,8 @@ def engine_hashes(values: Any) -> HashArray:
         except (TypeError, OverflowError):
             continue
         hashes = np.frombuffer(packed, dtype=np.uint64)
+        if 0 < len(packed) <= FEW_HASHES and min(packed) > 1:
+            return hashes
         if not any(isinstance(values[at], bool) for at in np.flatnonzero(hashes < 2).tolist()):
             return hashes
     return np.array([engine_hash(value) for value in values], dtype=np.uint64)

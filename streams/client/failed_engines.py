@@ -1,16 +1,16 @@
-"""Reporting to routers which engines have failed a request, so that the next requests of all fronts avoid them.
+"""Reporting to routers which engines have failed a request, so that the next requests of everyone avoid them.
 
 What lives here: one call per failed engine, in the background, and its limits. What must not: what a failure is, and
-retries (proxy). Nothing waits for these calls, and nothing depends on them: without one, routers learn of the failure
-later, when the engine's lease expires.
+retries (the front's proxy, generation). Nothing waits for these calls, and nothing depends on them: without one,
+routers learn of the failure later, when the engine's lease expires.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from typing import Protocol
 
-from streams.client.http import KvRouterClient
 from streams.errors import KvStreamsError
 
 log = logging.getLogger(__name__)
@@ -22,10 +22,17 @@ REPEAT_S = 1.0
 CALLS_MAX = 64
 
 
+class Avoiding(Protocol):
+    """What reports a failed engine."""
+
+    async def avoid(self, worker_id: int) -> bool:
+        """Let routers avoid a worker for a while. Raises KvStreamsError."""
+
+
 class FailedEngines:
     """The engines that failed lately. Used on one loop. n_reported: calls that a router accepted."""
 
-    def __init__(self, router: KvRouterClient) -> None:
+    def __init__(self, router: Avoiding) -> None:
         self._router = router
         self._reported_s: dict[int, float] = {}  # of calls in the last REPEAT_S
         self._calls: set[asyncio.Task[None]] = set()

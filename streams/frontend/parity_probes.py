@@ -1,0 +1,285 @@
+"""Probing, in the background, whether engines make the same tokens of prompts as this front.
+
+What lives here: which workers are due for a probe, the calls of a probe, its limits, the report to a router, and the
+warning in the log. What must not: the prompts and their comparison (parity), and anything that a request waits for.
+
+A worker is probed when the registry shows it for the first time, and again as another engine: with another URL, model
+or incarnation. A front that has no files of the model's tokenizer has nothing to compare, and reports that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+import orjson
+
+from streams.client.http import KvRouterClient
+from streams.core.workers import RenderOutcome, RenderPart, RenderReason, RenderResult
+from streams.errors import InvalidRequest, KvStreamsError
+from streams.frontend.metrics import FrontCounts
+from streams.frontend.parity import PROMPTS, Rendered, judge
+from streams.frontend.tokenizing import Tokenizing, TokenizingFailed
+
+log = logging.getLogger(__name__)
+
+#: Probes that run at a time. Each makes four short calls of its engine, and takes milliseconds.
+PROBES_AT_ONCE = 4
+
+#: Probes that run or wait. The registry is read again every few seconds, and offers the other workers then.
+PENDING_MAX = 256
+
+#: Time for one probe. An engine that loads its model may hold connections for longer, and is asked again.
+PROBE_TIMEOUT_S = 10.0
+
+#: Pause after a probe without a result, doubled each time up to the second value.
+RETRY_S_MIN, RETRY_S_MAX = 10.0, 600.0
+
+#: A result that the registry does not have after this time is reported again, after another probe: it was lost.
+LOST_AFTER_S = 30.0
+
+#: Workers whose results are kept. Those beyond it are not probed.
+WORKERS_MAX = 65_536
+
+#: Bytes of an engine's answer to a probe prompt, which has some hundred tokens.
+ANSWER_BYTES_MAX = 1 << 20
+
+#: Differences that are logged, each once. A fleet with more of them has been told often enough by then.
+WARNINGS_MAX = 64
+
+#: Results after which the worker is probed again, since they may pass.
+_MAY_PASS = (RenderReason.ENGINE_FAILED, RenderReason.FRONT_FAILED)
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """The engine that a worker is. incarnation: None if the routers know no events of it."""
+
+    url: str
+    model: str
+    incarnation: int | None
+
+
+@dataclass(slots=True)
+class _Worker:
+    """What this front knows of one worker. due_s: when it is to be probed; None if that is done. done_s: since when."""
+
+    target: _Target
+    due_s: float | None = float("-inf")
+    done_s: float = 0.0
+    n_failed: int = 0
+    task: asyncio.Task[None] | None = field(default=None, compare=False)
+
+
+def _target(row: Mapping[str, Any]) -> _Target:
+    return _Target(row["url"], row["model"], row["incarnation"])
+
+
+class _NoTokenize(Exception):
+    """The engine has no /tokenize."""
+
+
+class _EngineFailed(Exception):
+    """The engine answered with an error that is not about the prompt."""
+
+
+class ParityProbes:
+    """The probes of one front. Used on one loop."""
+
+    def __init__(
+        self,
+        router: KvRouterClient,
+        tokenizing: Tokenizing,
+        key_of: Callable[[str | None], str | None],
+        counts: FrontCounts,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """key_of: the API key of a model's engines."""
+        self._router = router
+        self._tokenizing = tokenizing
+        self._key_of = key_of
+        self._engines: aiohttp.ClientSession | None = None
+        self._counts = counts
+        self._clock = clock
+        self._name = f"front {os.uname().nodename}:{os.getpid()}"  # for people who look at the registry
+        self._workers: dict[int, _Worker] = {}
+        self._turns = asyncio.Semaphore(PROBES_AT_ONCE)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._warned: set[tuple[str, RenderPart | None]] = set()
+
+    async def start(self) -> None:
+        """Open a session on the running loop, apart from that of requests."""
+        self._engines = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=PROBES_AT_ONCE), cookie_jar=aiohttp.DummyCookieJar()
+        )
+
+    def __len__(self) -> int:
+        """Probes that run or wait."""
+        return len(self._tasks)
+
+    def note(self, rows: Iterable[dict[str, Any]]) -> None:
+        """Take the workers of the registry, as `GET /workers` returns them, and probe those that are due."""
+        now_s = self._clock()
+        workers: dict[int, _Worker] = {}
+        for row in rows:
+            # Routers of an earlier version show no parity, and have no call to report it.
+            if "render" not in row or not row["url"] or len(workers) >= WORKERS_MAX:
+                continue
+            worker = workers[row["worker_id"]] = self._known(row)
+            is_lost = row["render"]["reason"] == RenderReason.NOT_PROBED and now_s - worker.done_s > LOST_AFTER_S
+            if worker.due_s is None and is_lost:
+                worker = workers[row["worker_id"]] = _Worker(_target(row))
+            is_due = worker.due_s is not None and worker.due_s <= now_s
+            is_silent = len(row["silent_dp_ranks"]) >= row["dp_size"]
+            if is_due and worker.task is None and not is_silent and len(self._tasks) < PENDING_MAX:
+                self._begin(row["worker_id"], worker)
+        for worker_id, worker in self._workers.items():
+            if workers.get(worker_id) is not worker and worker.task is not None:
+                worker.task.cancel()  # it was removed, or is another engine now
+        self._workers = workers
+
+    def _known(self, row: dict[str, Any]) -> _Worker:
+        """Return what is known of a worker, and begin anew if it is another engine now."""
+        target = _target(row)
+        known = self._workers.get(row["worker_id"])
+        if known is None:
+            return _Worker(target)
+        before = known.target
+        if (target.url, target.model) == (before.url, before.model) and (
+            (target.incarnation or 0) <= (before.incarnation or 0)
+        ):
+            return known  # the same, as a router shows it that lags behind the one that was asked before
+        return _Worker(target)
+
+    def _begin(self, worker_id: int, worker: _Worker) -> None:
+        worker.task = task = asyncio.create_task(self._run(worker_id, worker), name=f"kvstreams-parity-{worker_id}")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _run(self, worker_id: int, worker: _Worker) -> None:
+        may_pass = True
+        try:
+            async with self._turns:
+                result = await self._probe(worker.target)
+                may_pass = result.reason in _MAY_PASS
+                self._counts.render_probes[result.outcome] += 1
+                self._warn(worker_id, worker.target, result)
+                await self._report(worker_id, worker.target, result)
+        except KvStreamsError as exc:
+            may_pass = True
+            log.debug("the render parity of worker %d was not reported to a router: %s", worker_id, exc)
+        finally:
+            worker.task, worker.done_s, worker.due_s = None, self._clock(), None
+            if may_pass:
+                worker.due_s = worker.done_s + min(RETRY_S_MAX, RETRY_S_MIN * 2.0**worker.n_failed)
+                worker.n_failed = min(worker.n_failed + 1, 16)
+
+    async def _report(self, worker_id: int, target: _Target, result: RenderResult) -> None:
+        body = {
+            "url": target.url,
+            "model": target.model,
+            "incarnation": target.incarnation,
+            "outcome": result.outcome,
+            "reason": result.reason,
+            "part": result.part,
+            "from_token": result.from_token,
+            "probed_by": self._name,
+        }
+        await self._router.report_render(worker_id, body)
+
+    async def _probe(self, target: _Target) -> RenderResult:
+        if not self._tokenizing.has_files(target.model):
+            return RenderResult(RenderOutcome.UNKNOWN, RenderReason.NO_TOKENIZER)
+        reason = RenderReason.ENGINE_FAILED
+        try:
+            async with asyncio.timeout(PROBE_TIMEOUT_S):
+                result = await self._compared(target)
+                if result.outcome is RenderOutcome.DIFFERS:
+                    # Some templates write the date, so that both sides may have rendered on different days.
+                    result = await self._compared(target)
+                return result
+        except TokenizingFailed:
+            reason = RenderReason.FRONT_FAILED
+        except _NoTokenize:
+            reason = RenderReason.NO_TOKENIZE
+        except (_EngineFailed, TimeoutError, aiohttp.ClientError, OSError, ValueError) as exc:
+            log.debug("the engine at %s could not be probed: %s", target.url, type(exc).__name__)
+        return RenderResult(RenderOutcome.UNKNOWN, reason)
+
+    async def _compared(self, target: _Target) -> RenderResult:
+        rendered = {}
+        for part, (kind, body) in PROMPTS.items():
+            raw = orjson.dumps({"model": target.model, **body})
+            theirs = await self._tokens_of_engine(target, raw)
+            try:
+                ours = await self._tokenizing.tokens_of_files(target.model, kind, raw)
+            except InvalidRequest:  # no chat template, or one that refuses a system message or tools
+                ours = None
+            rendered[part] = Rendered(ours, theirs)
+        return judge(rendered)
+
+    async def _tokens_of_engine(self, target: _Target, raw: bytes) -> list[int] | None:
+        """Ask the engine for the tokens of a prompt; None if it refuses the prompt."""
+        headers, key = {"Content-Type": "application/json"}, self._key_of(target.model)
+        if key is not None:
+            headers["Authorization"] = f"Bearer {key}"
+        url = f"{target.url.rstrip('/')}/tokenize"
+        assert self._engines is not None  # start() was called
+        async with self._engines.post(url, data=raw, headers=headers, allow_redirects=False) as response:
+            answer = bytearray()
+            while data := await response.content.readany():
+                answer += data
+                if len(answer) > ANSWER_BYTES_MAX:
+                    raise _EngineFailed
+        if response.status in (404, 405, 501):
+            raise _NoTokenize
+        if response.status in (400, 422):
+            return None
+        page = orjson.loads(answer) if response.status == 200 else None
+        tokens = page.get("tokens") if isinstance(page, dict) else None
+        if not isinstance(tokens, list):
+            raise _EngineFailed
+        return tokens
+
+    def _warn(self, worker_id: int, target: _Target, result: RenderResult) -> None:
+        """Log a difference once for each model and prompt: it is usually the same for all engines of a model."""
+        known = (target.model, result.part)
+        if result.outcome is not RenderOutcome.DIFFERS or known in self._warned or len(self._warned) >= WARNINGS_MAX:
+            return
+        self._warned.add(known)
+        assert result.part is not None
+        log.warning(
+            "the engine of worker %d at %s makes other tokens than the --tokenizer of model %s: those of the probe "
+            "prompt %r differ from token %d on. Blocks that it has cached are not found from there on, so its prompts "
+            "are computed again. %s. GET /workers of a router lists all workers that differ; this is logged once",
+            worker_id,
+            target.url,
+            target.model,
+            result.part.words,
+            result.from_token,
+            _ADVICE[result.part is RenderPart.COMPLETION],
+        )
+
+    async def close(self) -> None:
+        """Cancel the probes, and close the connections."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._engines is not None:
+            await self._engines.close()
+            self._engines = None
+
+
+#: What to do about a difference, by whether texts without a chat template differ as well.
+_ADVICE = {
+    True: "Its tokenizer is another one: give the front the files that the engine loads (--tokenizer MODEL=PATH)",
+    False: "Only chats differ, so its chat template is another one: start the engine with the template of the front's "
+    "files (--chat-template), or give the front the engine's template as chat_template.jinja",
+}

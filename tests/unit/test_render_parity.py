@@ -1,0 +1,552 @@
+"""Whether engines make the same tokens as a front: the comparison, the record, the view, and the probes.
+
+What must not be here: Kafka (tests/kafka/test_render_parity.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+from streams.codec import codec, encode_render, render_key
+from streams.core.ids import DpRank, Epoch, Incarnation, RankId, WorkerId
+from streams.core.reducer.ordering import Progress
+from streams.core.workers import (
+    NOT_PROBED,
+    RenderOutcome,
+    RenderParity,
+    RenderPart,
+    RenderReason,
+    RenderResult,
+    Worker,
+)
+from streams.errors import BadRecord, InvalidRequest, NotReady, WorkerChanged
+from streams.frontend import parity_probes
+from streams.frontend.metrics import FrontCounts
+from streams.frontend.parity import PROMPTS, Rendered, judge
+from streams.frontend.parity_probes import ParityProbes
+from streams.frontend.tokenizing import Tokenizing
+from streams.router_api import view as view_module
+from streams.router_api.view import View
+from streams.router_api.wire import parse_render, render_json
+from streams.settings import Settings
+from streams.sim import openai
+from streams.sim.chat_template import tokenizer_files
+from streams.sim.openai import ServedModels
+from streams.tables.records import encode_progress, progress_key
+from tests.helpers.http_double import HttpDouble
+from tests.helpers.local_router import local_router
+from tests.unit.test_view_predictions import BLOCK_SIZE, Clock, register, view_of
+
+EQUAL = RenderResult(RenderOutcome.EQUAL)
+DIFFERS = RenderResult(RenderOutcome.DIFFERS, part=RenderPart.CHAT, from_token=3)
+NO_FILES = RenderResult(RenderOutcome.UNKNOWN, RenderReason.NO_TOKENIZER)
+ONE = WorkerId(1)
+
+
+# -- the comparison ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("chat", "tools", "result"),
+    [
+        (Rendered([1, 2], [1, 2]), Rendered([3], [3]), EQUAL),
+        (Rendered([1, 2], [1, 2]), Rendered(None, None), EQUAL),
+        (Rendered([1, 2, 3, 4], [1, 2, 3, 5]), Rendered([3], [4]), DIFFERS),
+        (Rendered([1, 2, 3, 4], [1, 2, 3]), Rendered([3], [3]), DIFFERS),
+        (
+            Rendered([1], None),
+            Rendered([3], [4]),
+            RenderResult(RenderOutcome.DIFFERS, part=RenderPart.CHAT_WITH_TOOLS, from_token=0),
+        ),
+        (
+            Rendered([1], None),
+            Rendered(None, [4]),
+            RenderResult(RenderOutcome.UNKNOWN, RenderReason.ENGINE_REFUSED, RenderPart.CHAT),
+        ),
+        (
+            Rendered([1], [1]),
+            Rendered(None, [4]),
+            RenderResult(RenderOutcome.UNKNOWN, RenderReason.FRONT_REFUSED, RenderPart.CHAT_WITH_TOOLS),
+        ),
+        (Rendered(None, None), Rendered(None, None), RenderResult(RenderOutcome.UNKNOWN, RenderReason.ENGINE_REFUSED)),
+    ],
+)
+def test_the_first_prompt_that_differs_is_named(chat: Rendered, tools: Rendered, result: RenderResult) -> None:
+    """A difference counts more than a refusal by one side, and what both sides refuse does not count."""
+    assert judge({RenderPart.CHAT: chat, RenderPart.CHAT_WITH_TOOLS: tools}) == result
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"outcome": "equal", "reason": "no_tokenizer"},
+        {"outcome": "equal", "part": "chat"},
+        {"outcome": "equal", "from_token": 1},
+        {"outcome": "differs", "from_token": 1},
+        {"outcome": "differs", "part": "chat"},
+        {"outcome": "differs", "part": "chat", "from_token": -1},
+        {"outcome": "differs", "part": "chat", "from_token": 1, "reason": "engine_failed"},
+        {"outcome": "unknown"},
+        {"outcome": "unknown", "reason": "not_probed"},
+        {"outcome": "unknown", "reason": "other"},
+        {"outcome": "other"},
+        {"outcome": "differs", "part": "other", "from_token": 1},
+        {"outcome": "equal", "incarnation": -1},
+        {"outcome": "equal", "incarnation": 1 << 64},
+        {"outcome": "equal", "incarnation": "x"},
+        {"outcome": "equal", "probed_by": ""},
+        {"outcome": "equal", "probed_by": "a\nb"},
+        {"outcome": "equal", "probed_by": "a" * 513},
+        {"outcome": "equal", "model": None},
+        {"outcome": "equal", "url": "u" * 4097},
+        {"outcome": "equal", "tokens": [1]},
+    ],
+)
+def test_a_report_that_contradicts_itself_is_refused(fields: dict[str, Any]) -> None:
+    """Each outcome has its own fields, within limits, and there is no field for tokens or text."""
+    body = {"url": "http://w", "model": "m", **fields}
+    with pytest.raises(InvalidRequest):
+        parse_render(ONE, json.dumps(body).encode(), 5)
+
+
+def test_a_report_is_read_with_its_u64_as_a_number_or_a_string() -> None:
+    """The incarnation of a worker exceeds what numbers in JavaScript hold."""
+    for given in ((1 << 64) - 1, str((1 << 64) - 1)):
+        body = {"url": "http://w", "model": "m", "outcome": "differs", "part": "chat", "from_token": 3}
+        parity = parse_render(ONE, orjson.dumps({**body, "incarnation": given, "probed_by": "front"}), 5)
+        assert parity == RenderParity(ONE, Incarnation((1 << 64) - 1), "http://w", "m", DIFFERS, 5, "front")
+
+
+# -- the view ----------------------------------------------------------------------------------------------------------
+
+
+def parity_of(result: RenderResult = DIFFERS, incarnation: int | None = None, worker_id: int = 1) -> RenderParity:
+    given = None if incarnation is None else Incarnation(incarnation)
+    return RenderParity(WorkerId(worker_id), given, "http://w", "m", result, 5, "front")
+
+
+def fold(view: View, parity: RenderParity) -> None:
+    view.fold_worker(render_key(parity.worker_id), encode_render(parity))
+
+
+def note_incarnation(view: View, incarnation: int, dp_rank: int = 0, worker_id: int = 1) -> None:
+    rank = RankId(WorkerId(worker_id), DpRank(dp_rank))
+    progress = Progress(rank, Epoch(Incarnation(incarnation), 0), 1, model="m", block_size=BLOCK_SIZE)
+    view.fold_index(progress_key(rank), encode_progress(progress))
+
+
+def shown(view: View, worker_id: int = 1) -> RenderResult:
+    parity = view.render_of(view.workers[WorkerId(worker_id)])
+    return NOT_PROBED if parity is None else parity.result
+
+
+def test_a_result_counts_in_whatever_order_the_records_come() -> None:
+    """Its record may be read before the worker's; it changes no choice, so requests need not wait for it."""
+    view = view_of(Clock())
+    fold(view, parity_of())
+    assert view.render_outcomes() == Counter()
+    register(view, 1)
+    changes = view.changes
+    register(view, 2)
+    assert (shown(view), shown(view, 2)) == (DIFFERS, NOT_PROBED)
+    assert view.render_outcomes() == Counter({RenderOutcome.DIFFERS: 1, RenderOutcome.UNKNOWN: 1})
+    changes = view.changes
+    fold(view, parity_of(EQUAL))
+    assert (shown(view), view.changes) == (EQUAL, changes)
+
+
+def test_another_incarnation_url_or_model_makes_it_unknown() -> None:
+    """The newest rank decides about the incarnation; a record about that one counts again."""
+    view = view_of(Clock())
+    register(view, 1, dp_size=2)
+    fold(view, parity_of())
+    for incarnation, dp_rank in ((7, 0), (8, 1)):
+        note_incarnation(view, incarnation, dp_rank)
+        assert view.incarnation_of(view.workers[ONE]) == incarnation
+        assert shown(view) == NOT_PROBED
+        fold(view, parity_of(incarnation=incarnation))
+        assert shown(view) == DIFFERS
+    register(view, 1, dp_size=2, url="http://other")
+    assert shown(view) == NOT_PROBED
+    register(view, 1, dp_size=2, model="other")
+    assert shown(view) == NOT_PROBED
+    register(view, 1, dp_size=2)
+    assert shown(view) == DIFFERS
+
+
+def test_a_tombstone_ends_it_and_results_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond the limit, records of further workers are ignored, and those of known ones count."""
+    monkeypatch.setattr(view_module, "RENDER_PARITIES_MAX", 2)
+    view = view_of(Clock())
+    for worker_id in (1, 2, 3):
+        register(view, worker_id)
+        fold(view, parity_of(worker_id=worker_id))
+    assert [shown(view, each) for each in (1, 2, 3)] == [DIFFERS, DIFFERS, NOT_PROBED]
+    fold(view, parity_of(EQUAL, worker_id=2))
+    assert shown(view, 2) == EQUAL
+    view.fold_worker(render_key(ONE), None)
+    assert shown(view) == NOT_PROBED and not view.has_render(ONE)
+    fold(view, parity_of(worker_id=3))
+    assert shown(view, 3) == DIFFERS
+
+
+@pytest.mark.parametrize("key", [b"render/", b"render/x", b"render/01", b"render/-1", b"render/2"])
+def test_a_bad_key_is_refused(key: bytes) -> None:
+    """The key ends with the worker's id in decimal, as the worker's own key has it."""
+    view = view_of(Clock())
+    with pytest.raises(BadRecord):
+        view.fold_worker(key, encode_render(parity_of()))
+    assert not view.has_render(ONE)
+
+
+@pytest.mark.parametrize("wrong", [{"outcome": "other"}, {"part": "other"}, {"reason": "x"}, {"from_token": -1}])
+def test_a_record_with_unknown_words_is_refused(wrong: dict[str, Any]) -> None:
+    """A record of another application, or of a later version, is skipped."""
+    datum = {
+        "worker_id": 1,
+        "incarnation": None,
+        "url": "http://w",
+        "model": "m",
+        "outcome": "differs",
+        "reason": None,
+        "part": "chat",
+        "from_token": 3,
+        "probed_at_ms": 5,
+        "probed_by": "front",
+    }
+    with pytest.raises(BadRecord):
+        view_of(Clock()).fold_worker(b"render/1", codec("render-parities").encode({**datum, **wrong}))
+
+
+# -- the registry ------------------------------------------------------------------------------------------------------
+
+
+def test_a_report_about_another_engine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A front may know a newer incarnation than the router, but never an older one. A report waits for nothing."""
+    with local_router(Settings(), n_workers=1) as served:
+        registry, view = served.router.registry, served.router.view
+        written: list[bytes] = []
+        monkeypatch.setattr(registry, "_send", lambda key, _: written.append(key))
+        worker = view.workers[ONE]
+
+        def parity(incarnation: int | None, **changes: Any) -> RenderParity:
+            return replace(parity_of(incarnation=incarnation), url=worker.url, **changes)
+
+        registry.put_render(parity(None))
+        assert shown(view) == DIFFERS
+        registry.put_render(parity(None, result=EQUAL))
+        assert shown(view) == EQUAL
+        registry.put_render(parity(None, result=NO_FILES))  # a front without a tokenizer knows less
+        assert shown(view) == EQUAL
+        note_incarnation(view, 7)
+        for stale in (parity(None), parity(6), replace(parity(7), url="http://o"), replace(parity(7), model="o")):
+            with pytest.raises(WorkerChanged):
+                registry.put_render(stale)
+        assert shown(view) == NOT_PROBED
+        registry.put_render(parity(7, result=NO_FILES))
+        assert shown(view) == NO_FILES
+        registry.put_render(parity(7))
+        assert shown(view) == DIFFERS
+        registry.put_render(parity(8))  # this router has not read of the restart yet
+        assert shown(view) == NOT_PROBED
+        note_incarnation(view, 8)
+        assert shown(view) == DIFFERS
+        assert written == [b"render/1"] * 5
+
+
+def test_the_call_answers_with_what_is_shown() -> None:
+    """Its body is validated, and unknown workers are 404; GET /workers has every field."""
+    with local_router(Settings(), n_workers=1) as served:
+        api, row = served.api, served.api.workers()[1]
+        assert row["render"] == render_json(None)
+        assert row["incarnation"] is None
+        body = {"url": row["url"], "model": row["model"], "outcome": "equal"}
+        answer = api.call("PUT", "/workers/1/render", {**body, "probed_by": "front a:1"}).given()
+        assert answer["render"] == {**row["render"], **answer["render"]} != row["render"]
+        assert api.workers()[1]["render"] == answer["render"]
+        assert (answer["render"]["outcome"], answer["render"]["probed_by"]) == ("equal", "front a:1")
+        api.call("PUT", "/workers/9/render", body).refused(404, "unknown_id")
+        api.call("PUT", "/workers/1/render", {**body, "url": "http://other"}).refused(409, "worker_changed")
+        api.call("PUT", "/workers/1/render", {**body, "part": "chat"}).refused(400, "invalid_request")
+        api.call("PUT", "/workers/1/render", {**body, "token_ids": [1]}).refused(400, "invalid_request")
+
+
+# -- the probes of a front ---------------------------------------------------------------------------------------------
+
+
+class Router:
+    """Takes reports, and can refuse them."""
+
+    def __init__(self) -> None:
+        self.reports: list[tuple[int, dict[str, Any]]] = []
+        self.refuses = False
+
+    async def report_render(self, worker_id: int, body: dict[str, Any]) -> dict[str, Any]:
+        self.reports.append((worker_id, orjson.loads(orjson.dumps(body))))
+        if self.refuses:
+            raise NotReady("Kafka is away")
+        return {}
+
+    def outcomes(self) -> list[tuple[int, str, Any]]:
+        return [(worker_id, body["outcome"], body["part"] or body["reason"]) for worker_id, body in self.reports]
+
+
+def row_of(url: str, worker_id: int = 1, **changes: Any) -> dict[str, Any]:
+    return {
+        "worker_id": worker_id,
+        "url": url,
+        "model": "m",
+        "incarnation": 7,
+        "dp_size": 1,
+        "silent_dp_ranks": [],
+        "render": render_json(None),
+        **changes,
+    }
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    for name, text in tokenizer_files().items():
+        (folder / name).write_text(text)
+    return folder
+
+
+class FrontClock:
+    """Seconds that the test sets."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def engine_page(style: str = "") -> Callable[[Any], Any]:
+    """Answer /tokenize as a simulated engine does."""
+    return lambda body: openai.tokenize(body, ServedModels("m", (), 1 << 20, style))
+
+
+def probing(
+    paths: Mapping[str, Path],
+    scenario: Callable[[ParityProbes, Router], Awaitable[None]],
+    clock: Callable[[], float] = time.monotonic,
+) -> tuple[Router, FrontCounts]:
+    """Run a scenario with probes whose tokenizer process runs."""
+    router = Router()
+    counts = FrontCounts(Counter(), Counter())
+
+    async def main() -> None:
+        tokenizing = Tokenizing(paths, 1, 1 << 20)
+        await tokenizing.start()
+        probes = ParityProbes(router, tokenizing, lambda _: None, counts, clock)  # type: ignore[arg-type]  # a stand-in
+        await probes.start()
+        try:
+            async with asyncio.timeout(30):
+                await scenario(probes, router)
+        finally:
+            await probes.close()
+            await tokenizing.close()
+        assert len(probes) == 0
+
+    asyncio.run(main())
+    return router, counts
+
+
+async def until_idle(probes: ParityProbes) -> None:
+    while len(probes):
+        await asyncio.sleep(0.005)
+
+
+def test_engines_are_probed_once_and_the_difference_is_logged_once(
+    files: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two of three engines have another template; the log says what to do, and has neither text nor tokens."""
+    caplog.set_level(logging.WARNING)
+    with (
+        HttpDouble({"/tokenize": engine_page()}) as same,
+        HttpDouble({"/tokenize": engine_page("terse")}) as other,
+    ):
+
+        async def scenario(probes: ParityProbes, router: Router) -> None:
+            rows = [row_of(same.url), row_of(other.url, 2), row_of(f"{other.url}/", 3)]
+            for _ in range(3):
+                probes.note(rows)
+                await until_idle(probes)
+
+        router, counts = probing({"m": files}, scenario)
+    assert sorted(router.outcomes()) == [(1, "equal", None), (2, "differs", "chat"), (3, "differs", "chat")]
+    (report,) = [body for worker_id, body in router.reports if worker_id == 2]
+    assert report["from_token"] > 0 and report["incarnation"] == 7 and report["probed_by"].startswith("front ")
+    assert counts.render_probes == Counter({RenderOutcome.EQUAL: 1, RenderOutcome.DIFFERS: 2})
+    (logged,) = [record.getMessage() for record in caplog.records if "other tokens" in record.getMessage()]
+    assert "--chat-template" in logged and "'chat'" in logged
+    for _, prompt in PROMPTS.values():
+        for message in prompt.get("messages", ()):
+            assert message["content"] not in logged
+
+
+def test_another_engine_behind_an_id_is_probed_again(files: Path) -> None:
+    """A new incarnation, model or URL is; what a router that lags behind shows is not."""
+    with HttpDouble({"/tokenize": engine_page()}) as engine:
+        first = row_of(engine.url)
+        rows = [
+            (first, 1),
+            ({**first, "incarnation": 8}, 2),
+            (first, 2),
+            ({**first, "incarnation": None}, 2),
+            ({**first, "incarnation": 8, "model": "other"}, 3),
+            ({**first, "incarnation": 8, "model": "other", "url": f"{engine.url}/"}, 4),
+        ]
+
+        async def scenario(probes: ParityProbes, router: Router) -> None:
+            for row, n_reports in rows:
+                probes.note([row])
+                await until_idle(probes)
+                assert len(router.reports) == n_reports
+            probes.note([])
+            probes.note([first])  # it was removed, and registered again
+            await until_idle(probes)
+            assert len(router.reports) == 5
+
+        probing({"": files}, scenario)
+
+
+def test_what_cannot_be_compared_is_reported_with_its_reason(files: Path) -> None:
+    """No files, no /tokenize, and an engine that fails, which alone is asked again, at growing intervals."""
+    clock = FrontClock()
+    with (
+        HttpDouble({}) as without,
+        HttpDouble({"/tokenize": b"no JSON"}) as broken,
+        HttpDouble({"/tokenize": {"error": "too busy"}}, status=503) as busy,
+        HttpDouble({"/tokenize": {"error": "what is a chat?"}}, status=400) as refusing,
+    ):
+        rows = [
+            row_of(without.url, 1, model="unknown"),
+            row_of(without.url, 2),
+            row_of(broken.url, 3),
+            row_of(busy.url, 4),
+            row_of("http://127.0.0.1:1", 5),
+            row_of(refusing.url, 6),
+            row_of("", 7),
+            row_of(without.url, 8, silent_dp_ranks=[0]),
+            {key: value for key, value in row_of(without.url, 9).items() if key != "render"},
+        ]
+        expected = [
+            (1, "unknown", "no_tokenizer"),
+            (2, "unknown", "no_tokenize"),
+            (3, "unknown", "engine_failed"),
+            (4, "unknown", "engine_failed"),
+            (5, "unknown", "engine_failed"),
+            (6, "unknown", "completion"),
+        ]
+
+        async def scenario(probes: ParityProbes, router: Router) -> None:
+            for pause_s, is_due in ((0, True), (9.9, False), (0.2, True), (19, False), (1.1, True)):
+                clock.now_s += pause_s
+                router.reports.clear()
+                reported = [{**row, "render": {**render_json(None), "reason": "engine_failed"}} for row in rows[:-1]]
+                probes.note([*reported, rows[-1]])
+                await until_idle(probes)
+                wanted = expected if not pause_s else [each for each in expected if each[2] == "engine_failed"]
+                assert sorted(router.outcomes()) == (wanted if is_due else [])
+
+        probing({"m": files}, scenario, clock)
+
+
+def test_a_result_that_the_registry_lost_is_reported_again(files: Path) -> None:
+    """So is one that no router took; one that the registry has is not."""
+    clock = FrontClock()
+    with HttpDouble({"/tokenize": engine_page()}) as engine:
+        row = row_of(engine.url)
+
+        async def scenario(probes: ParityProbes, router: Router) -> None:
+            async def noted(shown: dict[str, Any], after_s: float) -> int:
+                clock.now_s += after_s
+                router.reports.clear()
+                probes.note([{**row, "render": shown}])
+                await until_idle(probes)
+                return len(router.reports)
+
+            router.refuses = True
+            assert await noted(render_json(None), 0) == 1
+            assert await noted(render_json(None), 9) == 0
+            router.refuses = False
+            assert await noted(render_json(None), 2) == 1
+            kept = {**render_json(None), "outcome": "equal", "reason": None}
+            assert await noted(kept, parity_probes.LOST_AFTER_S + 1) == 0
+            assert await noted(render_json(None), 0) == 1
+            assert await noted(render_json(None), parity_probes.LOST_AFTER_S - 1) == 0
+            assert await noted(render_json(None), 2) == 1
+
+        probing({"m": files}, scenario, clock)
+
+
+def test_probes_are_limited_and_end_with_their_workers(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So many run at a time, so many wait, and the others are offered again; a hanging engine ends by its deadline."""
+    monkeypatch.setattr(parity_probes, "PENDING_MAX", 6)
+    monkeypatch.setattr(parity_probes, "PROBE_TIMEOUT_S", 1.0)
+    asked = 0
+
+    async def hang(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal asked
+        asked += 1
+        await reader.read()
+        writer.close()
+
+    async def scenario(probes: ParityProbes, router: Router) -> None:
+        server = await asyncio.start_server(hang, "127.0.0.1", 0)
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        rows = [row_of(url, worker_id) for worker_id in range(20)]
+        probes.note(rows)
+        probes.note(rows)
+        assert len(probes) == 6
+        while asked < parity_probes.PROBES_AT_ONCE:
+            await asyncio.sleep(0.005)
+        await asyncio.sleep(0.05)
+        assert asked == parity_probes.PROBES_AT_ONCE
+        probes.note(rows[1:])  # worker 0 left
+        while len(probes) == 6:
+            await asyncio.sleep(0)
+        probes.note(rows[1:])
+        assert len(probes) == 6  # worker 6 took its place
+        await until_idle(probes)
+        assert [worker_id for worker_id, *_ in router.outcomes()] == [1, 2, 3, 4, 5, 6]
+        assert {reason for *_, reason in router.outcomes()} == {"engine_failed"}
+        probes.note(rows[1:])
+        assert len(probes) == 6
+        await probes.close()
+        server.close()
+        await server.wait_closed()
+
+    probing({"m": files}, scenario)
+
+
+def test_an_answer_without_end_is_cut_off(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The front reads a limited number of bytes."""
+    monkeypatch.setattr(parity_probes, "ANSWER_BYTES_MAX", 1000)
+    with HttpDouble({"/tokenize": {"tokens": [1] * 1000}}) as engine:
+
+        async def scenario(probes: ParityProbes, router: Router) -> None:
+            probes.note([row_of(engine.url)])
+            await until_idle(probes)
+            assert router.outcomes() == [(1, "unknown", "engine_failed")]
+
+        probing({"m": files}, scenario)
+
+
+def test_a_worker_may_have_no_rank_with_progress() -> None:
+    """A worker without a bridge has no incarnation, and its result counts by URL and model."""
+    assert parity_of().is_about(Worker(ONE, "http://w", "m", BLOCK_SIZE), None)
+    assert not parity_of().is_about(Worker(ONE, "http://w", "m", BLOCK_SIZE), Incarnation(1))
