@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from streams.load_records import request_partition
 from streams.router_api.request_ids import RequestIds
 
-N_IDS = 5_000
+N_IDS = 16_384
 N_THREADS = 4
 N_PARTITIONS = 8
 
