@@ -31,6 +31,7 @@ import streams.core.index.kernels as index
 import streams.core.kernels as hashing
 import streams.core.reducer.kernels as reducer
 import streams.core.routing.kernels as routing
+import streams.decision_log.kernels as decision_log
 import streams.tables.kernels as tables
 from streams.core.kernels.available import kernels_available
 from streams.errors import ProcessError
@@ -57,6 +58,7 @@ ROUTER = (
     *_named(tables, tables.DECODING),
     *_named(block_facts, block_facts.ENTRY_POINTS),
     *_named(routing, routing.ENTRY_POINTS),
+    *_named(decision_log, decision_log.ENTRY_POINTS),
     *_named(hashing, hashing.PARSING),
 )
 #: For a Faust worker without a router.

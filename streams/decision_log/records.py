@@ -3,14 +3,14 @@
 What lives here: `DecisionEncoder`, which a router uses, and `decode_batch` for readers. What must not: Kafka, clocks,
 and what a decision means (words, trace).
 
-A record has many decisions as packed rows, and everything that many of them share once. All numbers of a batch are
-converted by a few NumPy calls. One Avro record for each decision would cost a router three times as much.
+A record has many decisions as packed rows, and everything that many of them share once. Most of a batch has that form
+already (batches). One Avro record for each decision would cost a router three times as much.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -18,27 +18,13 @@ import numpy as np
 import numpy.typing as npt
 
 from streams.codec import codec
-from streams.core.ids import DpRank, HashArray, Int64Array, RankId, WorkerId
-from streams.core.routing.by_policy import PolicyColumns
-from streams.core.routing.cost import TermColumns
-from streams.core.routing.eligibility import base_of
+from streams.core.ids import DpRank, HashArray, RankId, WorkerId
 from streams.core.routing.identity_cache import IdentityCache
-from streams.decision_log.families import FAMILY_TOKENS, FamilyKeys, family_positions, salted
+from streams.decision_log.batches import BOOKED, PREFERRED, DecisionBatch, DecisionKind
+from streams.decision_log.families import FAMILY_TOKENS, FamilyKeys, salted
 from streams.errors import BadRecord
 
 SCHEMA = "router-decisions"
-
-#: Flags of a decision.
-BOOKED, PREFERRED = 1, 2
-
-#: Terms of the modes without a policy by name.
-COST_TERMS = ("own_prefill_blocks", "active_prefill_blocks", "decode_blocks", "effective_cached_blocks")
-
-#: Further terms, of decisions that have them.
-CXL_TERM, MOE_TERM = "cxl_accessible_blocks", "moe_matching_blocks"
-
-_U32_MAX = (1 << 32) - 1
-_HASH_BYTES = 8
 
 _DECISION = np.dtype(
     [
@@ -59,102 +45,7 @@ _RANK = np.dtype([("worker_id", "<u8"), ("dp_rank", "<u4")])
 _CANDIDATE = np.dtype([("cost", "<f8"), ("rank", "<u4"), ("blocks", "<u4")])
 _REPORT = np.dtype([("ended_at_ms", "<i8"), ("prefilled_at_ms", "<i8"), ("output_tokens", "<u4")])
 
-
-#: Packing a row by struct takes a fifth of the time of a row of NumPy's from a tuple.
-_PACK_DECISION = struct.Struct("<qIIIIIIHHBB").pack
 _PACK_REPORT = struct.Struct("<qqI").pack
-
-
-class DecisionKind(NamedTuple):
-    """What many decisions have in common; the schema explains the fields."""
-
-    model: str
-    block_size: int
-    router_mode: str
-    policy: str
-    temperature: float
-    mode: str
-    degraded_because: str | None
-    chosen_mode: str
-    chosen_degraded_because: str | None
-    phase: str | None = None
-
-
-class NotedTerms:
-    """The terms of all candidates of up to n_max decisions, which have the same candidates and the same terms.
-
-    They are copied here at once. Keeping a decision's own arrays until they are encoded takes a router more time than
-    copying them: memory that lives a while is neither in the processor's caches nor free for the next decision.
-
-    costs: float64[n_max, n], blocks: int32[n_max, n], terms: float32[n_max, n_terms, n], of n candidates.
-    """
-
-    __slots__ = ("blocks", "costs", "n", "n_max", "names", "ranks", "terms")
-
-    def __init__(self, names: tuple[str, ...], ranks: Sequence[RankId], n_max: int) -> None:
-        self.names, self.ranks, self.n_max, self.n = names, ranks, n_max, 0
-        self.costs = np.empty((n_max, len(ranks)))
-        self.blocks = np.empty((n_max, len(ranks)), dtype=np.int32)
-        self.terms = np.empty((n_max, len(names), len(ranks)), dtype=np.float32)
-
-    @property
-    def n_bytes(self) -> int:
-        """Bytes of the arrays."""
-        return self.costs.nbytes + self.blocks.nbytes + self.terms.nbytes
-
-    def reuse(self, names: tuple[str, ...], ranks: Sequence[RankId]) -> bool:
-        """Begin again for other decisions; False if they need arrays of another shape."""
-        if (self.terms.shape[1], self.terms.shape[2]) != (len(names), len(ranks)):
-            return False
-        self.names, self.ranks, self.n = names, ranks, 0
-        return True
-
-    def add(self, columns: TermColumns | PolicyColumns) -> int:
-        """Copy the terms of a decision, which must have these candidates and terms; return its row."""
-        row = self.n
-        terms = self.terms[row]
-        if isinstance(columns, PolicyColumns):
-            prices, held = columns.prices, columns.held
-            self.costs[row] = prices.costs
-            self.blocks[row] = held.scores
-            n = len(prices.names)
-            terms[:n] = prices.terms
-            cxl, moe = held.cxl_accessible_scores, held.moe_scores
-        else:
-            given, n = columns.terms, len(COST_TERMS)
-            self.costs[row] = given[3]
-            self.blocks[row] = columns.scores
-            terms[:3] = given[:3]
-            terms[3] = columns.effective_cached_blocks
-            cxl, moe = columns.cxl_accessible_scores, columns.moe_scores
-        if cxl is not None:
-            terms[n] = cxl
-            n += 1
-        if moe is not None:
-            terms[n] = moe
-        self.n = row + 1
-        return row
-
-
-class NotedDecision(NamedTuple):
-    """A decision as a router notes it, before anything is computed for the log.
-
-    sequence: the prompt's sequence hashes, packed. terms, row: where its candidates' terms are. chosen: index of the
-    chosen candidate.
-    """
-
-    request_id: str
-    decided_at_ms: int
-    queued_ms: int
-    kind: DecisionKind
-    n_tokens: int
-    request_blocks: int
-    expected_output_tokens: int | None
-    sequence: bytes
-    terms: NotedTerms
-    row: int
-    chosen: int
-    flags: int
 
 
 class Report(NamedTuple):
@@ -221,122 +112,55 @@ class LoggedDecision:
 class DecisionEncoder:
     """Encodes batches for one router. Not thread-safe."""
 
-    def __init__(self, keys: FamilyKeys, n_best: int, share: float) -> None:
-        """keys: of the families. n_best: cheapest candidates that are kept in addition to the chosen one."""
+    def __init__(self, keys: FamilyKeys, share: float) -> None:
+        """keys: of the families."""
         self._keys = keys
-        self._n_best = n_best
         self._share = share
         self._rank_rows: IdentityCache[npt.NDArray[Any]] = IdentityCache()
 
     def encode(
         self,
-        decisions: Sequence[NotedDecision],
+        batch: DecisionBatch | None,
         reports: Sequence[Report],
         fleets: Sequence[FleetSize],
         router_id: str,
         written_at_ms: int,
     ) -> bytes:
         """Encode one record; raises KvStreamsError for what does not fit the schema."""
-        kinds: dict[tuple[DecisionKind, tuple[str, ...]], int] = {}
-        groups: dict[int, list[int]] = {}
-        rows: list[bytes] = []
-        at_families: list[Int64Array] = []
-        # Kinds of most decisions are the same objects. Comparing these takes less time than a look-up.
-        last_kind: DecisionKind | None = None
-        last_terms: NotedTerms | None = None
-        number = 0
-        same: list[int] = []
-        for position, noted in enumerate(decisions):
-            kind, terms = noted.kind, noted.terms
-            if kind is not last_kind or terms is not last_terms:
-                last_kind, last_terms = kind, terms
-                number = kinds.setdefault((kind, terms.names), len(kinds))
-                same = groups.setdefault(id(terms), [])
-            same.append(position)
-            families = family_positions(len(noted.sequence) // _HASH_BYTES, kind.block_size)
-            at_families.append(families)
-            expected = noted.expected_output_tokens
-            rows.append(
-                _PACK_DECISION(
-                    noted.decided_at_ms,
-                    noted.queued_ms,
-                    noted.n_tokens,
-                    noted.request_blocks,
-                    0 if expected is None else min(expected, _U32_MAX),
-                    len(terms.ranks),
-                    0,
-                    number,
-                    len(families),
-                    0,
-                    noted.flags,
-                )
-            )
-        packed = np.frombuffer(bytearray().join(rows), dtype=_DECISION)
-        rank_rows, candidates, term_rows = self._candidates(decisions, groups.values(), packed)
+        batch = _NO_DECISIONS if batch is None else batch
+        ranks, candidates = self._candidates(batch)
         return codec(SCHEMA).encode(
             {
                 "router_id": router_id,
                 "written_at_ms": written_at_ms,
                 "share": self._share,
                 "family_tokens": FAMILY_TOKENS,
-                "kinds": [{**kind._asdict(), "term_names": names} for kind, names in kinds],
-                "request_ids": [noted.request_id for noted in decisions],
-                "decisions": packed.tobytes(),
-                "ranks": rank_rows,
+                "kinds": [{**kind._asdict(), "term_names": names} for kind, names in batch.kinds],
+                "request_ids": batch.request_ids,
+                "decisions": batch.rows(),
+                "ranks": ranks,
                 "candidates": candidates,
-                "terms": term_rows,
-                "families": salted(_at(decisions, at_families), self._keys).astype("<u8", copy=False).tobytes(),
+                "terms": batch.terms().astype("<f4", copy=False).tobytes(),
+                "families": salted(batch.families(), self._keys).astype("<u8", copy=False).tobytes(),
                 "reported_ids": [each.request_id for each in reports],
                 "reports": b"".join([_PACK_REPORT(*each[1:]) for each in reports]),
                 "fleets": [each._asdict() for each in fleets],
             }
         )
 
-    def _candidates(
-        self, decisions: Sequence[NotedDecision], groups: Iterable[list[int]], packed: npt.NDArray[Any]
-    ) -> tuple[bytes, bytes, bytes]:
-        """Select and pack the candidates; return ranks, candidates and terms. Sets two columns of `packed`.
-
-        groups: positions of decisions whose terms are in the same arrays.
-        """
-        tables: list[npt.NDArray[Any]] = []
-        parts: list[tuple[list[int], Int64Array, npt.NDArray[Any], npt.NDArray[Any]]] = []
-        offset = 0
-        for positions in groups:
-            noted = decisions[positions[0]].terms
-            rows = np.array([decisions[position].row for position in positions])
-            chosen = np.array([decisions[position].chosen for position in positions])
-            base, at = base_of(noted.ranks)
-            costs = noted.costs[rows]
-            listed, kept = _listed(costs, chosen, self._n_best)
-            counts = kept.sum(axis=1)
-            packed["n_candidates"][positions] = counts
-            packed["n_lowest"][positions] = (costs == costs.min(axis=1, keepdims=True)).sum(axis=1)
-            found = np.empty(int(counts.sum()), dtype=_CANDIDATE)
-            found["cost"] = np.take_along_axis(costs, listed, axis=1)[kept]
-            found["blocks"] = noted.blocks[rows[:, None], listed][kept]
-            found["rank"] = (listed if at is None else at[listed])[kept] + offset
-            terms = noted.terms[rows[:, None], :, listed][kept]
-            parts.append((positions, counts, found, terms.astype("<f4", copy=False)))
-            tables.append(self._rows_of(base))
-            offset += len(base)
-        if not parts:
-            return b"", b"", b""
-        used, numbers = np.unique(np.concatenate([each[2]["rank"] for each in parts]), return_inverse=True)
-        ranks = np.concatenate(tables)[used].tobytes()
-        start = 0
-        for _, _, found, _ in parts:
-            found["rank"] = numbers[start : start + len(found)]
-            start += len(found)
-        if len(parts) == 1:
-            return ranks, parts[0][2].tobytes(), parts[0][3].tobytes()
-        pieces = [(b"", b"")] * len(decisions)
-        for positions, counts, found, terms in parts:
-            at_row = 0
-            for position, n in zip(positions, counts.tolist(), strict=True):
-                pieces[position] = found[at_row : at_row + n].tobytes(), terms[at_row : at_row + n].tobytes()
-                at_row += n
-        return ranks, b"".join(each[0] for each in pieces), b"".join(each[1] for each in pieces)
+    def _candidates(self, batch: DecisionBatch) -> tuple[bytes, bytes]:
+        """The ranks that occur, and the candidates, packed."""
+        if not batch.n:
+            return b"", b""
+        costs, ranks, blocks = batch.listed()
+        tables = [self._rows_of(table) for table in batch.tables]
+        table = tables[0] if len(tables) == 1 else np.concatenate(tables)
+        occurs = np.zeros(len(table), dtype=np.bool_)
+        occurs[ranks] = True
+        found = np.empty(len(costs), dtype=_CANDIDATE)
+        found["cost"], found["blocks"] = costs, blocks
+        found["rank"] = (occurs.cumsum() - 1)[ranks]
+        return table[occurs].tobytes(), found.tobytes()
 
     def _rows_of(self, base: Sequence[RankId]) -> npt.NDArray[Any]:
         """Ranks as rows; those of a tuple are cached."""
@@ -348,49 +172,7 @@ class DecisionEncoder:
         return rows
 
 
-def _listed(
-    costs: npt.NDArray[np.float64], chosen: Int64Array, n_best: int
-) -> tuple[Int64Array, npt.NDArray[np.bool_]]:
-    """Select the chosen candidate and the cheapest ones: positions int64[n, k], and which of them count.
-
-    costs: float64[n, n_candidates]. A chosen candidate that is among the cheapest counts once.
-    """
-    n = min(n_best, costs.shape[1])
-    if not n:
-        return chosen[:, None], np.ones((len(chosen), 1), dtype=np.bool_)
-    if n < costs.shape[1]:
-        best = np.argpartition(costs, n - 1, axis=1)[:, :n]
-    else:
-        best = np.broadcast_to(np.arange(n), costs.shape)
-    order = np.argsort(np.take_along_axis(costs, best, axis=1), axis=1, kind="stable")
-    best = np.take_along_axis(best, order, axis=1)
-    listed = np.concatenate([chosen[:, None], best], axis=1)
-    kept = np.ones(listed.shape, dtype=np.bool_)
-    kept[:, 1:] = best != chosen[:, None]
-    return listed, kept
-
-
-def _at(decisions: Sequence[NotedDecision], positions: Sequence[Int64Array]) -> HashArray:
-    """The sequence hashes of all decisions at their own positions."""
-    if not decisions:
-        return np.empty(0, dtype=np.uint64)
-    hashes = np.frombuffer(b"".join([noted.sequence for noted in decisions]), dtype="<u8")
-    ends = np.cumsum([len(noted.sequence) // _HASH_BYTES for noted in decisions])
-    starts = np.repeat(np.concatenate([[0], ends[:-1]]), [len(each) for each in positions])
-    found: HashArray = hashes[np.concatenate(positions) + starts]
-    return found
-
-
-def term_names(columns: TermColumns | PolicyColumns) -> tuple[str, ...]:
-    """Names of a decision's terms: the same object for most decisions of one mode."""
-    if isinstance(columns, PolicyColumns):
-        names, held = columns.prices.names, columns.held
-        cxl, moe = held.cxl_accessible_scores, held.moe_scores
-    else:
-        names, cxl, moe = COST_TERMS, columns.cxl_accessible_scores, columns.moe_scores
-    if cxl is None and moe is None:
-        return names
-    return (*names, *([] if cxl is None else [CXL_TERM]), *([] if moe is None else [MOE_TERM]))
+_NO_DECISIONS = DecisionBatch(0, 0)
 
 
 @dataclass(frozen=True, slots=True)

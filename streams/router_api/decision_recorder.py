@@ -18,7 +18,7 @@ import logging
 import threading
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 from confluent_kafka import KafkaError, KafkaException, Message, Producer
@@ -28,18 +28,9 @@ from streams.core.loads.bookings import BookingPhase
 from streams.core.routing.decision import Decision, RoutePolicy
 from streams.core.routing.selection import RouterMode
 from streams.core.workers import Role
+from streams.decision_log.batches import BOOKED, PREFERRED, DecisionBatch, DecisionKind
 from streams.decision_log.families import family_keys
-from streams.decision_log.records import (
-    BOOKED,
-    PREFERRED,
-    DecisionEncoder,
-    DecisionKind,
-    FleetSize,
-    NotedDecision,
-    NotedTerms,
-    Report,
-    term_names,
-)
+from streams.decision_log.records import DecisionEncoder, FleetSize, Report
 from streams.errors import KvStreamsError
 from streams.router_api.trust import FALLBACK, Trust
 from streams.router_api.view import View
@@ -51,14 +42,13 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: Memory that noted decisions and reports may use until they are encoded, by an estimate. At 2,000 decisions per second
-#: over 64 ranks, those of one interval use 3 MB.
+#: Memory that noted decisions and reports may use until they are encoded, by an estimate. 128 decisions use 60 KB.
 BUFFER_BYTES_MAX = 32 * 1024 * 1024
 
 #: How often noted decisions are encoded, at least.
 INTERVAL_S = 0.25
 
-#: Decisions in one record. They are encoded as soon as there are so many, which takes half a millisecond.
+#: Decisions in one record. They are encoded as soon as there are so many, which takes 0.1 to 0.3 ms.
 BATCH_DECISIONS_MAX = 128
 
 #: Reports in one record that has no decisions.
@@ -71,8 +61,8 @@ BATCHES_IN_FLIGHT_MAX = 256
 PENDING_MAX = 65_536
 PENDING_MS = 120_000
 
-#: Arrays that are kept for later decisions: two for each of the usual kinds, one being filled and one being encoded.
-UNUSED_MAX = 4
+#: Batches whose buffers are kept for later decisions: one is filled while the other is encoded.
+UNUSED_MAX = 2
 
 #: Kinds of decisions that are kept as values. Beyond the limit all are forgotten.
 KINDS_MAX = 1024
@@ -80,8 +70,8 @@ KINDS_MAX = 1024
 #: How long the sizes of models' fleets are used.
 _FLEETS_S = 5.0
 
-#: What the estimate of the memory is made of, in addition to arrays and sequence hashes.
-_DECISION_BYTES, _REPORT_BYTES = 1024, 256
+#: The estimate of the memory of a report.
+_REPORT_BYTES = 256
 
 _SHARES = 1 << 32
 
@@ -124,16 +114,16 @@ class DecisionRecorder:
         # Of the CRC-32 of a request id, so that all routers record the same requests and what is reported about them.
         self._below = round(settings.decision_log_share * _SHARES)
         keys = family_keys(settings.decision_log_salt or settings.app_id)
-        self._encoder = DecisionEncoder(keys, settings.decision_log_candidates, settings.decision_log_share)
+        self._n_best = settings.decision_log_candidates
+        self._encoder = DecisionEncoder(keys, settings.decision_log_share)
         self._kinds: dict[DecisionKind, DecisionKind] = {}
         self._last = _NO_KIND
         self._lock = threading.Lock()
-        self._noted: list[NotedDecision] = []
-        # Arrays of noted decisions: the last ones, all, and those that can be used again.
-        self._terms: NotedTerms | None = None
-        self._in_use: list[NotedTerms] = []
-        self._unused: list[NotedTerms] = []
-        self._noted_bytes = 0
+        # The decisions that are not encoded: those of the batch that is filled now, and those of full ones.
+        self._batch = DecisionBatch(BATCH_DECISIONS_MAX, self._n_best)
+        self._full: list[DecisionBatch] = []
+        self._unused: list[DecisionBatch] = []
+        self._waiting_bytes = 0  # of full batches and reports
         self._reports: list[Report] = []
         self._pending: dict[str, _Pending] = {}
         self._in_flight = 0
@@ -169,52 +159,53 @@ class DecisionRecorder:
         if not self._counts(request_id):
             return
         now_ms = wall_ms()
-        request, policy, blocks, columns = prepared.request, prepared.policy, prepared.blocks, decision.columns
+        request, policy, blocks = prepared.request, prepared.policy, prepared.blocks
         model, phase = prepared.model, request.phase
-        last = self._last
+        last_policy, last_trust, last_chosen_trust, last_phase, kind = self._last
         # Most decisions are of the kind of the one before, which is cheaper to see than to look it up.
-        if (
-            last.policy is policy
-            and last.trust is trust
-            and last.chosen_trust is chosen_trust
-            and last.phase is phase
-            and last.kind.model == model
-            and last.kind.block_size == prepared.block_size
+        if not (
+            last_policy is policy
+            and last_trust is trust
+            and last_chosen_trust is chosen_trust
+            and last_phase is phase
+            and kind.model == model
+            and kind.block_size == prepared.block_size
         ):
-            kind = last.kind
-        else:
             kind = self._kind(policy, trust, chosen_trust, phase, model, prepared.block_size)
-        names, ranks = term_names(columns), columns.ranks
-        n_bytes = _DECISION_BYTES + len(prepared.sequence)
         with self._lock:
-            terms = self._terms
-            if terms is None or terms.ranks is not ranks or terms.names is not names or terms.n == terms.n_max:
-                terms = self._terms_for(names, ranks)
-            if terms is None or self._noted_bytes + n_bytes > BUFFER_BYTES_MAX:
+            batch = self._batch
+            if batch.n == batch.n_max:
+                if self._waiting_bytes + batch.n_bytes > BUFFER_BYTES_MAX:
+                    self.dropped += 1
+                    return
+                batch = self._next_batch()
+            try:
+                n = batch.add(
+                    request_id,
+                    now_ms,
+                    max(0, now_ms - prepared.arrived_at_ms),
+                    kind,
+                    blocks.n_tokens,
+                    blocks.request_blocks,
+                    request.expected_output_tokens,
+                    blocks.chain,
+                    decision.columns,
+                    decision.index,
+                    (BOOKED if request.update_states else 0) | (PREFERRED if decision.preferred else 0),
+                )
+            except Exception as exc:  # for example, terms of a policy of another package that are no numbers
+                log.debug("a decision is not recorded: %s", exc)
                 self.dropped += 1
                 return
-            self._noted_bytes += n_bytes
-            self._noted.append(
-                NotedDecision._make(
-                    (
-                        request_id,
-                        now_ms,
-                        max(0, now_ms - prepared.arrived_at_ms),
-                        kind,
-                        blocks.n_tokens,
-                        blocks.request_blocks,
-                        request.expected_output_tokens,
-                        prepared.sequence,
-                        terms,
-                        terms.add(columns),
-                        decision.index,
-                        (BOOKED if request.update_states else 0) | (PREFERRED if decision.preferred else 0),
-                    )
-                )
-            )
-            is_full = len(self._noted) == BATCH_DECISIONS_MAX
-        if is_full:
+        if n == batch.n_max:
             self._send_soon()
+
+    def _next_batch(self) -> DecisionBatch:
+        """Put a full batch aside and begin another one. Call it under the lock."""
+        self._full.append(self._batch)
+        self._waiting_bytes += self._batch.n_bytes
+        self._batch = self._unused.pop() if self._unused else DecisionBatch(BATCH_DECISIONS_MAX, self._n_best)
+        return self._batch
 
     def _send_soon(self) -> None:
         """Encode what was noted after the requests that are being answered, on their thread if it has an event loop.
@@ -236,35 +227,6 @@ class DecisionRecorder:
                 self._send_noted()
             finally:
                 self._sending.release()
-
-    def _terms_for(self, names: tuple[str, ...], ranks: Sequence[RankId]) -> NotedTerms | None:
-        """Arrays for a decision with these terms and candidates; None if the buffer is full. Call it under the lock.
-
-        Requests with the same filters have the same tuple of candidates. Others have candidates of their own, and so
-        arrays for one decision.
-        """
-        shared = type(ranks) is tuple
-        if shared:
-            for each in self._in_use:
-                if each.ranks is ranks and each.names == names and each.n < each.n_max:
-                    self._terms = each
-                    return each
-            for each in self._unused:
-                if each.reuse(names, ranks):
-                    self._unused.remove(each)
-                    self._noted_bytes += each.n_bytes
-                    self._in_use.append(each)
-                    self._terms = each
-                    return each
-        n_max = BATCH_DECISIONS_MAX if shared else 1
-        if self._noted_bytes + n_max * len(ranks) * (len(names) + 3) * 4 > BUFFER_BYTES_MAX:
-            return None
-        new = NotedTerms(names, ranks, n_max)
-        self._noted_bytes += new.n_bytes
-        if shared:
-            self._in_use.append(new)
-            self._terms = new
-        return new
 
     def _kind(
         self, policy: RoutePolicy, trust: Trust, chosen_trust: Trust, phase: Role | None, model: str, block_size: int
@@ -329,8 +291,8 @@ class DecisionRecorder:
         self._pending[request_id] = pending
 
     def _add_report(self, report: Report) -> None:
-        if self._noted_bytes + _REPORT_BYTES <= BUFFER_BYTES_MAX:
-            self._noted_bytes += _REPORT_BYTES
+        if self._waiting_bytes + _REPORT_BYTES <= BUFFER_BYTES_MAX:
+            self._waiting_bytes += _REPORT_BYTES
             self._reports.append(report)
 
     # -- the thread ----------------------------------------------------------------------------------------------------
@@ -359,24 +321,23 @@ class DecisionRecorder:
 
     def _send_noted(self) -> None:
         with self._lock:
-            noted, self._noted = self._noted, []
+            if self._batch.n:
+                self._next_batch()
+            batches, self._full = self._full, []
             reports, self._reports = self._reports, []
-            in_use, self._in_use, self._terms = self._in_use, [], None
-            self._noted_bytes = 0
-        for start in range(0, max(len(noted), 1), BATCH_DECISIONS_MAX):
-            together = noted[start : start + BATCH_DECISIONS_MAX]
-            some, reports = reports[:BATCH_REPORTS_MAX], reports[BATCH_REPORTS_MAX:]
-            self._send(together, some)
+            self._waiting_bytes = 0
+        for batch in batches:
+            self._send(batch, reports[:BATCH_REPORTS_MAX])
+            reports = reports[BATCH_REPORTS_MAX:]
+            batch.clear()
         while reports:
-            self._send([], reports[:BATCH_REPORTS_MAX])
+            self._send(None, reports[:BATCH_REPORTS_MAX])
             reports = reports[BATCH_REPORTS_MAX:]
         with self._lock:
-            self._unused = [*in_use, *self._unused][:UNUSED_MAX]
+            self._unused = [*batches, *self._unused][:UNUSED_MAX]
 
-    def _send(self, noted: list[NotedDecision], reports: list[Report]) -> None:
-        if not noted and not reports:
-            return
-        n = len(noted)
+    def _send(self, batch: DecisionBatch | None, reports: list[Report]) -> None:
+        n = 0 if batch is None else batch.n
         with self._lock:
             if self._in_flight >= BATCHES_IN_FLIGHT_MAX:
                 self.dropped += n
@@ -391,7 +352,7 @@ class DecisionRecorder:
                     self.dropped += n
 
         try:
-            value = self._encoder.encode(noted, reports, self._fleet_sizes(), self._router_id(), wall_ms())
+            value = self._encoder.encode(batch, reports, self._fleet_sizes(), self._router_id(), wall_ms())
             self._kafka.produce(self._topic, value=value, on_delivery=on_delivery)
         except (BufferError, KafkaException, KvStreamsError) as exc:
             log.debug("%d decisions are not recorded: %s", n, exc)

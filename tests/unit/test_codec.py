@@ -85,6 +85,7 @@ from streams.core.ids import (
 from streams.core.loads.bookings import Booking, BookingId, BookingPhase
 from streams.core.loads.observations import NO_FORECAST, Forecast
 from streams.core.reducer.ordering import Health, Progress
+from streams.core.routing.cost import TermColumns
 from streams.core.runs import RUN_BLOCKS_MAX, Run, RunKey
 from streams.core.workers import (
     DP_SIZE_MAX,
@@ -123,8 +124,9 @@ from streams.cxl.records import (
     parked_key,
     pool_key,
 )
+from streams.decision_log.batches import DecisionBatch, DecisionKind
 from streams.decision_log.families import family_keys
-from streams.decision_log.records import DecisionEncoder, DecisionKind, FleetSize, NotedDecision, NotedTerms, Report
+from streams.decision_log.records import DecisionEncoder, FleetSize, Report
 from streams.decision_log.records import decode_batch as decode_decisions
 from streams.errors import BadRecord, KvStreamsError
 from streams.event_encoding import datum_of
@@ -418,13 +420,13 @@ OWNER = OwnerRow(Incarnation(2), Incarnation(3), True, 9, (EndedIncarnation(Inca
 #: One valid record of every kind, with its schema and its decoder.
 def decision_record() -> bytes:
     """Encode one decision between two ranks, and what its client reported."""
-    terms = NotedTerms(("own_prefill_blocks",), (RANK, RankId(WorkerId(8), DpRank(0))), 1)
-    terms.costs[0], terms.blocks[0], terms.terms[0] = (3.0, 5.0), (2, 0), ((3.0, 5.0),)
+    terms = np.array([(3.0, 5.0), (0.0, 0.0), (0.0, 0.0), (3.0, 5.0)])
+    columns = TermColumns((RANK, RankId(WorkerId(8), DpRank(0))), np.array([2, 0]), np.array([2.0, 0.0]), terms)
     kind = DecisionKind("m", 16, "kv", "", 0.0, "exact", None, "exact", None)
-    sequence = np.arange(64, dtype=np.uint64).tobytes()
-    decision = NotedDecision("r", 1_000, 5, kind, 1024, 64, None, sequence, terms, 0, 0, 0)
-    return DecisionEncoder(family_keys("salt"), 2, 1.0).encode(
-        [decision], [Report("r", 1_200, 1_100, 20)], [FleetSize("m", 16, 2, 1000)], "router", 1_300
+    batch = DecisionBatch(1, 2)
+    batch.add("r", 1_000, 5, kind, 1024, 64, None, np.arange(64, dtype=np.uint64), columns, 0, 0)
+    return DecisionEncoder(family_keys("salt"), 1.0).encode(
+        batch, [Report("r", 1_200, 1_100, 20)], [FleetSize("m", 16, 2, 1000)], "router", 1_300
     )
 
 

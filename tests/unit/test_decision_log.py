@@ -19,8 +19,9 @@ from streams.core.ids import DpRank, RankId, WorkerId
 from streams.core.loads.bookings import BookingPhase
 from streams.core.routing.selection import RouterMode
 from streams.decision_log import words
+from streams.decision_log.batches import COST_TERMS, note_candidates, note_in_numpy
 from streams.decision_log.families import FAMILIES_MAX, FAMILY_BITS, family_keys, family_positions, salted
-from streams.decision_log.records import COST_TERMS, FleetSize, LoggedBatch, LoggedDecision, Report, decode_batch
+from streams.decision_log.records import FleetSize, LoggedBatch, LoggedDecision, Report, decode_batch
 from streams.decision_log.trace import OUTPUT_TOKENS_DEFAULT, recording_of
 from streams.errors import BadRecord, InvalidRequest, SettingsError
 from streams.router_api import decision_recorder
@@ -214,13 +215,14 @@ def test_what_is_reported_without_an_end_is_bounded(
 
 def test_a_full_buffer_drops_and_counts(producer: RecordingProducer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests are answered as before; what does not fit is counted, and later decisions are recorded again."""
-    monkeypatch.setattr(decision_recorder, "BUFFER_BYTES_MAX", 20_000)
+    monkeypatch.setattr(decision_recorder, "BATCH_DECISIONS_MAX", 4)
+    monkeypatch.setattr(decision_recorder, "BUFFER_BYTES_MAX", 15_000)
     router = router_of(decision_log=True)
     for number in range(10):
         ask(router, f"r{number}", PROMPT[:100])
     recorder = recorder_of(router)
-    assert recorder.dropped == 10 - len(recorder._noted) > 0
-    kept = len(recorder._noted)
+    kept = 10 - recorder.dropped
+    assert kept == 8
     assert sum(map(len, written(router, producer))) == kept
     ask(router, "later", PROMPT[:100])
     assert sum(map(len, written(router, producer))) == kept + 1
@@ -295,6 +297,58 @@ def test_a_share_of_the_requests_is_recorded_with_what_is_reported(producer: Rec
         found.append(decided)
     assert found[0] == found[1]
     assert 60 < len(found[0]) < 140
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_the_kernel_notes_what_numpy_notes(data: st.DataObject) -> None:
+    """Both write the same candidates, terms and families, with equal costs and with fewer candidates than are asked."""
+    n = data.draw(st.integers(1, 70))
+    rng = np.random.default_rng(data.draw(st.integers(0, 1 << 30)))
+    costs = rng.integers(0, data.draw(st.sampled_from([1, 3, 1000])) + 1, n).astype(np.float64)
+    n_terms, has_one_more, further = data.draw(st.tuples(st.integers(0, 9), st.booleans(), st.integers(0, 2)))
+    terms, one_more, blocks = rng.random((n_terms + 1, n)), rng.random(n), rng.integers(0, 1 << 20, n)
+    chain = rng.integers(0, 1 << 63, data.draw(st.sampled_from([0, 1, 31, 32, 33, 500])), dtype=np.uint64)
+    chosen, n_best = data.draw(st.integers(0, n - 1)), data.draw(st.integers(0, 64))
+    block_size = data.draw(st.sampled_from([1, 16, 48, 512, 1024, 4096]))
+    n_columns, start = n_terms + has_one_more + further, data.draw(st.integers(0, 5))
+    given_ = (costs, terms, one_more, blocks, chain, chosen, n_best, n_terms, has_one_more, n_columns, block_size, 512)
+    found = []
+    for note in (note_candidates, note_in_numpy):
+        out = np.zeros(80), np.zeros(80, np.int64), np.zeros(80 * 12, np.float32), np.zeros(300, np.uint64)
+        counts = note(*given_, out[0], out[1], start, out[2], 12 * start, out[3], start, FAMILIES_MAX)
+        n_listed = counts & 0xFF
+        found.append((counts, *(each[: start + n_listed] for each in out[:2]), out[2][: 12 * start + n_listed * 12]))
+        found[-1] += (out[3][: start + (counts >> 8 & 0xFFFF)],)
+    ours, expected = found
+    assert ours[0] == expected[0]
+    n_terms_written = 12 * start + (ours[0] & 0xFF) * n_columns
+    for mine, theirs in zip(ours[1:], expected[1:], strict=True):
+        assert np.array_equal(mine[:n_terms_written], theirs[:n_terms_written])
+    assert ours[2][start] == chosen | int(blocks[chosen]) << 32
+
+
+def test_candidates_of_different_kinds_are_found_again(producer: RecordingProducer) -> None:
+    """Each decision of a record has its own terms, whatever ranks and terms those before it have."""
+    router = router_of(5, decision_log=True, decision_log_candidates=1)
+    answers = {}
+    for number in range(40):
+        body: dict[str, Any] = {"request_id": f"r{number}", "token_ids": PROMPT[: 16 * number + 1], "explain": True}
+        if number % 3 == 0:
+            body["router_config_override"] = {"router_mode": "expected-time"}
+        if number % 4:
+            body["allowed_worker_ids"] = [1 + number % 5, 1 + (number + 2) % 5]
+        answers[f"r{number}"] = answer_json(router.route(parse_route(orjson.dumps(body))))
+    (batch,) = written(router, producer)
+    for found in batch.decisions():
+        terms = {each["worker_id"]: each for each in answers[found.request_id]["candidates"]}
+        assert found.n_eligible == len(terms)
+        assert found.candidates[0].rank == found.chosen
+        for each in found.candidates:
+            own = terms[each.rank.worker_id]
+            assert (each.cost, each.blocks) == (own["cost"], own["scores"])
+            expected = own.get("policy_terms") or {name: own[name] for name in COST_TERMS}
+            assert dict(zip(found.term_names, each.terms, strict=True)) == pytest.approx(expected, rel=1e-6)
 
 
 # -- families ----------------------------------------------------------------------------------------------------------
