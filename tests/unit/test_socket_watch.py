@@ -6,6 +6,7 @@ import asyncio
 import os
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 
 from streams.engines import socket_watch
 from streams.engines.socket_watch import POLL_EVERY_S, POLL_S_MAX, SocketWatch
@@ -116,9 +117,14 @@ def test_a_long_poll_is_continued_after_everything_else() -> None:
         watch, log = SocketWatch(), list[tuple[float, Pipe]]()
         pipes = [Pipe(watch, log) for _ in range(6)]
         turns: list[int] = []
+
+        def read_slowly(pipe: Pipe) -> None:
+            time.sleep(POLL_S_MAX)
+            pipe.read()
+
         for pipe in pipes:
             watch.remove(pipe.descriptor)
-            watch.add(pipe.descriptor, lambda pipe=pipe: (time.sleep(POLL_S_MAX), pipe.read()))  # type: ignore[misc]
+            watch.add(pipe.descriptor, partial(read_slowly, pipe))
             pipe.write()
         assert watch.poll() and watch.is_cut_short and 0 < len(log) < len(pipes)
         while len(log) < len(pipes):
