@@ -118,13 +118,13 @@ def test_a_long_poll_is_continued_after_everything_else() -> None:
         pipes = [Pipe(watch, log) for _ in range(6)]
         turns: list[int] = []
 
-        def slowly(pipe: Pipe) -> None:
+        def read_slowly(pipe: Pipe) -> None:
             time.sleep(POLL_S_MAX)
             pipe.read()
 
         for pipe in pipes:
             watch.remove(pipe.descriptor)
-            watch.add(pipe.descriptor, partial(slowly, pipe))
+            watch.add(pipe.descriptor, partial(read_slowly, pipe))
             pipe.write()
         assert watch.poll() and watch.is_cut_short and 0 < len(log) < len(pipes)
         while len(log) < len(pipes):
