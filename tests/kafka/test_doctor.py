@@ -524,7 +524,7 @@ def engine_renders_otherwise(well: DoctorsFleet) -> Iterator[Sick]:
     ]
     with HttpDouble(router_pages(workers=workers)) as http:
         order = Order(routers=(http.url,), skip=ROUTERS_ALONE)
-        wanted = ["worker 2:", "chat with tools, from token 27 on", "--chat-template"]
+        wanted = ["worker 2", "chat with tools, from token 27 on", "--chat-template"]
         yield Sick(well.settings, {"renders_differ"}, wanted, order)
 
 
