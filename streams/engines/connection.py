@@ -5,7 +5,7 @@ may be published (feed).
 
 A batch carries a number but no incarnation. What shows to which process a batch belongs is the connection that it
 arrived through. ZMQ would reconnect a socket without notice, and batches of two processes would wait in one queue. So
-reconnecting is switched off in ZMQ: a socket has one connection, and another connection gets another socket.
+ZMQ does not reconnect: a socket has one connection, and another connection gets another socket.
 """
 
 from __future__ import annotations
@@ -45,6 +45,11 @@ RECONNECT_S_MAX = 0.5
 #: An attempt that is not complete after this time is given up. It covers hosts that answer nothing, and names that
 #: cannot be resolved, for which ZMQ reports nothing.
 CONNECT_TIMEOUT_S = 5.0
+
+#: ZMQ's own pause before it would reconnect. No socket lives so long, since one whose connection broke is closed. With
+#: -1, ZMQ ends the queue of a broken connection at once, even between two frames of a message that is being read, and
+#: then aborts the process (libzmq issue 2163, "Assertion failed: !_more").
+_NEVER_MS = 24 * 60 * 60 * 1000
 
 #: ZMQ's own heartbeats on the connection. They end a connection to a host that vanished, for which TCP takes minutes.
 PING_INTERVAL_S = 2.0
@@ -228,7 +233,7 @@ class EventConnection:
         self._socket = socket
         socket.setsockopt(zmq.RCVHWM, self._receive_hwm())
         socket.setsockopt(zmq.MAXMSGSIZE, MESSAGE_BYTES_MAX)
-        socket.setsockopt(zmq.RECONNECT_IVL, -1)
+        socket.setsockopt(zmq.RECONNECT_IVL, _NEVER_MS)
         socket.setsockopt(zmq.HEARTBEAT_IVL, round(PING_INTERVAL_S * 1000))
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, round(PING_TIMEOUT_S * 1000))
         socket.setsockopt(zmq.SUBSCRIBE, b"")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import time
 from collections.abc import Awaitable, Callable
 
@@ -119,3 +121,12 @@ def test_an_attempt_to_connect_to_something_else_fails_with_its_reason(kind: int
         connecting(address, act)
         if peer is not None:
             peer.close(linger=0)
+
+
+def test_publishers_that_die_while_they_send_do_not_abort_the_reader() -> None:
+    """ZMQ aborted the process when a connection broke between two frames of a message that was being read."""
+    reader = subprocess.run(
+        [sys.executable, "-m", "tests.helpers.flooded_connection", "12"], capture_output=True, text=True, timeout=120
+    )
+    assert reader.returncode == 0, reader.stderr
+    assert [int(line) > 0 for line in reader.stdout.split()] == [True] * 12
