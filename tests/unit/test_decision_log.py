@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import orjson
 import pytest
 from hypothesis import given, settings
@@ -19,8 +20,9 @@ from streams.core.ids import DpRank, RankId, WorkerId
 from streams.core.loads.bookings import BookingPhase
 from streams.core.routing.selection import RouterMode
 from streams.decision_log import words
-from streams.decision_log.batches import COST_TERMS, note_candidates, note_in_numpy
+from streams.decision_log.batches import COST_TERMS, note_in_numpy
 from streams.decision_log.families import FAMILIES_MAX, FAMILY_BITS, family_keys, family_positions, salted
+from streams.decision_log.kernels.note import note_candidates
 from streams.decision_log.records import FleetSize, LoggedBatch, LoggedDecision, Report, decode_batch
 from streams.decision_log.trace import OUTPUT_TOKENS_DEFAULT, recording_of
 from streams.errors import BadRecord, InvalidRequest, SettingsError
@@ -313,19 +315,25 @@ def test_the_kernel_notes_what_numpy_notes(data: st.DataObject) -> None:
     block_size = data.draw(st.sampled_from([1, 16, 48, 512, 1024, 4096]))
     n_columns, start = n_terms + has_one_more + further, data.draw(st.integers(0, 5))
     given_ = (costs, terms, one_more, blocks, chain, chosen, n_best, n_terms, has_one_more, n_columns, block_size, 512)
-    found = []
+    found: list[tuple[int, list[npt.NDArray[Any]]]] = []
     for note in (note_candidates, note_in_numpy):
+        out: tuple[npt.NDArray[Any], ...]
         out = np.zeros(80), np.zeros(80, np.int64), np.zeros(80 * 12, np.float32), np.zeros(300, np.uint64)
         counts = note(*given_, out[0], out[1], start, out[2], 12 * start, out[3], start, FAMILIES_MAX)
         n_listed = counts & 0xFF
-        found.append((counts, *(each[: start + n_listed] for each in out[:2]), out[2][: 12 * start + n_listed * 12]))
-        found[-1] += (out[3][: start + (counts >> 8 & 0xFFFF)],)
-    ours, expected = found
-    assert ours[0] == expected[0]
-    n_terms_written = 12 * start + (ours[0] & 0xFF) * n_columns
-    for mine, theirs in zip(ours[1:], expected[1:], strict=True):
-        assert np.array_equal(mine[:n_terms_written], theirs[:n_terms_written])
-    assert ours[2][start] == chosen | int(blocks[chosen]) << 32
+        lengths = (
+            start + n_listed,
+            start + n_listed,
+            12 * start + n_listed * n_columns,
+            start + (counts >> 8 & 0xFFFF),
+        )
+        written_out: list[npt.NDArray[Any]] = [each[:n_out] for each, n_out in zip(out, lengths, strict=True)]
+        found.append((counts, written_out))
+    (our_counts, ours), (counts, expected) = found
+    assert our_counts == counts
+    for mine, theirs in zip(ours, expected, strict=True):
+        assert np.array_equal(mine, theirs)
+    assert ours[1][start] == chosen | int(blocks[chosen]) << 32
 
 
 def test_candidates_of_different_kinds_are_found_again(producer: RecordingProducer) -> None:
