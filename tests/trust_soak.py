@@ -371,10 +371,21 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Wrong:
-    """An answer that claims to be exact, and what the engine really held."""
+    """An answer that claims to be exact, and what the engine really held.
+
+    true_until_ns: until when, before the request, the answer would have been right; None if it was never right.
+    """
 
     asked: Asked
     held: set[int]
+    true_until_ns: int | None
+
+    @property
+    def age(self) -> str:
+        """How old the answer's knowledge was when the request was sent."""
+        if self.true_until_ns is None:
+            return "which was never so"
+        return f"which was so until {(self.asked.sent_ns - self.true_until_ns) / 1e9:.2f} s before the request"
 
 
 def wrong_answers(
@@ -388,7 +399,8 @@ def wrong_answers(
         sequence = hash_prompt(tokens_for(requests[answer.prompt]), BLOCK_SIZE).sequence.tolist()
         held = histories[answer.worker_id].overlaps(sequence, answer.sent_ns - LATE_NS, answer.received_ns)
         if answer.overlap not in held:
-            wrong.append(Wrong(answer, held))
+            true_until_ns = histories[answer.worker_id].last_held_ns(sequence, answer.overlap, answer.sent_ns)
+            wrong.append(Wrong(answer, held, true_until_ns))
     return wrong
 
 
@@ -431,7 +443,7 @@ def report(load: Load, wrong: Sequence[Wrong], events: Sequence[tuple[int, str]]
         when = "; ".join(f"{what} {(answer.received_ns - at_ns) / 1e9:.2f} s before" for at_ns, what in before)
         print(
             f"  request {answer.prompt}: router {answer.router} says that worker {answer.worker_id} holds "
-            f"{answer.overlap} blocks; it held {sorted(each.held)}; {when}"
+            f"{answer.overlap} blocks, {each.age}; it held {sorted(each.held)}; {when}"
         )
 
 
@@ -442,7 +454,9 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=None)
     parser.add_argument("--rate", type=float, default=14.0, help="requests per second")
     parser.add_argument("--only", default="", help="only faults whose names contain this")
-    parser.add_argument("--keep", action="store_true", help="keep the folder with journals and logs")
+    parser.add_argument(
+        "--keep", action="store_true", help="keep the folder with journals and logs even if no answer was wrong"
+    )
     options = parser.parse_args()
     seed = random.randrange(1 << 32) if options.seed is None else options.seed
     print(f"seed {seed}", flush=True)
@@ -471,7 +485,7 @@ def main() -> int:
                 print(f"faults: {dict(Counter(what.split()[0] for _, what in events if ' for ' in what))}")
     finally:
         kafka.down()
-        if options.keep:
+        if options.keep or wrong:
             print(f"journals and logs are in {directory}")
         else:
             shutil.rmtree(directory, ignore_errors=True)

@@ -8,6 +8,7 @@ also has what each prefill computed. A pool writes such a file too: what it hold
 from __future__ import annotations
 
 import bisect
+import itertools
 import json
 import time
 from collections.abc import Iterable, Sequence
@@ -130,6 +131,21 @@ class CacheHistory:
                 first = bisect.bisect_right(times, from_ns)
                 moments.update(times[first : bisect.bisect_right(times, to_ns)])
         return {self._overlap(sequence, moment) for moment in moments}
+
+    def last_held_ns(self, sequence: Sequence[int], overlap: int, until_ns: int) -> int | None:
+        """Return until when, at the latest before until_ns, exactly `overlap` leading blocks of a prompt were held.
+
+        None if that was never so. sequence: the prompt's sequence hashes.
+        """
+        changes = {0, until_ns}
+        for block in sequence:
+            for times in (self._from_ns.get(block, ()), self._to_ns.get(block, ())):
+                changes.update(times[: bisect.bisect_left(times, until_ns)])
+        descending = sorted(changes, reverse=True)
+        for end_ns, began_ns in itertools.pairwise(descending):
+            if self._overlap(sequence, began_ns) == overlap:
+                return end_ns
+        return None
 
     def _overlap(self, sequence: Sequence[int], at_ns: int) -> int:
         for position, block in enumerate(sequence):

@@ -32,6 +32,9 @@ def test_overlaps_are_those_of_some_moment_in_the_window() -> None:
     assert history.overlaps(prompt, 12, 25) == {2, 3}
     assert history.overlaps(prompt, 31, 39) == {1}
     assert history.overlaps(prompt, 25, 50) == {1, 3}
+    assert history.last_held_ns(prompt, 1, 50) == 40
+    assert history.last_held_ns(prompt, 3, 45) == 45
+    assert history.last_held_ns(prompt, 4, 50) is None
 
 
 def test_copies_and_second_names_keep_a_block_until_the_last_of_them_is_gone() -> None:
