@@ -130,7 +130,8 @@ def live(folder: Path, result: Mapping[str, Any]) -> Path:
     with _figure(path, "Share of prompt tokens that engines found in a cache") as axes:
         series = {
             "live, on a real Kafka": (BLUE, [100.0 * result["policies"][name]["hit_share"] for name in names]),
-            "laboratory, same requests": (ORANGE, [100.0 * result["offline"][name]["hit_share"] for name in names]),
+            "laboratory, same choices": (ORANGE, [100.0 * result["followed"][name]["hit_share"] for name in names]),
+            "laboratory, its own": (PURPLE, [100.0 * result["offline"][name]["hit_share"] for name in names]),
         }
         _bars(axes, names, series, "%.1f")
         bound = 100.0 * result["bound"]["infinite_cache_hit_share"]

@@ -22,6 +22,7 @@ import orjson
 
 from streams.errors import KvStreamsError
 from streams.local.stack import bearer
+from streams.sim.lab.mirrored import LiveTimes
 from streams.sim.offline import Outcome
 from streams.sim.trace import TraceRequest, tokens_for
 
@@ -33,9 +34,14 @@ _TIMEOUT = aiohttp.ClientTimeout(total=600.0)
 
 @dataclass(frozen=True, slots=True)
 class LiveOutcome:
-    """The result of one request. outcome: as from the offline simulator. route_ms: wall time of POST /route."""
+    """The result of one request.
+
+    outcome: as from the offline simulator. times: of its decision and of the client's reports. route_ms: wall time of
+    POST /route.
+    """
 
     outcome: Outcome
+    times: LiveTimes
     mode: str
     overlap_blocks: int
     request_blocks: int
@@ -76,7 +82,7 @@ async def drive(
     room = asyncio.Semaphore(IN_FLIGHT_MAX)
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(timeout=_TIMEOUT, connector=connector) as http:
-        client = _Client(http, router_url, engines, bearer(token))
+        client = _Client(http, router_url, engines, bearer(token), lambda: clock.now_ms() - begin_ms)
 
         async def one(number: int, request: TraceRequest) -> LiveOutcome:
             tokens = tokens_for(request)
@@ -103,12 +109,14 @@ class _Client:
         router_url: str,
         engines: Mapping[int, str],
         authorization: Mapping[str, str],
+        now_ms: Callable[[], float],
     ) -> None:
-        """authorization: a header for the router. Engines do not get it."""
+        """authorization: a header for the router. Engines do not get it. now_ms: model time since the trace began."""
         self._http = http
         self._authorization = authorization
         self._router = router_url
         self._engines = engines
+        self._now_ms = now_ms
 
     async def run(
         self, number: int, request_id: str, request: TraceRequest, tokens: bytes, arrival_ms: float
@@ -117,8 +125,11 @@ class _Client:
         started = time.perf_counter()
         choice = await self._route(request_id, tokens)
         route_ms = (time.perf_counter() - started) * 1000.0
+        decided_ms = self._now_ms()
         try:
-            figures = await self._complete(request_id, choice["worker_id"], number, request, tokens, arrival_ms)
+            figures, first_reported_ms = await self._complete(
+                request_id, choice["worker_id"], number, request, tokens, arrival_ms
+            )
         finally:
             await self._notify_router("DELETE", f"/loads/{request_id}")
         return LiveOutcome(
@@ -131,6 +142,7 @@ class _Client:
                 ttft_ms=figures["model_ttft_ms"],
                 latency_ms=figures["model_latency_ms"],
             ),
+            times=LiveTimes(decided_ms, first_reported_ms, self._now_ms()),
             mode=choice["mode"],
             overlap_blocks=choice["overlap_blocks"],
             request_blocks=choice["request_blocks"],
@@ -151,8 +163,8 @@ class _Client:
 
     async def _complete(
         self, request_id: str, worker_id: int, number: int, request: TraceRequest, tokens: bytes, arrival_ms: float
-    ) -> dict[str, Any]:
-        """Stream a completion, and report its first token to the router."""
+    ) -> tuple[dict[str, Any], float]:
+        """Stream a completion, and report its first token to the router; return its figures and the report's time."""
         body = orjson.dumps(
             {
                 "prompt": array("I", tokens).tolist(),
@@ -163,7 +175,7 @@ class _Client:
             }
         )
         figures: dict[str, Any] = {}
-        first = True
+        first_reported_ms: float | None = None
         async with self._http.post(
             f"{self._engines[worker_id]}/v1/completions", data=body, headers={"Content-Type": "application/json"}
         ) as response:
@@ -172,14 +184,14 @@ class _Client:
             async for line in response.content:
                 if not line.startswith(b"data: {"):
                     continue
-                if first:
-                    first = False
+                if first_reported_ms is None:
                     await self._notify_router("POST", f"/loads/{request_id}/prefill-complete")
+                    first_reported_ms = self._now_ms()
                 chunk = json.loads(line[len(b"data: ") :])
                 figures = chunk.get("kvstreams") or figures
-        if not figures:
+        if not figures or first_reported_ms is None:
             raise KvStreamsError(f"{request_id}: engine {worker_id} ended its answer early")
-        return figures
+        return figures, first_reported_ms
 
     async def _notify_router(self, method: str, path: str) -> None:
         async with self._http.request(method, self._router + path, headers=self._authorization) as response:

@@ -53,15 +53,30 @@ def summarise_live(outcomes: Sequence[LiveOutcome], n_engines: int) -> dict[str,
     }
 
 
+def mean_figures(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Figures of several runs of one policy: means of those of `summarise`, and hit_share_sd, how much runs differ."""
+    shares = [run["hit_share"] for run in runs]
+    return {
+        **{name: float(np.mean([run[name] for run in runs])) for name in runs[0]},
+        "hit_share_sd": float(np.std(shares, ddof=1)) if len(runs) > 1 else 0.0,
+        "runs": len(runs),
+    }
+
+
 def print_policies(
-    console: Console, live: Mapping[str, Mapping[str, Any]], offline: Mapping[str, Mapping[str, Any]], bound: float
+    console: Console,
+    live: Mapping[str, Mapping[str, Any]],
+    followed: Mapping[str, Mapping[str, Any]],
+    offline: Mapping[str, Mapping[str, Any]],
+    bound: float,
 ) -> None:
-    """Print the table of act one."""
+    """Print the table of act one. followed, offline: of the laboratory, with the live run's choices and its own."""
     table = Table(header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("policy", no_wrap=True)
     for column in (
         "prefix\nhits",
-        "same,\noffline",
+        "offline, same\nchoices",
+        "offline, own\nchoices",
         "TTFT\nmean",
         "TTFT\np99",
         "load\nskew",
@@ -73,7 +88,8 @@ def print_policies(
         table.add_row(
             name,
             f"{row['hit_share']:.1%}",
-            f"{offline[name]['hit_share']:.1%}",
+            f"{followed[name]['hit_share']:.1%}",
+            f"{offline[name]['hit_share']:.1%} ± {100 * offline[name]['hit_share_sd']:.1f}",
             f"{row['ttft_ms_mean']:.0f} ms",
             f"{row['ttft_ms_p99']:.0f} ms",
             f"{row['load_imbalance']:.2f}",
@@ -83,10 +99,11 @@ def print_policies(
         )
     console.print(table)
     console.print(
-        f"Bound: one infinite cache would hit {bound:.1%}. Offline: the same policy in the laboratory of `kvstreams "
-        "simulate`, whose index is never late. TTFT: time to first token, in model time. Load skew: tokens computed "
-        "by the busiest engine, divided by the mean. Route: time of POST /route over HTTP, on this machine, which also "
-        "runs everything else."
+        f"Bound: one infinite cache would hit {bound:.1%}. Offline: the laboratory of `kvstreams simulate`, with the "
+        "live run's choices, and with choices of its own: mean and standard deviation of "
+        f"{next(iter(offline.values()))['runs']:.0f} runs, whose index is never late. TTFT: time to first token, in "
+        "model time. Load skew: tokens computed by the busiest engine, divided by the mean. Route: time of POST /route "
+        "over HTTP, on this machine, which also runs everything else."
     )
 
 

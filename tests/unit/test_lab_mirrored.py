@@ -1,36 +1,61 @@
-"""The laboratory's version of a fleet of simulated engines: same requests, same caches, about the same times."""
+"""The laboratory's version of a live fleet: the same requests, engines and conditions."""
 
 from __future__ import annotations
 
 import random
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from streams.core.routing.decision import RoutePolicy
 from streams.core.routing.selection import RouterMode
-from streams.local.report import summarise
+from streams.errors import SettingsError
 from streams.sim.engine_config import EngineConfig
-from streams.sim.lab.mirrored import engine_like, simulate_like, workload_like
-from streams.sim.offline import simulate
+from streams.sim.lab.engine_config import LabEngineConfig, default_engine
+from streams.sim.lab.experiment import run_policy
+from streams.sim.lab.fleet import Failure, FleetConfig, Lateness
+from streams.sim.lab.mirrored import LiveRun, LiveTimes, follow_like, simulate_like, workload_like
+from streams.sim.lab.pool import LabPoolConfig
+from streams.sim.lab.recorded import replay
+from streams.sim.offline import Outcome, simulate
 from streams.sim.trace import TraceRequest, generate, infinite_cache_hit_share
 
-ENGINE = EngineConfig(n_blocks=4096)
+#: Small caches, so that blocks are evicted.
+ENGINE = EngineConfig(n_blocks=2048)
+
+N_ENGINES = 4
 
 
 @pytest.fixture(scope="module")
 def chat() -> list[TraceRequest]:
     """Give 150 requests of conversations."""
-    return generate(150, np.random.default_rng(3))
+    return generate(150, np.random.default_rng(3), None)
 
 
-def test_an_engine_has_the_same_size_and_speed() -> None:
-    """Blocks and times of the laboratory's engine are those of the other one."""
-    engine = engine_like(ENGINE)
-    assert (engine.block_size, engine.n_blocks) == (ENGINE.block_size, ENGINE.n_blocks)
-    assert engine.prefill_step_ms(1000) == pytest.approx(ENGINE.prefill_ms(1000))
-    assert engine.decode_step_ms(0.5) == ENGINE.decode_ms_per_token
+def lab_engine(config: EngineConfig) -> LabEngineConfig:
+    """A laboratory engine of the same size and speed, whose prefills and answers share its steps."""
+    return replace(
+        default_engine(),
+        block_size=config.block_size,
+        n_blocks=config.n_blocks,
+        prefill_ms=(0.0, config.prefill_us_per_token / 1000.0, config.prefill_ms_base),
+        decode_ms=(0.0, 0.0, config.decode_ms_per_token),
+    )
+
+
+def on_time(
+    requests: Sequence[TraceRequest], outcomes: Sequence[Outcome], late_ms: float = 0.0, speedup: float = 1.0
+) -> LiveRun:
+    """A live run with these outcomes, in which decisions and reports are as late as this."""
+    times = []
+    for request, outcome in zip(requests, outcomes, strict=True):
+        assert outcome.ttft_ms is not None and outcome.latency_ms is not None
+        at_ms = request.timestamp_ms
+        first_ms, ended_ms = at_ms + outcome.ttft_ms, at_ms + outcome.latency_ms
+        times.append(LiveTimes(at_ms + late_ms, first_ms + late_ms, ended_ms + late_ms))
+    return LiveRun(outcomes, times, speedup)
 
 
 def test_requests_share_what_they_share(chat: list[TraceRequest]) -> None:
@@ -39,19 +64,110 @@ def test_requests_share_what_they_share(chat: list[TraceRequest]) -> None:
     assert workload_like(chat, ENGINE.block_size).reusable_share() == pytest.approx(share, abs=1e-9)
 
 
-def test_an_idle_engine_answers_after_the_same_time() -> None:
-    """Without other requests, times to first token are equal in both models, with and without reuse."""
-    requests = [TraceRequest(60_000.0 * at, 2048 + 512 * at, 4, tuple(range(5 + at))) for at in range(3)]
-    lab = simulate_like(requests, 1, ENGINE, "kv")
-    model = simulate(requests, 1, ENGINE, RoutePolicy(RouterMode.KV), random.Random(1))
-    assert [each.cached_tokens for each in lab] == [each.cached_tokens for each in model]
+@pytest.mark.parametrize("mode", ["kv", "round-robin", "least-loaded"])
+def test_a_busy_fleet_does_the_same_for_every_request(chat: list[TraceRequest], mode: str) -> None:
+    """Engine, hits and times of each request are those of the live engines' model, with caches that are full."""
+    lab = simulate_like(chat, N_ENGINES, ENGINE, mode)
+    model = simulate(chat, N_ENGINES, ENGINE, RoutePolicy(RouterMode(mode)), random.Random(1))
+    assert [(each.worker_id, each.cached_tokens, each.prompt_tokens, each.output_tokens) for each in lab] == [
+        (each.worker_id, each.cached_tokens, each.prompt_tokens, each.output_tokens) for each in model
+    ]
     assert [each.ttft_ms for each in lab] == pytest.approx([each.ttft_ms for each in model])
+    assert [each.latency_ms for each in lab] == pytest.approx([each.latency_ms for each in model])
 
 
-@pytest.mark.parametrize("mode", ["kv", "round-robin"])
-def test_both_models_find_the_same_share_in_caches(chat: list[TraceRequest], mode: str) -> None:
-    """A busy fleet of small caches has about the same hit share in both models of an engine."""
-    lab: dict[str, Any] = summarise(simulate_like(chat, 4, ENGINE, mode), 4)
-    model = summarise(simulate(chat, 4, ENGINE, RoutePolicy(RouterMode(mode)), random.Random(1)), 4)
-    assert lab["requests"] == model["requests"] == len(chat)
-    assert lab["hit_share"] == pytest.approx(model["hit_share"], abs=0.02)
+def test_engines_whose_steps_are_shared_find_the_same_blocks_if_choices_are_the_same(chat: list[TraceRequest]) -> None:
+    """Both models of an engine have the same rules of caching: only times differ, and choices that depend on them."""
+    workload = workload_like(chat, ENGINE.block_size)
+    roomy = replace(ENGINE, n_blocks=16_384)
+    own = run_policy(workload, FleetConfig(lab_engine(roomy), N_ENGINES), "kv").result
+    followed = replay(workload, FleetConfig(roomy, N_ENGINES), own.worker.tolist(), []).row.result
+    assert followed.reused_tokens.tolist() == own.reused_tokens.tolist()
+    assert followed.last_ms.mean() < own.last_ms.mean()
+
+
+@pytest.mark.parametrize("policy", ["kv", "expected-time", "round-robin"])
+@pytest.mark.parametrize("speedup", [1.0, 4.0])
+def test_a_run_that_follows_another_one_repeats_it(chat: list[TraceRequest], policy: str, speedup: float) -> None:
+    """With the choices and the times of a run, each request finds the same, and the policy would change no choice."""
+    outcomes = simulate_like(chat, N_ENGINES, ENGINE, policy)
+    live = on_time(chat, outcomes)
+    own = simulate_like(chat, N_ENGINES, ENGINE, policy, live=live)
+    assert [(each.worker_id, each.cached_tokens) for each in own] == [
+        (each.worker_id, each.cached_tokens) for each in outcomes
+    ]
+    fast = simulate_like(chat, N_ENGINES, ENGINE, policy, live=replace(live, speedup=speedup))
+    followed = follow_like(chat, N_ENGINES, ENGINE, policy, replace(on_time(chat, fast), speedup=speedup))
+    assert followed.changed == 0.0
+    assert [(each.worker_id, each.cached_tokens) for each in followed.outcomes] == [
+        (each.worker_id, each.cached_tokens) for each in fast
+    ]
+    assert [each.ttft_ms for each in followed.outcomes] == pytest.approx([each.ttft_ms for each in fast])
+
+
+def test_requests_are_routed_in_the_order_in_which_they_were_decided(chat: list[TraceRequest]) -> None:
+    """Decisions that were late are late in the laboratory: round robin gives the same engines as the live run did."""
+    late_ms = np.random.default_rng(5).exponential(300.0, len(chat))
+    decided_ms = [request.timestamp_ms + late for request, late in zip(chat, late_ms.tolist(), strict=True)]
+    turn = {number: place for place, number in enumerate(sorted(range(len(chat)), key=decided_ms.__getitem__))}
+    idle = on_time(chat, simulate_like(chat, N_ENGINES, ENGINE, "round-robin"))
+    times = [replace(each, decided_ms=at_ms) for each, at_ms in zip(idle.times, decided_ms, strict=True)]
+    found = simulate_like(chat, N_ENGINES, ENGINE, "round-robin", live=replace(idle, times=times))
+    assert [each.worker_id for each in found] == [turn[number] % N_ENGINES + 1 for number in range(len(chat))]
+    shuffled = simulate_like(chat, N_ENGINES, ENGINE, "round-robin", live=replace(idle, times=times), shuffle=1)
+    assert [each.worker_id for each in shuffled] != [each.worker_id for each in found]
+
+
+def test_late_reports_change_what_the_router_knows(chat: list[TraceRequest]) -> None:
+    """Requests whose end the router does not know of count as load: a run without reports decides otherwise."""
+    outcomes = simulate_like(chat, N_ENGINES, ENGINE, "least-loaded")
+    live = on_time(chat, outcomes)
+    never = [LiveTimes(each.decided_ms, 1e9, 1e9) for each in live.times]
+    blind = simulate_like(chat, N_ENGINES, ENGINE, "least-loaded", live=replace(live, times=never))
+    counts = np.bincount([each.worker_id for each in blind], minlength=N_ENGINES + 1)[1:]
+    assert counts.max() - counts.min() <= 1  # nothing ever ends, so that the least loaded is the next one in turn
+    assert [each.worker_id for each in blind] != [each.worker_id for each in outcomes]
+
+
+def test_a_late_request_starts_at_its_time_where_the_engine_was_idle(chat: list[TraceRequest]) -> None:
+    """As in a live engine, a request that comes late to an idle engine has the time to first token of one in time."""
+    one = [TraceRequest(0.0, 2048, 4, (1, 2, 3, 4))]
+    in_time = simulate_like(one, 1, ENGINE, "kv")
+    late = simulate_like(one, 1, ENGINE, "kv", live=on_time(one, in_time, late_ms=5_000.0))
+    assert late[0].ttft_ms == pytest.approx(in_time[0].ttft_ms) == pytest.approx(ENGINE.prefill_ms(2048))
+
+
+def test_an_engine_that_fails_loses_its_blocks_and_its_requests_are_repeated(chat: list[TraceRequest]) -> None:
+    """Every request is served, and the fleet finds less in its caches than without the failure."""
+    workload = workload_like(chat, ENGINE.block_size)
+    undisturbed = run_policy(workload, FleetConfig(ENGINE, N_ENGINES), "kv").result
+    failures = tuple(Failure(worker, 3_000.0, 2_000.0, 500.0) for worker in range(N_ENGINES - 1))
+    failed = run_policy(workload, FleetConfig(ENGINE, N_ENGINES, failures=failures), "kv").result
+    assert (failed.last_ms >= failed.first_ms).all() and (failed.first_ms > failed.arrived_ms).all()
+    assert failed.reused_tokens.sum() < undisturbed.reused_tokens.sum()
+
+
+def test_slower_engines_take_longer(chat: list[TraceRequest]) -> None:
+    """The speed of an engine counts for prefills and answers."""
+    one = workload_like([TraceRequest(0.0, 2048, 4, (1, 2, 3, 4))], ENGINE.block_size)
+    fast = run_policy(one, FleetConfig(ENGINE, 1), "kv").result
+    slow = run_policy(one, FleetConfig(ENGINE, 1, speeds=(2.0,)), "kv").result
+    assert slow.last_ms.tolist() == pytest.approx((2.0 * fast.last_ms).tolist())
+
+
+LATE = Lateness(np.zeros(1), np.zeros(1), np.zeros(1))
+
+
+@pytest.mark.parametrize(
+    ("config", "match"),
+    [
+        ({"engine": ENGINE, "pool": LabPoolConfig(100)}, "neither a pool nor host memory"),
+        ({"engine": ENGINE, "host": LabPoolConfig(100)}, "neither a pool nor host memory"),
+        ({"engine": default_engine(), "lateness": LATE}, "lateness is for engines of kvstreams sim"),
+        ({"engine": ENGINE, "lateness": LATE, "concurrency": 4}, "lateness is for engines of kvstreams sim"),
+    ],
+)
+def test_conditions_that_do_not_fit_are_refused(config: dict[str, object], match: str) -> None:
+    """The error names what does not fit."""
+    with pytest.raises(SettingsError, match=match):
+        FleetConfig(**config)  # type: ignore[arg-type]

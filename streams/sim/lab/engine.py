@@ -19,6 +19,7 @@ costs time per block of an answer then, not per token.
 from __future__ import annotations
 
 import heapq
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -43,9 +44,12 @@ class LabRequest:
     """
 
     __slots__ = (
+        "arrived_ms",
         "chain",
         "computed",
         "epoch",
+        "first_ms",
+        "last_ms",
         "loaded_tokens",
         "n_blocks",
         "n_generated",
@@ -74,6 +78,8 @@ class LabRequest:
         self.epoch = 0  # number of preemptions, so that what was due before them is ignored
         self.reused_tokens = -1  # found in the cache at its first admission
         self.loaded_tokens = 0  # of other memory, in all admissions
+        self.arrived_ms = math.nan  # in SimulatedEngine: if it is submitted late, when it would have arrived
+        self.first_ms = self.last_ms = math.nan  # in SimulatedEngine: when its first and its last token were out
 
 
 #: Called with the engine's number, a request, and the first and last of its prompt's blocks that can be found now.

@@ -17,13 +17,15 @@ from functools import partial
 
 import numpy as np
 
-from streams.core.ids import EngineHash, HashArray
+from streams.core.ids import EngineHash, Float64Array, HashArray
 from streams.errors import SettingsError
-from streams.sim.lab.engine import LabEngine, LabRequest
+from streams.sim.engine_config import EngineConfig
+from streams.sim.lab.engine import LabEngine, LabRequest, Load
 from streams.sim.lab.engine_config import LabEngineConfig
 from streams.sim.lab.pool import LabPool, LabPoolConfig
 from streams.sim.lab.results import RunResult
 from streams.sim.lab.router import LabRouter, RoutedRequest
+from streams.sim.lab.simulated_engine import SimulatedEngine
 from streams.sim.lab.workload import NO_REQUEST, Workload
 
 #: Progress is reported after this many requests.
@@ -46,16 +48,32 @@ class Failure:
 
 
 @dataclass(frozen=True, slots=True)
+class Lateness:
+    """How late a live run was, so that the laboratory can run under the same conditions. Each is float64[n], in ms.
+
+    arrived_ms: when an engine of `kvstreams sim` counts each request as arrived. The times of the workload are those of
+    its decision then, which are later. first_ms, ended_ms: from its first token and from its end until the router had
+    the client's report.
+    """
+
+    arrived_ms: Float64Array
+    first_ms: Float64Array
+    ended_ms: Float64Array
+
+
+@dataclass(frozen=True, slots=True)
 class FleetConfig:
     """The fleet and how requests come.
 
     concurrency: requests at the same time, each followed by the next one; 0: they come at their times, divided by
     speedup. event_lag_ms: until the router has an engine's event. speeds: for each worker, how many times as long its
     steps take; missing ones are 1. pool: memory that all engines share, None for none. host: memory of each
-    engine's host, from which only that engine loads, None for none.
+    engine's host, from which only that engine loads, None for none. engine: that of a laboratory engine, or of one of
+    `kvstreams sim`, which has no pool here. lateness: of a live run; only with engines of `kvstreams sim`, whose
+    requests come at their times.
     """
 
-    engine: LabEngineConfig
+    engine: LabEngineConfig | EngineConfig
     n_workers: int = 8
     concurrency: int = 0
     speedup: float = 1.0
@@ -64,6 +82,7 @@ class FleetConfig:
     failures: tuple[Failure, ...] = field(default=())
     pool: LabPoolConfig | None = None
     host: LabPoolConfig | None = None
+    lateness: Lateness | None = None
 
     def __post_init__(self) -> None:
         if self.n_workers < 1:
@@ -72,6 +91,11 @@ class FleetConfig:
             raise SettingsError("concurrency and the lag of events must not be negative, and speedup must be above 0")
         if any(not speed > 0.0 for speed in self.speeds) or len(self.speeds) > self.n_workers:
             raise SettingsError("speeds must be above 0, and there must not be more of them than workers")
+        is_lab = isinstance(self.engine, LabEngineConfig)
+        if not is_lab and not (self.pool is None and self.host is None):
+            raise SettingsError("engines of kvstreams sim have neither a pool nor host memory in the laboratory")
+        if self.lateness is not None and (is_lab or self.concurrency or self.speedup != 1.0):
+            raise SettingsError("lateness is for engines of kvstreams sim, with requests that come at their times")
         if any(not 0 <= each.worker < self.n_workers for each in self.failures):
             raise SettingsError(f"a failure names a worker that is not one of the {self.n_workers}")
 
@@ -97,21 +121,14 @@ class _Run:
         self.result = RunResult(workload.name, workload.n_in, workload.n_out, config.n_workers)
         self.pool = None
         if config.pool is not None:
-            self.pool = LabPool(config.pool, config.engine.block_size * config.engine.bytes_per_token)
+            self.pool = self._new_pool(config.pool)
         self._hosts: list[LabPool] = []
         if config.host is not None:
-            self._hosts = [self._new_host(config.host) for _ in range(config.n_workers)]
+            self._hosts = [self._new_pool(config.host) for _ in range(config.n_workers)]
         loads = self.pool is not None or bool(self._hosts)
         speeds = (*config.speeds, *[1.0] * config.n_workers)
         self.engines = [
-            LabEngine(
-                number,
-                config.engine,
-                self._on_stored,
-                self._on_removed,
-                speed=speeds[number],
-                load=partial(self._load, number) if loads else None,
-            )
+            self._new_engine(number, speeds[number], partial(self._load, number) if loads else None)
             for number in range(config.n_workers)
         ]
         self._down = [False] * config.n_workers
@@ -137,8 +154,16 @@ class _Run:
         self._pause_ms: list[float] = (workload.pause_ms / config.speedup).tolist()
         self._at_ms: list[float] = (workload.at_ms / config.speedup).tolist()
 
-    def _new_host(self, config: LabPoolConfig) -> LabPool:
-        return LabPool(config, self.config.engine.block_size * self.config.engine.bytes_per_token)
+    def _new_engine(self, number: int, speed: float, load: Load | None) -> LabEngine | SimulatedEngine:
+        config = self.config.engine
+        if isinstance(config, EngineConfig):
+            return SimulatedEngine(number, config, self._on_stored, self._on_removed, speed=speed)
+        return LabEngine(number, config, self._on_stored, self._on_removed, speed=speed, load=load)
+
+    def _new_pool(self, config: LabPoolConfig) -> LabPool:
+        engine = self.config.engine
+        assert isinstance(engine, LabEngineConfig)  # the configuration has checked that
+        return LabPool(config, engine.block_size * engine.bytes_per_token)
 
     def run(self) -> RunResult:
         n = len(self.workload)
@@ -256,6 +281,8 @@ class _Run:
                 f"request {number} of {self.workload.name} has {request.n_in} + {request.n_out} tokens, which no "
                 f"engine with {self.config.engine.n_blocks} blocks can serve"
             )
+        if self.config.lateness is not None:
+            request.arrived_ms = self.result.arrived_ms[number] = float(self.config.lateness.arrived_ms[number])
         self._requests[number] = request
         self._worker[number] = worker
         self.result.worker[number] = worker
@@ -267,16 +294,22 @@ class _Run:
     def _finish(self, worker: int) -> None:
         """An engine ends its step."""
         first, ended = self.engines[worker].finish()
-        now_ms, result, router = self.now_ms, self.result, self.router
+        now_ms, result, router, lateness = self.now_ms, self.result, self.router, self.config.lateness
         for request in first:
-            result.first_ms[request.number] = now_ms
+            result.first_ms[request.number] = now_ms if lateness is None else request.first_ms
             result.reused_tokens[request.number] = request.reused_tokens
             result.loaded_tokens[request.number] = min(request.loaded_tokens, request.n_in - request.reused_tokens)
-            router.first_token(request.number, now_ms)
+            if lateness is None:
+                router.first_token(request.number, now_ms)
+            else:
+                self._report_first(request, float(lateness.first_ms[request.number]))
         for request in ended:
             number = request.number
-            result.last_ms[number] = now_ms
-            router.ended(number, now_ms, request.n_out)
+            result.last_ms[number] = now_ms if lateness is None else request.last_ms
+            if lateness is None:
+                router.ended(number, now_ms, request.n_out)
+            else:
+                self._report_end(request, float(lateness.ended_ms[number]))
             del self._requests[number], self._worker[number]
             self._done[number] = True
             self._n_done += 1
@@ -285,6 +318,12 @@ class _Run:
                 self._let_follow(each)
             if self._on_progress is not None and not self._n_done % PROGRESS_EVERY:
                 self._on_progress(self._n_done)
+
+    def _report_first(self, request: LabRequest, late_ms: float) -> None:
+        self._at(request.first_ms + late_ms, lambda: self.router.first_token(request.number, self.now_ms))
+
+    def _report_end(self, request: LabRequest, late_ms: float) -> None:
+        self._at(request.last_ms + late_ms, lambda: self.router.ended(request.number, self.now_ms, request.n_out))
 
     # -- events --------------------------------------------------------------------------------------------------------
 
@@ -357,7 +396,7 @@ class _Run:
         self._version[worker] += 1
         lost = [request.number for request in self.engines[worker].fail()]
         if self.config.host is not None:
-            self._hosts[worker] = self._new_host(self.config.host)
+            self._hosts[worker] = self._new_pool(self.config.host)
         self._at(self.now_ms + failure.for_ms, lambda: self._return(worker))
         self._at(self.now_ms + min(failure.known_after_ms, failure.for_ms), lambda: self.router.worker_failed(worker))
         for number in lost:  # clients see a broken connection at once, and try again
