@@ -21,6 +21,7 @@ from streams.core.routing.queue import QUEUE_BACKLOG_MS
 from streams.core.routing.selection import Rng, RouterMode
 from streams.errors import SettingsError
 from streams.policy_plugins import find_policy, policy_names
+from streams.sim.engine_config import EngineConfig
 from streams.sim.lab import generators
 from streams.sim.lab.engine_config import LabEngineConfig
 from streams.sim.lab.fleet import FleetConfig, run
@@ -92,7 +93,7 @@ def split_name(text: str) -> tuple[str, dict[str, float]]:
     return name, parameters
 
 
-def load_workload(text: str, engine: LabEngineConfig, n_workers: int) -> Workload:
+def load_workload(text: str, engine: LabEngineConfig | EngineConfig, n_workers: int) -> Workload:
     """Read a trace's file or folder, or generate traffic by name. Raises SettingsError, InvalidRequest."""
     path = Path(text)
     if path.exists():

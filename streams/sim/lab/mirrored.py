@@ -159,5 +159,4 @@ def _late(at_ms: Float64Array, live: LiveRun) -> tuple[Float64Array, Float64Arra
     ended = column([each.ended_reported_ms for each in live.times]) - at_ms
     first -= column([each.ttft_ms for each in live.outcomes])
     ended -= column([each.latency_ms for each in live.outcomes])
-    zero = 0.0
-    return np.maximum(decided, zero), np.maximum(first, zero), np.maximum(ended, zero)
+    return np.maximum(decided, 0.0), np.maximum(first, 0.0), np.maximum(ended, 0.0)
