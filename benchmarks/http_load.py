@@ -102,7 +102,7 @@ def ask(url: str, method: str, path: str, body: bytes = b"", content_type: str =
     """One request; returns the body and raises ConnectionError for another status than success."""
 
     async def once() -> tuple[int, bytes]:
-        (connection,) = await _connections(url, 1)
+        (connection,) = await connect(url, 1)
         try:
             return await connection.ask(request(url, method, path, body, content_type))
         finally:
@@ -169,7 +169,7 @@ def pair_loop(
 
 def _run(url: str, clients: int, seconds: float, one: Callable[..., Any]) -> Done:
     async def all_() -> Done:
-        connections = await _connections(url, clients)
+        connections = await connect(url, clients)
         done = Done()
         began = time.perf_counter()
         await asyncio.gather(*(one(done, each, 7 * at, began + seconds) for at, each in enumerate(connections)))
@@ -181,7 +181,8 @@ def _run(url: str, clients: int, seconds: float, one: Callable[..., Any]) -> Don
     return uvloop.run(all_())
 
 
-async def _connections(url: str, n: int) -> list[Connection]:
+async def connect(url: str, n: int) -> list[Connection]:
+    """Open n connections."""
     host, _, port = urlsplit(url).netloc.partition(":")
     loop = asyncio.get_running_loop()
     return [(await loop.create_connection(Connection, host, int(port)))[1] for _ in range(n)]
