@@ -53,7 +53,7 @@ class Lateness:
 
     arrived_ms: when an engine of `kvstreams sim` counts each request as arrived. The times of the workload are those of
     its decision then, which are later. first_ms, ended_ms: from its first token and from its end until the router had
-    the client's report.
+    the client's report. Clients of live runs do not report how long an answer was.
     """
 
     arrived_ms: Float64Array
@@ -323,7 +323,7 @@ class _Run:
         self._at(request.first_ms + late_ms, lambda: self.router.first_token(request.number, self.now_ms))
 
     def _report_end(self, request: LabRequest, late_ms: float) -> None:
-        self._at(request.last_ms + late_ms, lambda: self.router.ended(request.number, self.now_ms, request.n_out))
+        self._at(request.last_ms + late_ms, lambda: self.router.ended(request.number, self.now_ms))
 
     # -- events --------------------------------------------------------------------------------------------------------
 
