@@ -7,11 +7,11 @@ Two processes that run the same program can differ by more than the log costs, b
 Therefore a router with the log is compared with itself: it records a share of all requests, chosen by their ids, and
 short turns of requests that it records alternate with turns of requests that it does not. What differs is the
 processor time per request, of the whole process and of the thread that answers: throughput of a router whose answering
-thread is saturated is the inverse of the latter. The cost is the median over pairs of neighbouring turns. The floor is
-what the same comparison finds where there is no difference, in routers without the log.
+thread is saturated is the inverse of the latter. The cost follows from the medians over turns. The floor is what the
+same comparison finds where there is no difference, in routers without the log.
 
 A router encodes what it noted in batches of 128 decisions. What is left at the end of a turn is encoded after it, and
-is not counted: 0.1 to 0.2 us per request. Single pairs differ by 10 % on a virtual machine, so many short ones are
+is not counted: 0.1 to 0.2 us per request. Single turns differ by 10 % on a virtual machine, so many short ones are
 needed.
 """
 
@@ -107,16 +107,10 @@ def thread_times(pid: int) -> dict[int, float]:
     return found
 
 
-def cost(servers: Sequence[Server], metric: str) -> tuple[float, float]:
-    """The share of the throughput that recording costs in these routers: the median over all pairs, and its error."""
-    found = []
-    for each in servers:
-        times = each.times[metric]
-        found += [1.0 - other / own for own, other in zip(times[True], times[False], strict=True)]
-    middle = statistics.median(found)
-    # As for normal values, from the median of the deviations, which single bad pairs do not change.
-    sd = 1.4826 * statistics.median(abs(each - middle) for each in found)
-    return middle, 1.2533 * sd / len(found) ** 0.5
+def cost(servers: Sequence[Server], metric: str) -> float:
+    """The share of the throughput that recording costs in these routers, by the medians over their turns."""
+    of_kind = {kind: [each for server in servers for each in server.times[metric][kind]] for kind in (True, False)}
+    return 1.0 - statistics.median(of_kind[False]) / statistics.median(of_kind[True])
 
 
 def _server(parts: Machinery, children: Children, mode: str, n_workers: int, name: str, *, log: bool) -> Server:
@@ -212,16 +206,15 @@ def _note(samples: Samples, case: str, servers: Sequence[Server]) -> list[Bar]:
                 series = (OURS if is_recorded else "not recorded") if each.has_log else "router without the log"
                 for time_us in times:
                     samples.add(case, f"{metric}, per request", "us", series, time_us)
-        middle, error = cost(with_log, metric)
-        by_router = ", ".join(f"{cost([each], metric)[0]:.1%}" for each in with_log)
-        null, null_error = cost(without, metric)
+        middle, floor = cost(with_log, metric), cost(without, metric)
+        by_router = ", ".join(f"{cost([each], metric):.1%}" for each in with_log)
         levels = [statistics.median(each.times[metric][False]) for each in servers]
         bars.append(
             Bar(
                 f"{case}: the log's share of the throughput, {metric}",
                 middle <= COST_MAX,
-                f"at most {COST_MAX:.0%}; {middle:.1%} ± {error:.1%} ({by_router} by router; floor {null:.1%} ± "
-                f"{null_error:.1%}; identical routers differ by {max(levels) / min(levels) - 1.0:.0%})",
+                f"at most {COST_MAX:.0%}; {middle:.1%} ({by_router} by router; floor {floor:+.1%}; identical "
+                f"routers differ by {max(levels) / min(levels) - 1.0:.0%})",
             )
         )
     return bars
