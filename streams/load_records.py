@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
+from streams.avro_numbers import encoded_long
 from streams.codec import codec, decode_load, encode_load, from_long, load_key, to_long
 from streams.core.ids import DpRank, RankId, WorkerId
 from streams.core.kernels.available import kernels_available
@@ -20,7 +21,9 @@ from streams.core.loads.observations import NO_FORECAST, Forecast
 
 _read_add: Callable[[bytes], tuple[int, ...]] | None = None
 if kernels_available():
-    from streams.tables.kernels.loads import read_add as _read_add
+    from streams.tables.kernels.loads import read_add
+
+    _read_add = read_add
 
 #: A datum of router-loads begins with this header; then come request id, router id and counter, which are the same in
 #: all records of one booking.
@@ -61,13 +64,7 @@ _HASH_BYTES = 8
 _N_FORECAST = len(NO_FORECAST)
 _NO_FORECAST_BYTES = bytes(_N_FORECAST)
 
-#: Numbers of up to two bytes, which most are: making one takes ten times as long as finding it here.
-_SHORT = tuple(bytes([zigzag]) for zigzag in range(0, 128, 2)) + tuple(
-    bytes([zigzag & 0x7F | 0x80, zigzag >> 7]) for zigzag in range(128, 1 << 14, 2)
-)
-_N_SHORT = len(_SHORT)
 _new = tuple.__new__
-_I63 = 1 << 63
 _I32 = 1 << 31
 
 
@@ -89,19 +86,21 @@ def encoded_load(booking_id: BookingId, phase: BookingPhase, booking: Booking | 
                 _PHASE_BYTES[phase],
                 _time(written_at_ms),
                 b"\x02",
-                _long(to_long(booking.rank.worker_id)),
-                _long(booking.rank.dp_rank),
-                _long(len(model)),
+                encoded_long(to_long(booking.rank.worker_id)),
+                encoded_long(booking.rank.dp_rank),
+                encoded_long(len(model)),
                 model,
-                _long(booking.prefill_tokens),
-                _long(booking.request_blocks),
-                _long(booking.overlap_blocks),
-                _long(len(booking.sequence)),
+                encoded_long(booking.prefill_tokens),
+                encoded_long(booking.request_blocks),
+                encoded_long(booking.overlap_blocks),
+                encoded_long(len(booking.sequence)),
                 booking.sequence,
-                b"\x00" if expected is None else b"\x02" + _long(expected),
-                _long(booking.output_blocks),
+                b"\x00" if expected is None else b"\x02" + encoded_long(expected),
+                encoded_long(booking.output_blocks),
                 _REQUEST_PHASES[booking.phase],
-                _NO_FORECAST_BYTES if booking.forecast is NO_FORECAST else b"".join(map(_long, booking.forecast)),
+                _NO_FORECAST_BYTES
+                if booking.forecast is NO_FORECAST
+                else b"".join(map(encoded_long, booking.forecast)),
             )
         )
     except (ValueError, KeyError):  # the slow way says what is wrong
@@ -156,6 +155,7 @@ class LoadDecoder:
         """The same as the function `_decode_add`, with a kernel that finds the fields."""
         if not raw.startswith(_HEADER):
             return None
+        assert _read_add is not None  # else `decode` does not call this
         (
             request, request_end, router, router_end, counter, head_end,
             worker_id, dp_rank, model, model_end, prefill, request_blocks, overlap, sequence, sequence_end,
@@ -295,7 +295,13 @@ def _read(raw: bytes, at: int) -> tuple[int, int]:
 def _head(booking_id: BookingId) -> bytes:
     request_id = booking_id.request_id.encode()
     return b"".join(
-        (_HEADER, _long(len(request_id)), request_id, _text(booking_id.router_id), _long(booking_id.counter))
+        (
+            _HEADER,
+            encoded_long(len(request_id)),
+            request_id,
+            _text(booking_id.router_id),
+            encoded_long(booking_id.counter),
+        )
     )
 
 
@@ -303,33 +309,18 @@ def _head(booking_id: BookingId) -> bytes:
 def _text(router_id: str) -> bytes:
     """All records that a router encodes have its id."""
     raw = router_id.encode()
-    return _long(len(raw)) + raw
+    return encoded_long(len(raw)) + raw
 
 
 @functools.lru_cache(maxsize=1)
 def _time(written_at_ms: int) -> bytes:
     """Records that are encoded together were mostly written within a few milliseconds."""
-    return _long(written_at_ms)
+    return encoded_long(written_at_ms)
 
 
 def _is_time(raw: bytes) -> bool:
     """Whether these bytes are one Avro long: all but the last have their highest bit set."""
     return raw[-1] < 0x80 and min(raw[:-1]) >= 0x80
-
-
-def _long(number: int) -> bytes:
-    """An Avro long: zigzag, then seven bits per byte, the lowest first. Raises ValueError if it has over 64 bits."""
-    if 0 <= number < _N_SHORT:
-        return _SHORT[number]
-    if not -_I63 <= number < _I63:
-        raise ValueError(number)
-    left = (number << 1) ^ (number >> 63)
-    out = bytearray()
-    while left >= 0x80:
-        out.append(left & 0x7F | 0x80)
-        left >>= 7
-    out.append(left)
-    return bytes(out)
 
 
 __all__ = ["BOOKINGS_KEPT_MAX", "LoadDecoder", "encoded_load", "load_key", "request_partition"]

@@ -374,7 +374,9 @@ class LoadsSync:
                 for content, (_, _, at_ms, clock) in zip(contents, together, strict=True):
                     if content is not None:
                         booking_id, phase, booking = content
-                        if booking is None:
+                        if is_plain and phase is BookingPhase.FREE:
+                            loads.free(booking_id, at_ms, clock)
+                        elif booking is None:
                             self._apply(booking_id, phase, at_ms, clock)
                         elif (
                             is_plain

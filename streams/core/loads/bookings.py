@@ -383,7 +383,8 @@ class ActiveLoads:
         if self._known_by_request[request_id] != 1:
             return False
         assert booking is not None  # it has a node
-        del self._states[booking_id], self._known_by_request[request_id], self._live_by_request[request_id]
+        del self._states[booking_id], self._live_by_request[request_id]
+        self._known_by_request.pop(request_id)  # not `del`, which is a Python function of Counter
         due = self._due.get(clock)
         if due:
             due.pop(booking_id, None)

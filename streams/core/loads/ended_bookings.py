@@ -139,7 +139,6 @@ class EndedBookings:
         self, request_id: str, booking_id: tuple[object, ...], phase: str | None, expires_ms: int, clock: int
     ) -> int:
         """Keep a booking that is not kept yet; return how many others were dropped because there were too many."""
-        request, booking = hash(request_id) & _U64, hash(booking_id) & _U32
         times = self._clocks.get(clock)
         if times is None:
             times = self._clocks[clock] = _Times()
@@ -154,7 +153,7 @@ class EndedBookings:
         number = self._phase_numbers.get(phase)
         if number is None:
             number = self._phase_numbers[phase] = len(self._phase_numbers)
-        self._put(request, booking, number, expires_ms, clock)
+        self._put(hash(request_id) & _U64, hash(booking_id) & _U32, number, expires_ms, clock)
         return dropped
 
     def renew(self, request_id: str, booking_id: tuple[object, ...], expires_ms: int | None) -> bool:
