@@ -59,6 +59,7 @@ TERMS: Mapping[str, str] = MappingProxyType(
         "prefill_ms": "ms to compute the prompt",
         "load_ms": "ms to load cached blocks",
         "uncached_ms": "ms for the blocks that it evicts",
+        "popular_ms": "ms that no other request shares",
         "slowed_decodes_ms": "ms that other requests lose",
         "own_decode_ms": "ms for decoding there",
     }

@@ -68,7 +68,9 @@ def fronts(new_scope: ScopeFactory, tmp_path_factory: pytest.TempPathFactory) ->
         first, second = (stack.router(name, wait=False) for name in ("first", "second"))
         fleet = start_fleet(stack, second, folder / "journals")
         front = fleet.front("front", [first, second], **FRONT)
-        lonely = fleet.front("lonely", [first], **{**FRONT, "front_migration_timeout_s": GIVES_UP_S})
+        # It must not move a stalled stream before the test has killed its router.
+        settings = {"front_migration_timeout_s": GIVES_UP_S, "front_stall_timeout_s": 60.0}
+        lonely = fleet.front("lonely", [first], **{**FRONT, **settings})
         yield Fronts(fleet, first, front, lonely)
 
 

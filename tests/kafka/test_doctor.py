@@ -177,21 +177,27 @@ def partitions_differ(well: DoctorsFleet) -> Iterator[Sick]:
 
 @contextmanager
 def topic_setting(settings: Settings, topic: str, name: str, value: str) -> Iterator[None]:
-    """Change a setting of a topic while the block runs."""
+    """Change a setting of a topic while the block runs. A broker answers before it shows a change to readers."""
     client = admin(settings)
 
-    def alter(operation: Any, to: str | None) -> None:
-        entry = ConfigEntry(name, to, incremental_operation=operation)
+    def shown() -> str | None:
+        (future,) = client.describe_configs([ConfigResource(ConfigResource.Type.TOPIC, topic)]).values()
+        found: str | None = future.result(PATIENCE_S)[name].value
+        return found
+
+    def alter(to: str) -> None:
+        entry = ConfigEntry(name, to, incremental_operation=AlterConfigOpType.SET)
         resource = ConfigResource(ConfigResource.Type.TOPIC, topic, incremental_configs=[entry])
         for future in client.incremental_alter_configs([resource]).values():
             future.result(PATIENCE_S)
+        wait_for(lambda: shown() == to, PATIENCE_S, f"the broker to show {name} as {to}")
 
     before = next(spec for spec in topics(settings).all() if spec.name == topic).config[name]
-    alter(AlterConfigOpType.SET, value)
+    alter(value)
     try:
         yield
     finally:
-        alter(AlterConfigOpType.SET, before)
+        alter(before)
 
 
 @fault

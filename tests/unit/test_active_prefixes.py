@@ -49,6 +49,16 @@ def test_the_tree_says_what_sets_say(seed: int) -> None:
         asked = chain([rng.choice((7, 7, 7, 8)) for _ in range(rng.randint(0, 9))])
         for each in (1, 2, 70):
             assert shared(tree, each, asked) == len(used(each) & set(unpack_hashes(asked).tolist()))
+        users = [
+            {(number, at) for number, (at, blocks, _) in enumerate(live) if block in unpack_hashes(blocks).tolist()}
+            for block in unpack_hashes(asked).tolist()
+        ]
+        found = tree.users(asked)
+        runs = [0, *(end for end, _, _ in found)]
+        assert runs == sorted(set(runs))
+        assert [counts for (end, *counts), before in zip(found, runs, strict=False) for _ in range(end - before)] == [
+            [len(each), len({at for _, at in each})] for each in users if each
+        ]
     for row, _, run in live:
         tree.remove(row, run)
     tree.check()

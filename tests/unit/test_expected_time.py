@@ -101,6 +101,7 @@ def test_a_cost_is_the_sum_of_its_terms_in_milliseconds() -> None:
             "prefill_ms": own,
             "load_ms": 0.0,
             "uncached_ms": UNCACHED_WEIGHT * 0.02 * 6 * BLOCK,
+            "popular_ms": 0.0,
             "slowed_decodes_ms": 0.01 * 1 * own,
             "own_decode_ms": 0.01 * 100 * (8.0 + 4e-5 * BLOCK * (2 + 8 + 1)),
         }
@@ -114,6 +115,20 @@ def test_a_fully_cached_prompt_still_computes_its_last_token() -> None:
     """An engine has to compute one token at least to have something to sample from."""
     prices = ExpectedTime(PARAMETERS).price(situation(ActiveLoads(TTL_MS), [(8, 0, 0, 0)] * 3))
     assert terms(prices)["uncached_tokens"] == 1.0
+
+
+def test_blocks_that_running_requests_use_are_charged_less_on_further_ranks() -> None:
+    """Six requests on one rank use the prompt's first three blocks: a copy elsewhere would soon serve three of them."""
+    loads = ActiveLoads(TTL_MS)
+    for number in range(6):
+        booked(loads, f"r{number}", A, 1, 2, 3, *([4] if number < 2 else []), 100 + number)
+    prices = ExpectedTime(PARAMETERS).price(situation(loads, [(4, 0, 0, 0), (2, 0, 0, 0), (0, 0, 0, 0)]))
+    per_block = -(1.0 + UNCACHED_WEIGHT) * 0.02 * BLOCK
+    of_six, of_two = 1 - 1 / (1 + 6 / 2), 1 - 1 / (1 + 2 / 2)
+    assert [terms(prices, rank)["popular_ms"] for rank in range(3)] == pytest.approx(
+        [0.0, (of_six + of_two) * per_block, (3 * of_six + of_two) * per_block]
+    )
+    assert terms(prices, 2)["prefill_ms"] == 20.0 + 0.02 * 8 * BLOCK  # the request itself waits for all of it
 
 
 def test_a_rank_without_room_makes_a_request_wait() -> None:
@@ -177,7 +192,7 @@ def test_the_kernel_and_numpy_return_the_same_bits(seed: int) -> None:
     table = rng.integers(0, 5000, (4, n_rows))
     times = rng.integers(0, 3000, (7, n_rows)) * rng.integers(0, 2, (7, n_rows))
     shared = rng.integers(0, 9, n_rows)
-    some = bool(rng.integers(0, 2))
+    some, n_runs = bool(rng.integers(0, 2)), int(rng.integers(0, 4))
     given = (
         table,
         times,
@@ -189,6 +204,7 @@ def test_the_kernel_and_numpy_return_the_same_bits(seed: int) -> None:
         130,
         8,
         16,
+        np.array([np.sort(rng.integers(0, 9, n_runs)), rng.random(n_runs)]),
         np.array([2000.0, 20.0, 0.02, 8.0, 6e-4, 300.0, 1.0, 0.01, 0.95]),
     )
     mine, theirs = np.empty((len(NAMES) + 1, n)), np.empty((len(NAMES) + 1, n))

@@ -18,15 +18,19 @@ _BYTES_PER_BLOCK = 8
 
 
 class PrefixNode:
-    """A run: consecutive blocks that the same requests use. uses: the number of requests that use it, by row."""
+    """A run: consecutive blocks that the same requests use.
 
-    __slots__ = ("bits", "chain", "children", "parent", "uses")
+    uses: the number of requests that use it, by row. n_requests: on all rows.
+    """
+
+    __slots__ = ("bits", "chain", "children", "n_requests", "parent", "uses")
 
     def __init__(self, chain: bytes, parent: PrefixNode | None) -> None:
         self.chain = chain
         self.parent = parent
         self.children: dict[bytes, PrefixNode] = {}
         self.uses: dict[int, int] = {}
+        self.n_requests = 0
         self.bits = 0
 
     @property
@@ -55,6 +59,7 @@ class ActivePrefixes:
             elif not chain.startswith(child.chain, at):
                 child = _split(child, _common_length(child.chain, chain, at))
             n_bytes = len(child.chain)
+            child.n_requests += 1
             if row in child.uses:
                 child.uses[row] += 1
             else:
@@ -71,6 +76,7 @@ class ActivePrefixes:
         at: PrefixNode | None = node
         while at is not None and at.parent is not None:
             above = at.parent
+            at.n_requests -= 1
             if at.uses[row] > 1:
                 at.uses[row] -= 1
             else:
@@ -106,6 +112,25 @@ class ActivePrefixes:
             at += same
         return found
 
+    def users(self, chain: bytes) -> list[tuple[int, int, int]]:
+        """How many requests use the leading blocks of a chain, and on how many rows, from the root on.
+
+        Returns (blocks, requests, rows) for each run: so many blocks up to its end are in use by so many requests.
+        """
+        found: list[tuple[int, int, int]] = []
+        node, at = self._root, 0
+        while at < len(chain):
+            child = node.children.get(chain[at : at + _BYTES_PER_BLOCK])
+            if child is None:
+                break
+            same = _common_length(child.chain, chain, at)
+            at += same
+            found.append((at // _BYTES_PER_BLOCK, child.n_requests, len(child.uses)))
+            if same < len(child.chain):
+                break
+            node = child
+        return found
+
     def nodes(self) -> Iterator[PrefixNode]:
         """Every run, parents first. For tests and debugging."""
         todo = list(self._root.children.values())
@@ -119,6 +144,8 @@ class ActivePrefixes:
         for node in self.nodes():
             if not node.chain or len(node.chain) % _BYTES_PER_BLOCK or not node.uses:
                 raise IndexCorrupt("a run is empty", chain=node.chain.hex())
+            if node.n_requests != sum(node.uses.values()):
+                raise IndexCorrupt("the requests of a run are miscounted", requests=node.n_requests)
             if node.bits != sum(1 << row for row in node.uses) or min(node.uses.values()) < 1:
                 raise IndexCorrupt("the bits of a run differ from the rows that use it", bits=node.bits)
             through: dict[int, int] = {}
@@ -155,6 +182,7 @@ def _split(node: PrefixNode, at: int) -> PrefixNode:
     """
     head = PrefixNode(node.chain[:at], node.parent)
     head.uses = dict(node.uses)
+    head.n_requests = node.n_requests
     head.bits = node.bits
     assert node.parent is not None  # the root has no blocks to be split
     node.parent.children[head.chain[:_BYTES_PER_BLOCK]] = head

@@ -615,6 +615,10 @@ class ActiveLoads:
                 shared[bits.bit_length() - 1] += n_blocks
         return self._shared_by_none if shared is None else shared
 
+    def users(self, sequence: bytes) -> list[tuple[int, int, int]]:
+        """How many running requests use the leading blocks of a request, as ActivePrefixes.users returns it."""
+        return self._prefixes.users(sequence)
+
     def decode_blocks_with(self, rank: RankId, sequence: bytes) -> int:
         """Distinct active blocks of a rank if a request with this chain joined it."""
         row = self._rows.get(rank, 0)

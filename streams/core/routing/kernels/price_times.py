@@ -30,6 +30,7 @@ _TABLE = types.Array(int64, 2, "C")
         int64,
         int64,
         int64,
+        types.Array(float64, 2, "C"),
         _FLOATS,
         types.Array(float64, 2, "C"),
     ),
@@ -46,6 +47,7 @@ def price_times(
     n_tokens: int,
     full_blocks: int,
     block_size: int,
+    popular: Float64Array,
     numbers: Float64Array,
     terms: Float64Array,
 ) -> int:
@@ -53,8 +55,9 @@ def price_times(
 
     table, times: of ActiveLoads. rows: int64[n]. shared: int64[n_rows], how many of the request's full_blocks each row
     has in use. cached, load_ms: float64[n], blocks that each candidate has, and how long it loads them; either may have
-    length 0 for none. capacity: int64[n], 0 where it is not known, or int64[0]. numbers: float64[9], as of
-    expected_time.Numbers. terms: float64[10, n], the output, in the order of expected_time.NAMES and then the cost.
+    length 0 for none. capacity: int64[n], 0 where it is not known, or int64[0]. popular: float64[2, n_runs], as from
+    expected_time.popular_runs. numbers: float64[9], as of
+    expected_time.Numbers. terms: float64[11, n], the output, in the order of expected_time.NAMES and then the cost.
     """
     now_ms, a, b, c, d, output, uncached_weight, decode_weight, room = (
         numbers[0],
@@ -96,9 +99,14 @@ def price_times(
             in_use = min(in_use, float64(total))
         n_decoding = max(0, n_requests - times[1, row])
         uncached_ms = uncached_weight * b * uncached
+        spared, start = 0.0, 0.0
+        for run in range(popular.shape[1]):
+            spared += max(0.0, popular[0, run] - max(start, blocks)) * block_size * popular[1, run]
+            start = popular[0, run]
+        popular_ms = 0.0 - (1.0 + uncached_weight) * b * min(spared, uncached)
         slowed_ms = decode_weight * n_decoding * own
         decode_ms = decode_weight * output * (c + d * in_use)
-        cost = backlog + wait + own + load + uncached_ms + slowed_ms + decode_ms
+        cost = backlog + wait + own + load + uncached_ms + popular_ms + slowed_ms + decode_ms
         terms[0, index] = blocks
         terms[1, index] = uncached
         terms[2, index] = backlog
@@ -106,9 +114,10 @@ def price_times(
         terms[4, index] = own
         terms[5, index] = load
         terms[6, index] = uncached_ms
-        terms[7, index] = slowed_ms
-        terms[8, index] = decode_ms
-        terms[9, index] = cost
+        terms[7, index] = popular_ms
+        terms[8, index] = slowed_ms
+        terms[9, index] = decode_ms
+        terms[10, index] = cost
         if cost < lowest:
             lowest, first, n_equal = cost, index, 1
         elif cost == lowest:

@@ -4,11 +4,13 @@ What lives here: the formula in NumPy, its parameters, and the policy. What must
 the backlog of a rank (core.loads.rank_times), and the kernel with the same formula (core.routing.kernels.price_times).
 
     cost = backlog + wait for KV room + prefill + load + uncached_weight * slope * uncached tokens
+         - (1 + uncached_weight) * slope * popular tokens
          + decode_weight * (requests that decode there * prefill + length of output * time of a step there)
 
 The first four are what this request waits for. The fifth stands for the blocks that its uncached tokens evict, which
-other requests must compute again. The last one is what the others lose: their steps take longer while the rank
-prefills, and this request's own steps are longer where more tokens are in use.
+other requests must compute again. A prefix that many running requests share pays both back, as a further copy serves
+those that follow: of such uncached tokens, a part is popular (`popular_runs`). The last one is what the others lose:
+their steps take longer while the rank prefills, and this request's own steps are longer where more tokens are in use.
 """
 
 from __future__ import annotations
@@ -48,12 +50,14 @@ NAMES = (
     "prefill_ms",
     "load_ms",
     "uncached_ms",
+    "popular_ms",
     "slowed_decodes_ms",
     "own_decode_ms",
 )
 
 _NO_INTS: Int64Array = np.empty(0, dtype=np.int64)
 _NO_FLOATS: Float64Array = np.empty(0)
+_NO_RUNS: Float64Array = np.empty((2, 0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +111,7 @@ def price_in_numpy(
     n_tokens: int,
     full_blocks: int,
     block_size: int,
+    popular: Float64Array,
     numbers: Float64Array,
     terms: Float64Array,
 ) -> int:
@@ -139,10 +144,15 @@ def price_in_numpy(
         in_use = np.where(capacity > 0, np.minimum(in_use, capacity), in_use)
     n_decoding = np.maximum(0, n_requests - n_waiting)
     uncached_ms = given.uncached_weight * given.prefill_per_token * uncached
+    spared, start = np.zeros(len(rows)), 0.0
+    for end, share in popular.T.tolist():
+        spared += np.maximum(0.0, end - np.maximum(start, blocks)) * block_size * share
+        start = end
+    popular_ms = 0.0 - (1.0 + given.uncached_weight) * given.prefill_per_token * np.minimum(spared, uncached)
     slowed_ms = given.decode_weight * n_decoding * own
     decode_ms = given.decode_weight * given.output_tokens * (given.decode_base + given.decode_per_block * in_use)
-    cost = backlog + wait + own + load + uncached_ms + slowed_ms + decode_ms
-    terms[:] = (blocks, uncached, backlog, wait, own, load, uncached_ms, slowed_ms, decode_ms, cost)
+    cost = backlog + wait + own + load + uncached_ms + popular_ms + slowed_ms + decode_ms
+    terms[:] = (blocks, uncached, backlog, wait, own, load, uncached_ms, popular_ms, slowed_ms, decode_ms, cost)
     best = cost == cost.min()
     return int(best.argmax()) << 32 | int(np.count_nonzero(best))
 
@@ -153,12 +163,30 @@ else:
     price_times = price_in_numpy
 
 
+def popular_runs(users: Sequence[tuple[int, int, int]]) -> Float64Array:
+    """Turn the users of a prompt's leading blocks into what the kernel takes: float64[2, n_runs].
+
+    users: as from ActivePrefixes.users. Returns the blocks up to the end of each run, and the share of its tokens that
+    this request is not charged for: if n requests use the run on k ranks, a rank that computes it as well will serve
+    about n / (k + 1) of such requests besides this one, and all of them share the charge.
+    """
+    if not users:
+        return _NO_RUNS
+    return np.array(
+        (
+            [float(end) for end, _, _ in users],
+            [n_requests / (n_requests + n_ranks + 1.0) for _, n_requests, n_ranks in users],
+        )
+    )
+
+
 __all__ = [
     "NAMES",
     "ExpectedTime",
     "ExpectedTimeParameters",
     "Numbers",
     "expected_time",
+    "popular_runs",
     "price_in_numpy",
     "price_times",
 ]
@@ -227,6 +255,7 @@ class ExpectedTime:
             situation.n_tokens,
             len(situation.sequence) // 8,
             block_size,
+            popular_runs(loads.users(situation.sequence)),
             numbers,
             terms,
         )
