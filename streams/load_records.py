@@ -9,13 +9,21 @@ from __future__ import annotations
 
 import functools
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
+from streams.avro_numbers import encoded_long
 from streams.codec import codec, decode_load, encode_load, from_long, load_key, to_long
 from streams.core.ids import DpRank, RankId, WorkerId
+from streams.core.kernels.available import kernels_available
 from streams.core.loads.bookings import Booking, BookingId, BookingPhase
 from streams.core.loads.observations import NO_FORECAST, Forecast
+
+_read_add: Callable[[bytes], tuple[int, ...]] | None = None
+if kernels_available():
+    from streams.tables.kernels.loads import read_add
+
+    _read_add = read_add
 
 #: A datum of router-loads begins with this header; then come request id, router id and counter, which are the same in
 #: all records of one booking.
@@ -39,7 +47,13 @@ _REQUEST_PHASES: Mapping[str | None, bytes] = MappingProxyType(
 #: booking is removed when its free is read. Beyond the limit the oldest one is removed.
 BOOKINGS_KEPT_MAX = 100_000
 
+#: Different values of one kind that a decoder keeps: times of writing, ranks, and names. Beyond the limit, all of them
+#: are dropped. A name that is longer than this is not kept.
+_SHARED_VALUES_MAX = 4096
+_SHARED_TEXT_BYTES_MAX = 256
+
 _REQUEST_PHASES_READ = MappingProxyType({raw: (phase,) for phase, raw in _REQUEST_PHASES.items()})
+_REQUEST_PHASE_OF_CODE = (None, "prefill", "decode")  # by what the kernel returns
 
 #: The second branch of a union, which is the value that may be absent; and bytes that are a whole number from 0 to 63.
 _PRESENT = 2
@@ -50,12 +64,7 @@ _HASH_BYTES = 8
 _N_FORECAST = len(NO_FORECAST)
 _NO_FORECAST_BYTES = bytes(_N_FORECAST)
 
-#: Numbers of up to two bytes, which most are: making one takes ten times as long as finding it here.
-_SHORT = tuple(bytes([zigzag]) for zigzag in range(0, 128, 2)) + tuple(
-    bytes([zigzag & 0x7F | 0x80, zigzag >> 7]) for zigzag in range(128, 1 << 14, 2)
-)
-_N_SHORT = len(_SHORT)
-_I63 = 1 << 63
+_new = tuple.__new__
 _I32 = 1 << 31
 
 
@@ -77,19 +86,21 @@ def encoded_load(booking_id: BookingId, phase: BookingPhase, booking: Booking | 
                 _PHASE_BYTES[phase],
                 _time(written_at_ms),
                 b"\x02",
-                _long(to_long(booking.rank.worker_id)),
-                _long(booking.rank.dp_rank),
-                _long(len(model)),
+                encoded_long(to_long(booking.rank.worker_id)),
+                encoded_long(booking.rank.dp_rank),
+                encoded_long(len(model)),
                 model,
-                _long(booking.prefill_tokens),
-                _long(booking.request_blocks),
-                _long(booking.overlap_blocks),
-                _long(len(booking.sequence)),
+                encoded_long(booking.prefill_tokens),
+                encoded_long(booking.request_blocks),
+                encoded_long(booking.overlap_blocks),
+                encoded_long(len(booking.sequence)),
                 booking.sequence,
-                b"\x00" if expected is None else b"\x02" + _long(expected),
-                _long(booking.output_blocks),
+                b"\x00" if expected is None else b"\x02" + encoded_long(expected),
+                encoded_long(booking.output_blocks),
                 _REQUEST_PHASES[booking.phase],
-                _NO_FORECAST_BYTES if booking.forecast is NO_FORECAST else b"".join(map(_long, booking.forecast)),
+                _NO_FORECAST_BYTES
+                if booking.forecast is NO_FORECAST
+                else b"".join(map(encoded_long, booking.forecast)),
             )
         )
     except (ValueError, KeyError):  # the slow way says what is wrong
@@ -101,18 +112,23 @@ class LoadDecoder:
 
     def __init__(self) -> None:
         self._bookings: dict[bytes, BookingId] = {}  # by the leading bytes of their records
+        self._tails: dict[bytes, BookingPhase] = {}  # phases by the bytes that follow, if these are valid
+        # Values that many bookings have in common, so that one object serves all of them.
+        self._ranks: dict[tuple[int, int], RankId] = {}
+        self._texts: dict[bytes, str] = {}
 
     def decode(self, raw: bytes) -> tuple[BookingId, BookingPhase, Booking | None]:
         """Decode a value; raises BadRecord."""
-        booking_id = self._bookings.get(raw[:-_TAIL_BYTES])
-        if booking_id is not None:
-            phase = _PHASE_OF_BYTE.get(raw[-_TAIL_BYTES])
-            if phase is not None and raw[-1] == 0 and _is_time(raw[-1 - _TIME_BYTES : -1]):
-                if phase is BookingPhase.FREE:
-                    del self._bookings[raw[:-_TAIL_BYTES]]
-                return booking_id, phase, None
+        # Only a record without a booking is looked up by its leading bytes: an add is long, and so takes long to hash.
+        if len(raw) > _TAIL_BYTES and raw[-_TAIL_BYTES] in _PHASE_OF_BYTE and raw[-1] == 0:
+            phase = self._phase(raw[-_TAIL_BYTES:])
+            if phase is not None:
+                head = raw[:-_TAIL_BYTES]
+                known = self._bookings.get(head) if phase is BookingPhase.PREFILL else self._bookings.pop(head, None)
+                if known is not None:
+                    return known, phase, None
         try:
-            decoded = _decode_add(raw)
+            decoded = _decode_add(raw) if _read_add is None else self._decode_add(raw)
         except (IndexError, UnicodeDecodeError):  # codec says what is wrong
             decoded = None
         if decoded is None:
@@ -123,9 +139,76 @@ class LoadDecoder:
         self._bookings[head] = booking_id
         return booking_id, BookingPhase.ADD, booking
 
+    def _phase(self, tail: bytes) -> BookingPhase | None:
+        """The phase of a record without a booking, by the bytes after its booking id. None if they are anything else.
+
+        Records that were written within the same millisecond have the same bytes there.
+        """
+        phase = self._tails.get(tail)
+        if phase is None and _is_time(tail[1 : 1 + _TIME_BYTES]):
+            if len(self._tails) >= _SHARED_VALUES_MAX:
+                self._tails.clear()
+            phase = self._tails[tail] = _PHASE_OF_BYTE[tail[0]]
+        return phase
+
+    def _decode_add(self, raw: bytes) -> tuple[bytes, BookingId, Booking] | None:
+        """The same as the function `_decode_add`, with a kernel that finds the fields."""
+        if not raw.startswith(_HEADER):
+            return None
+        assert _read_add is not None  # else `decode` does not call this
+        (
+            request, request_end, router, router_end, counter, head_end,
+            worker_id, dp_rank, model, model_end, prefill, request_blocks, overlap, sequence, sequence_end,
+            expected, output, phase, prefill_us, prefilled_within_ms, over_within_ms, load_us,
+        ) = _read_add(raw)  # fmt: skip
+        if not request:
+            return None
+        rank = self._ranks.get((worker_id, dp_rank)) or self._rank(worker_id, dp_rank)
+        router_id, name = raw[router:router_end], raw[model:model_end]
+        forecast = NO_FORECAST
+        if prefill_us or prefilled_within_ms or over_within_ms or load_us:
+            forecast = Forecast(prefill_us, prefilled_within_ms, over_within_ms, load_us)
+        texts = self._texts
+        return (
+            raw[:head_end],
+            # Made without their classes' own constructors, which are Python functions and take twice as long.
+            _new(
+                BookingId, (raw[request:request_end].decode(), texts.get(router_id) or self._text(router_id), counter)
+            ),
+            _new(
+                Booking,
+                (
+                    rank,
+                    texts.get(name) or self._text(name),
+                    prefill,
+                    raw[sequence:sequence_end],
+                    overlap,
+                    request_blocks,
+                    None if expected < 0 else expected,
+                    output,
+                    _REQUEST_PHASE_OF_CODE[phase],
+                    forecast,
+                ),
+            ),
+        )
+
+    def _rank(self, worker_id: int, dp_rank: int) -> RankId:
+        if len(self._ranks) >= _SHARED_VALUES_MAX:
+            self._ranks.clear()
+        rank = self._ranks[worker_id, dp_rank] = RankId(WorkerId(from_long(worker_id)), DpRank(dp_rank))
+        return rank
+
+    def _text(self, raw: bytes) -> str:
+        text = raw.decode()
+        if len(raw) <= _SHARED_TEXT_BYTES_MAX:
+            if len(self._texts) >= _SHARED_VALUES_MAX:
+                self._texts.clear()
+            self._texts[raw] = text
+        return text
+
 
 def _decode_add(raw: bytes) -> tuple[bytes, BookingId, Booking] | None:
-    """Decode an add as routers write it; returns its leading bytes as well. None for any other record.
+    """Decode an add as routers write it, without kernels; returns its leading bytes too. None for any other record.
 
     Numbers that need one byte are read in place, which is most of what makes this faster than fastavro.
     """
@@ -212,7 +295,13 @@ def _read(raw: bytes, at: int) -> tuple[int, int]:
 def _head(booking_id: BookingId) -> bytes:
     request_id = booking_id.request_id.encode()
     return b"".join(
-        (_HEADER, _long(len(request_id)), request_id, _text(booking_id.router_id), _long(booking_id.counter))
+        (
+            _HEADER,
+            encoded_long(len(request_id)),
+            request_id,
+            _text(booking_id.router_id),
+            encoded_long(booking_id.counter),
+        )
     )
 
 
@@ -220,33 +309,18 @@ def _head(booking_id: BookingId) -> bytes:
 def _text(router_id: str) -> bytes:
     """All records that a router encodes have its id."""
     raw = router_id.encode()
-    return _long(len(raw)) + raw
+    return encoded_long(len(raw)) + raw
 
 
 @functools.lru_cache(maxsize=1)
 def _time(written_at_ms: int) -> bytes:
     """Records that are encoded together were mostly written within a few milliseconds."""
-    return _long(written_at_ms)
+    return encoded_long(written_at_ms)
 
 
 def _is_time(raw: bytes) -> bool:
     """Whether these bytes are one Avro long: all but the last have their highest bit set."""
     return raw[-1] < 0x80 and min(raw[:-1]) >= 0x80
-
-
-def _long(number: int) -> bytes:
-    """An Avro long: zigzag, then seven bits per byte, the lowest first. Raises ValueError if it has over 64 bits."""
-    if 0 <= number < _N_SHORT:
-        return _SHORT[number]
-    if not -_I63 <= number < _I63:
-        raise ValueError(number)
-    left = (number << 1) ^ (number >> 63)
-    out = bytearray()
-    while left >= 0x80:
-        out.append(left & 0x7F | 0x80)
-        left >>= 7
-    out.append(left)
-    return bytes(out)
 
 
 __all__ = ["BOOKINGS_KEPT_MAX", "LoadDecoder", "encoded_load", "load_key", "request_partition"]

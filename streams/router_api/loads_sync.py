@@ -353,7 +353,7 @@ class LoadsSync:
         bad = []
         for start in range(0, len(records), _FOLDED_TOGETHER_MAX):
             together = records[start : start + _FOLDED_TOGETHER_MAX]
-            contents: list[_Content | None] = []
+            contents: list[tuple[BookingId, BookingPhase, Booking | None] | None] = []
             with self._decoding:
                 for position, (key, value, _, _) in enumerate(together, start):
                     own = self._own.get(key)
@@ -362,15 +362,31 @@ class LoadsSync:
                         contents.append(own[1])
                         continue
                     try:
-                        contents.append(None if value is None else _Content(*self._decoder.decode(value)))
+                        contents.append(None if value is None else self._decoder.decode(value))
                     except BadRecord as exc:
                         contents.append(None)
                         bad.append((position, exc))
             with self._lock:
                 now_ms = self._now_ms()
+                loads = self._loads
+                # The modes that read engines' reports need to know more of each booking than `add_new` returns.
+                is_plain = self._unreported is None
                 for content, (_, _, at_ms, clock) in zip(contents, together, strict=True):
                     if content is not None:
-                        self._fold(content, at_ms, clock)
+                        booking_id, phase, booking = content
+                        if is_plain and phase is BookingPhase.FREE:
+                            loads.free(booking_id, at_ms, clock)
+                        elif booking is None:
+                            self._apply(booking_id, phase, at_ms, clock)
+                        elif (
+                            is_plain
+                            and booking_id.router_id != self.router_id
+                            and loads.add_new(booking_id, booking, at_ms, clock)
+                        ):
+                            if self._buffered:
+                                self._release_buffered(booking_id, booking.phase)
+                        else:
+                            self._fold_add(booking_id, booking, at_ms, clock)
                     self._heard_ms[clock] = now_ms
                     # The broker gives all records of a batch the same time, in which nothing more expires.
                     if at_ms != self._stream_ms[clock]:
@@ -417,12 +433,7 @@ class LoadsSync:
 
     # -- records -------------------------------------------------------------------------------------------------------
 
-    def _fold(self, content: _Content, at_ms: int, clock: int) -> None:
-        booking_id, phase, booking = content
-        if phase is not BookingPhase.ADD:
-            self._apply(booking_id, phase, at_ms, clock)
-            return
-        assert booking is not None
+    def _fold_add(self, booking_id: BookingId, booking: Booking, at_ms: int, clock: int) -> None:
         if self._unlogged.pop(booking_id, None) is not None:
             self._sent.discard(booking_id)
         self._ended_unlogged.pop(booking_id, None)

@@ -285,6 +285,7 @@ class Feeds:
         """
         batches: dict[tuple[str | None, bool], list[Message]] = {}
         ends: list[_HandOver] = []
+        reached: dict[tuple[str, int], int] = {}  # ends of partitions; what comes before them is folded first
         for message in messages:
             error, topic = message.error(), message.topic()
             if error is None:
@@ -293,26 +294,32 @@ class Feeds:
                 live = not self._pending or (topic, message.partition()) not in self._pending
                 batches.setdefault((topic, live), []).append(message)
                 continue
-            # A partition stays pending until everything before its end has been folded.
-            self._fold(batches)
             if error.code() == KafkaError._PARTITION_EOF:
                 partition = message.partition()
                 assert topic is not None and partition is not None  # this error always names both
-                self._pending.discard((topic, partition))
+                if (topic, partition) in self._pending:
+                    # It stays pending until everything before its end has been folded. Later ends come with nearly
+                    # every record, and folding at each of them would divide what was read together.
+                    self._fold(batches)
+                    self._pending.discard((topic, partition))
                 end = message.offset()  # after any marker
                 if end is not None and (hands_over is None or (topic, partition) in hands_over):
-                    self._read_to[topic, partition] = end
+                    reached[topic, partition] = end
                     if hands_over is not None:
                         hands_over.discard((topic, partition))
                         ends.append(_HandOver(topic, partition, end))
-            elif error.code() in (KafkaError._AUTO_OFFSET_RESET, KafkaError.OFFSET_OUT_OF_RANGE):
+                continue
+            self._fold(batches)
+            if error.code() in (KafkaError._AUTO_OFFSET_RESET, KafkaError.OFFSET_OUT_OF_RANGE):
                 log.warning("%s was truncated or recreated", topic)
                 return None
-            elif error.fatal():
+            if error.fatal():
                 raise KafkaException(error)
-            else:
-                log.warning("reading: %s", error.str())
+            log.warning("reading: %s", error.str())
         self._fold(batches)
+        for of, end in reached.items():
+            if end > self._read_to.get(of, 0):  # more records may have followed it
+                self._read_to[of] = end
         return ends
 
     def _fold(self, batches: dict[tuple[str | None, bool], list[Message]]) -> None:

@@ -311,21 +311,29 @@ class View:
         alone: Iterable[int] = range(len(records))
         if self._batches is not None:
             columns, alone = self._batches[1](records)
+        # Asked for once: between two records that are not runs there are few runs, and asking takes as long as folding
+        # them. Most batches have no labels.
+        are_labelled = columns is not None and bool(columns.labelled.any())
         folded = 0
         for position in alone:
             if columns is not None:
-                self._fold_runs(columns, folded, position, records)
+                self._fold_runs(columns, folded, position, records, are_labelled)
             folded = position + 1
             try:
                 self.fold_index(*records[position], live)
             except BadRecord as exc:
                 bad.append((position, exc))
         if columns is not None:
-            self._fold_runs(columns, folded, len(records), records)
+            self._fold_runs(columns, folded, len(records), records, are_labelled)
         return bad
 
     def _fold_runs(
-        self, columns: RunColumns, first: int, last: int, records: Sequence[tuple[bytes, bytes | None]]
+        self,
+        columns: RunColumns,
+        first: int,
+        last: int,
+        records: Sequence[tuple[bytes, bytes | None]],
+        are_labelled: bool,
     ) -> None:
         for begin in range(first, last, _LOCKED_RECORDS):
             end = min(begin + _LOCKED_RECORDS, last)
@@ -334,15 +342,14 @@ class View:
                 self.changes += 1
                 for record in self._batches[0].fold_records(columns, begin, end):
                     self._note_over_capacity(columns.place_of(record)[0])
-            self._fold_labels_of(columns, begin, end, records)
+            if are_labelled or self._facts.has_labels():
+                self._fold_labels_of(columns, begin, end, records)
 
     def _fold_labels_of(
         self, columns: RunColumns, first: int, last: int, records: Sequence[tuple[bytes, bytes | None]]
     ) -> None:
         """Fold the labels of records that the index has folded, one record at a time so that requests wait briefly."""
         assert self._batches is not None  # columns exist only if the index folds batches
-        if not self._facts.has_labels() and not columns.labelled[first:last].any():
-            return
         labelled = self._batches[2](columns, first, last)
         for record in range(first, last):
             key = records[record][0]

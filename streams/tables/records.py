@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from streams.avro_numbers import encoded_long, read_long, read_text
 from streams.codec import codec, from_hash, from_long, to_hash, to_long
 from streams.core.events import FeedState, MoeLabels
 from streams.core.hashing import pack_hashes, sequence_hashes, unpack_hashes
@@ -18,7 +19,7 @@ from streams.core.ids import DpRank, Epoch, Incarnation, RankId, SequenceHash, T
 from streams.core.reducer.ordering import Health, Progress
 from streams.core.reducer.restatement import ChunkKey
 from streams.core.runs import RUN_BLOCKS_MAX, Run, RunKey
-from streams.errors import BadRecord, InvalidRequest
+from streams.errors import BadRecord, InvalidRequest, KvStreamsError
 
 RUN_PREFIX = b"R"
 PROGRESS_PREFIX = b"P"
@@ -38,6 +39,7 @@ _RUN_KEY = struct.Struct(">cQIBQ")
 _PROGRESS_KEY = struct.Struct(">cQI")
 _PARKED_KEY = struct.Struct(">cQII")
 _PARTITION_KEY = struct.Struct(">cI")
+_PARTITION_HEADER = codec("prefix-index-partition").header
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,24 +233,31 @@ def decode_progress(key: bytes, value: bytes) -> Progress:
 
 
 def encode_partition(record: PartitionRecord) -> bytes:
-    """Return the value of a partition record."""
-    return codec("prefix-index-partition").encode(
-        {
-            "written_at_ms": record.written_at_ms,
-            "owner": record.owner,
-            "sources": [
-                {
-                    "topic": source.topic,
-                    "topic_id": source.topic_id,
-                    "applied_offset": source.applied_offset,
-                    "applied_at_ms": source.applied_at_ms,
-                    "end_offset": source.end_offset,
-                    "behind_ms": source.behind_ms,
-                }
-                for source in record.sources
-            ],
-        }
-    )
+    """Return the value of a partition record. It has the bytes of fastavro, which takes three times as long.
+
+    Raises KvStreamsError for a value that does not fit the schema.
+    """
+    try:
+        owner = record.owner.encode()
+        parts = [_PARTITION_HEADER, encoded_long(record.written_at_ms), encoded_long(len(owner)), owner]
+        if record.sources:
+            parts.append(encoded_long(len(record.sources)))
+        for source in record.sources:
+            topic, topic_id = source.topic.encode(), source.topic_id.encode()
+            parts += (
+                encoded_long(len(topic)),
+                topic,
+                encoded_long(len(topic_id)),
+                topic_id,
+                encoded_long(source.applied_offset),
+                encoded_long(source.applied_at_ms),
+                encoded_long(source.end_offset),
+                encoded_long(source.behind_ms),
+            )
+    except ValueError as exc:
+        raise KvStreamsError(f"cannot encode a prefix-index-partition record: {exc}") from exc
+    parts.append(b"\x00")  # the end of the array
+    return b"".join(parts)
 
 
 def decode_partition(key: bytes, value: bytes) -> PartitionRecord:
@@ -259,6 +268,10 @@ def decode_partition(key: bytes, value: bytes) -> PartitionRecord:
             raise ValueError(prefix)
     except (struct.error, ValueError) as exc:
         raise BadRecord("bad_key", f"{key.hex()} is not the key of a partition record") from exc
+    try:
+        return _plain_partition(partition, value)
+    except (IndexError, UnicodeDecodeError):  # fastavro reads every form, and says what is wrong
+        pass
     datum = codec("prefix-index-partition").decode(value)
     return PartitionRecord(
         partition=partition,
@@ -266,3 +279,28 @@ def decode_partition(key: bytes, value: bytes) -> PartitionRecord:
         owner=datum["owner"],
         sources=tuple(SourceProgress(**source) for source in datum["sources"]),
     )
+
+
+def _plain_partition(partition: int, value: bytes) -> PartitionRecord:
+    """Decode the value of a partition record as `encode_partition` writes it; raises IndexError for any other form.
+
+    A router reads one for each partition of each transaction, and fastavro takes three times as long.
+    """
+    if not value.startswith(_PARTITION_HEADER):
+        raise IndexError(0)
+    written_at_ms, at = read_long(value, len(_PARTITION_HEADER))
+    owner, at = read_text(value, at)
+    n_sources, at = read_long(value, at)
+    sources = []
+    for _ in range(n_sources):
+        topic, at = read_text(value, at)
+        topic_id, at = read_text(value, at)
+        applied_offset, at = read_long(value, at)
+        applied_at_ms, at = read_long(value, at)
+        end_offset, at = read_long(value, at)
+        behind_ms, at = read_long(value, at)
+        sources.append(SourceProgress(topic, topic_id, applied_offset, applied_at_ms, end_offset, behind_ms))
+    # The array ends with a block of no items; if it was empty, that was the block whose number was read above.
+    if n_sources < 0 or value[at if n_sources else at - 1] != 0 or at + (n_sources > 0) != len(value):
+        raise IndexError(at)
+    return PartitionRecord(partition, written_at_ms, owner, tuple(sources))

@@ -696,6 +696,32 @@ def test_runs_come_back_as_they_were(run: Run) -> None:
     assert int.from_bytes(datum["present"], "little") == run.present
 
 
+@settings(max_examples=100, deadline=None)
+@given(record=partition_records, junk=st.binary(max_size=4), at=st.integers(0, 60), cut=st.booleans())
+def test_partition_records_have_the_bytes_of_fastavro_and_damaged_ones_are_refused_as_it_refuses_them(
+    record: PartitionRecord, junk: bytes, at: int, cut: bool
+) -> None:
+    """The fast encoder writes fastavro's bytes; the fast decoder reads what fastavro reads, or refuses it as well."""
+    by_schema = codec("prefix-index-partition")
+    raw = encode_partition(record)
+    datum = {**asdict(record), "sources": [asdict(source) for source in record.sources]}
+    assert raw == by_schema.encode({name: datum[name] for name in ("written_at_ms", "owner", "sources")})
+    damaged = raw[:at] + junk + (b"" if cut else raw[at + len(junk) :])
+
+    def read_by_schema() -> PartitionRecord:
+        found = by_schema.decode(damaged)
+        sources = tuple(SourceProgress(**source) for source in found["sources"])
+        return PartitionRecord(record.partition, found["written_at_ms"], found["owner"], sources)
+
+    def outcome(decode: Callable[[], PartitionRecord]) -> object:
+        try:
+            return decode()
+        except BadRecord as exc:
+            return exc.reason
+
+    assert outcome(lambda: decode_partition(partition_key(record.partition), damaged)) == outcome(read_by_schema)
+
+
 @settings(max_examples=60, deadline=None)
 @given(progress=progresses, record=partition_records)
 def test_progress_and_partition_records_come_back_as_they_were(progress: Progress, record: PartitionRecord) -> None:

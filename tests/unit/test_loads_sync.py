@@ -7,6 +7,7 @@ lines.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -265,7 +266,20 @@ def test_whatever_happens_all_routers_end_with_the_same_loads(
 
 
 def play(actions: list[tuple[Any, ...]]) -> None:
+    """Do these actions, and check that all routers end with the same loads, and then without any."""
     world = World()
+    act(world, actions)
+    world.same()
+    for _ in range(TTL_MS // QUIET_MS + 3):
+        world.pass_time(QUIET_MS)
+        world.settle()
+    for replica in world.replicas:
+        replica.check_announcements()
+    assert [len(replica) for replica in world.replicas] == [0, 0, 0]
+    assert [replica.sync.unacknowledged for replica in world.replicas] == [0, 0, 0]
+
+
+def act(world: World, actions: list[tuple[Any, ...]]) -> None:
     for name, *given_ in actions:
         match name, given_:
             case "book" | "move", (router, request_id, worker_id, n, phase):
@@ -297,14 +311,38 @@ def play(actions: list[tuple[Any, ...]]) -> None:
                 world.pass_time(ms)
         for replica in world.replicas:
             replica.check_announcements()
-    world.same()
-    for _ in range(TTL_MS // QUIET_MS + 3):
-        world.pass_time(QUIET_MS)
-        world.settle()
-    for replica in world.replicas:
-        replica.check_announcements()
-    assert [len(replica) for replica in world.replicas] == [0, 0, 0]
-    assert [replica.sync.unacknowledged for replica in world.replicas] == [0, 0, 0]
+
+
+@settings(max_examples=100, deadline=None, print_blob=True)
+@given(actions=actions, sizes=st.lists(st.integers(1, 70), min_size=1, max_size=8))
+def test_records_folded_together_give_the_state_of_one_at_a_time(
+    actions: list[tuple[Any, ...]], sizes: list[int]
+) -> None:
+    """However the log of several routers is divided into batches, a router ends with the same bookings and loads."""
+    world = World()
+    act(world, actions)
+    world.settle()
+    written = world.log.written
+    one_by_one, together = Replica(world.log, world.clock), Replica(world.log, world.clock)
+    for record in written:
+        one_by_one.sync.fold(record)
+    at = 0
+    for size in itertools.cycle(sizes):
+        batch = [(each.key, each.value, each.timestamp_ms, each.partition) for each in written[at : at + size]]
+        assert together.sync._fold_all(batch) == []
+        at += size
+        if at >= len(written):
+            break
+    with one_by_one.sync.locked() as expected, together.sync.locked() as found:
+        found.check()
+        assert found.ranks() == expected.ranks()
+        for request_id in "abcd":
+            assert found.live_ids(request_id) == expected.live_ids(request_id)
+            assert [found.booking(each) for each in found.live_ids(request_id)] == [
+                expected.booking(each) for each in expected.live_ids(request_id)
+            ]
+            assert found.knows(request_id) == expected.knows(request_id)
+        assert (len(found), found.n_bytes, found.expired) == (len(expected), expected.n_bytes, expected.expired)
 
 
 def test_a_listener_is_called_when_load_falls_and_only_then() -> None:

@@ -50,24 +50,24 @@ class ActivePrefixes:
 
         Returns the run at its end, which `remove` takes, and how many of the blocks the row did not use before.
         """
-        node, at, n_fresh = self._root, 0, 0
-        while at < len(chain):
-            child = node.children.get(chain[at : at + _BYTES_PER_BLOCK])
+        node, at, n_fresh, end = self._root, 0, 0, len(chain)
+        while at < end:
+            first = chain[at : at + _BYTES_PER_BLOCK]
+            child = node.children.get(first)
             if child is None:
-                child = node.children[chain[at : at + _BYTES_PER_BLOCK]] = PrefixNode(chain[at:], node)
-            else:
-                same = _common_length(child.chain, chain, at)
-                if same < len(child.chain):
-                    child = _split(child, same)
+                child = node.children[first] = PrefixNode(chain[at:], node)
+            elif not chain.startswith(child.chain, at):
+                child = _split(child, _common_length(child.chain, chain, at))
+            n_bytes = len(child.chain)
             child.n_requests += 1
             if row in child.uses:
                 child.uses[row] += 1
             else:
                 child.uses[row] = 1
                 child.bits |= 1 << row
-                n_fresh += child.n_blocks
+                n_fresh += n_bytes // _BYTES_PER_BLOCK
             node = child
-            at += len(child.chain)
+            at += n_bytes
         return node, n_fresh
 
     def remove(self, row: int, node: PrefixNode) -> int:

@@ -20,7 +20,7 @@ import numpy as np
 
 from streams.core.ids import Float64Array, Int64Array, RankId
 from streams.core.loads.active_prefixes import ActivePrefixes, PrefixNode
-from streams.core.loads.ended_bookings import EndedBookings
+from streams.core.loads.ended_bookings import ENDED_MAX, EndedBookings
 from streams.core.loads.observations import (
     NO_FORECAST,
     Forecast,
@@ -260,6 +260,51 @@ class ActiveLoads:
         if self.n_bytes > BOOKINGS_BYTES_MAX:
             self._drop_oldest()
 
+    def add_new(self, booking_id: BookingId, booking: Booking, at_ms: int, clock: int = 0) -> bool:
+        """Do what `add` does if no booking of the request id is known; otherwise return False and change nothing.
+
+        This is for records of other routers, nearly all of which are such adds. It is `add` without the steps that
+        nothing needs then, in one function, and takes half of its time. Bookings with a forecast or of one part of a
+        request are left to `add`, and so are all of them if they are observed.
+        """
+        request_id = booking_id.request_id
+        if (
+            request_id in self._known_by_request
+            or booking.phase is not None
+            or booking.forecast is not NO_FORECAST
+            or self.observations is not None
+            or len(self._states) >= BOOKINGS_MAX
+            or self._ended.may_know(request_id)
+        ):
+            return False
+        state = _State(booking_id, booking)
+        self._states[booking_id] = state
+        self._known_by_request[request_id] = 1
+        self._live_by_request[request_id] = [booking_id]
+        state.since_ms = at_ms
+        state.clock = clock
+        state.expires_ms = expires_ms = at_ms + self._ttl_ms
+        if expires_ms >= self._last_due_ms.get(clock, 0) and clock in self._due:
+            self._last_due_ms[clock] = expires_ms
+            self._due[clock][booking_id] = expires_ms
+        else:
+            self._schedule(state, expires_ms)
+        row = self._rows.get(booking.rank) or self._new_row(booking.rank)
+        state.counted_prefill = booking.prefill_tokens
+        state.node, n_fresh = self._prefixes.add(row, booking.sequence)
+        self._n_bytes += (
+            KNOWN_BOOKING_BYTES + len(request_id) + ACTIVE_BOOKING_BYTES + _HASHES_STORED * len(booking.sequence)
+        )
+        cells, n_rows = self._cells, self._n_rows
+        cells[_PREFILL * n_rows + row] += booking.prefill_tokens
+        cells[_DECODE * n_rows + row] += n_fresh + booking.output_blocks
+        cells[_REQUESTS * n_rows + row] += 1
+        if booking.output_blocks:
+            cells[_OUTPUT * n_rows + row] += booking.output_blocks
+        if self._n_bytes > BOOKINGS_BYTES_MAX - ENDED_MAX * ENDED_BOOKING_BYTES and self.n_bytes > BOOKINGS_BYTES_MAX:
+            self._drop_oldest()
+        return True
+
     def prefill_complete(self, booking_id: BookingId, at_ms: int | None, clock: int = 0) -> None:
         """The rank has computed the prompt: its prefill tokens are no longer charged."""
         if self._has_ended(booking_id, at_ms):
@@ -300,6 +345,8 @@ class ActiveLoads:
 
         It is known to have ended until it expires, so that a late add changes nothing; what was booked is not kept.
         """
+        if at_ms is not None and self._free_plain(booking_id, at_ms):
+            return
         if self._has_ended(booking_id, at_ms):
             return
         state = self._state(booking_id, at_ms, clock)
@@ -317,6 +364,45 @@ class ActiveLoads:
             state.booking = None
         state.freed = True
         self._keep_end(state)
+
+    def _free_plain(self, booking_id: BookingId, at_ms: int) -> bool:
+        """Do what `free` does for the only booking of its request id, if it is active, has no forecast, is not of one
+        part of the request, and has a time; otherwise return False and change nothing. Takes half of its time.
+        """
+        state = self._states.get(booking_id)
+        if (
+            state is None
+            or state.node is None
+            or state.timed is not None
+            or state.phase is not None
+            or state.expires_ms is None
+            or self.observations is not None
+        ):
+            return False
+        request_id, booking, clock = booking_id.request_id, state.booking, state.clock
+        if self._known_by_request[request_id] != 1:
+            return False
+        assert booking is not None  # it has a node
+        del self._states[booking_id], self._live_by_request[request_id]
+        self._known_by_request.pop(request_id)  # not `del`, which is a Python function of Counter
+        due = self._due.get(clock)
+        if due:
+            due.pop(booking_id, None)
+        row = self._rows[booking.rank]
+        n_ended = self._prefixes.remove(row, state.node)
+        self._n_bytes -= (
+            KNOWN_BOOKING_BYTES + len(request_id) + ACTIVE_BOOKING_BYTES + _HASHES_STORED * len(booking.sequence)
+        )
+        cells, n_rows = self._cells, self._n_rows
+        cells[_PREFILL * n_rows + row] -= state.counted_prefill
+        cells[_DECODE * n_rows + row] -= n_ended + booking.output_blocks
+        cells[_REQUESTS * n_rows + row] -= 1
+        if booking.output_blocks:
+            cells[_OUTPUT * n_rows + row] -= booking.output_blocks
+        self.n_falls += 1
+        expires_ms = max(state.expires_ms, at_ms + self._ttl_ms)
+        self.dropped += self._ended.add(request_id, booking_id, None, expires_ms, clock)
+        return True
 
     def logged(self, booking_id: BookingId, booking: Booking, at_ms: int, clock: int = 0) -> bool:
         """Note that the log has this add. Returns False and changes nothing if the booking is not exactly this one.
@@ -578,6 +664,8 @@ class ActiveLoads:
 
     def _has_ended(self, booking_id: BookingId, at_ms: int | None) -> bool:
         """Whether a booking has ended. If so, a record of it at this time renews how long that is known."""
+        if booking_id in self._states:  # one that is kept as an object is not in the compact form as well
+            return False
         expires_ms = None if at_ms is None else at_ms + self._ttl_ms
         return self._ended.renew(booking_id.request_id, booking_id, expires_ms)
 

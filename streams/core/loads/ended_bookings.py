@@ -97,23 +97,20 @@ class _Shard:
     Places are ordered by the top bits of `request`; an entry whose place is taken is in one of the next ones.
     """
 
-    __slots__ = ("bits", "booking", "clock", "depth", "expires_ms", "n_used", "phase", "request")
+    __slots__ = ("bits", "booking", "clock", "depth", "expires_ms", "n_used", "n_used_max", "phase", "request")
 
     def __init__(self, depth: int, bits: int) -> None:
         n = (1 << bits) + _TAIL
         self.depth = depth
         self.bits = bits
         self.n_used = 0
+        self.n_used_max = int(_LOAD_MAX * (1 << bits))
         # Reading one element of a memoryview takes a third of the time of reading one of an array.
         self.request = np.zeros(n, dtype=np.uint64).data
         self.booking = np.zeros(n, dtype=np.uint32).data
         self.expires_ms = np.zeros(n, dtype=np.int64).data
         self.clock = np.zeros(n, dtype=np.int16).data
         self.phase = np.zeros(n, dtype=np.uint8).data
-
-    @property
-    def is_full(self) -> bool:
-        return self.n_used > _LOAD_MAX * (1 << self.bits)
 
     def entries(self) -> tuple[_U64Array, Int64Array, npt.NDArray[np.int16], *tuple[npt.NDArray[Any], ...]]:
         """The columns as arrays over the same memory: request, expires_ms, clock, and the others."""
@@ -142,7 +139,6 @@ class EndedBookings:
         self, request_id: str, booking_id: tuple[object, ...], phase: str | None, expires_ms: int, clock: int
     ) -> int:
         """Keep a booking that is not kept yet; return how many others were dropped because there were too many."""
-        request, booking = hash(request_id) & _U64, hash(booking_id) & _U32
         times = self._clocks.get(clock)
         if times is None:
             times = self._clocks[clock] = _Times()
@@ -154,7 +150,10 @@ class EndedBookings:
             self._n -= dropped
         times.add(expires_ms)
         self._n += 1
-        self._put(request, booking, self._phase_numbers.setdefault(phase, len(self._phase_numbers)), expires_ms, clock)
+        number = self._phase_numbers.get(phase)
+        if number is None:
+            number = self._phase_numbers[phase] = len(self._phase_numbers)
+        self._put(hash(request_id) & _U64, hash(booking_id) & _U32, number, expires_ms, clock)
         return dropped
 
     def renew(self, request_id: str, booking_id: tuple[object, ...], expires_ms: int | None) -> bool:
@@ -176,6 +175,18 @@ class EndedBookings:
             return self._find(request_id, None) is not None
         number = self._phase_numbers.get(phase)
         return number is not None and self._find(request_id, None, number) is not None
+
+    def may_know(self, request_id: str) -> bool:
+        """Whether any booking of this request id may be kept. It also returns True for some that have expired."""
+        request = hash(request_id) & _U64
+        shard = self._directory[request & self._mask]
+        requests, expires_ms = shard.request, shard.expires_ms
+        place = request >> (64 - shard.bits)
+        while expires_ms[place] != _FREE:
+            if requests[place] == request:
+                return True
+            place += 1
+        return False
 
     def forget(self, request_id: str, booking_id: tuple[object, ...]) -> bool:
         """Drop a booking as if it had never been made; return False if it is not kept."""
@@ -248,18 +259,19 @@ class EndedBookings:
         while True:
             shard = self._directory[request & self._mask]
             place = request >> (64 - shard.bits)
-            same: list[int] = []  # places of this request id's other bookings
-            while (at := shard.expires_ms[place]) != _FREE:
-                if shard.request[place] == request and at > self._clocks[shard.clock[place]].floor_ms:
-                    same.append(place)
+            same: list[int] | None = None  # places of this request id's other bookings
+            requests, all_expire_ms = shard.request, shard.expires_ms
+            while (at := all_expire_ms[place]) != _FREE:
+                if requests[place] == request and at > self._clocks[shard.clock[place]].floor_ms:
+                    same = [place] if same is None else [*same, place]
                 place += 1
-            if len(same) >= SAME_ID_MAX:
+            if same is not None and len(same) >= SAME_ID_MAX:
                 place = min(same, key=shard.expires_ms.__getitem__)
                 self._clocks[shard.clock[place]].remove(shard.expires_ms[place])
                 shard.n_used -= 1
                 self._n -= 1
                 break
-            if place < len(shard.expires_ms) - 1 and not shard.is_full:
+            if place < len(all_expire_ms) - 1 and shard.n_used <= shard.n_used_max:
                 break
             self._make_room(shard, request)
         shard.request[place] = request
