@@ -127,7 +127,7 @@ class Proxy:
         self._prefilling = Prefilling(settings, router, fleet, counts, self._failed_engines.note)
         self._live: set[Exchange] = set()
         self._engines: aiohttp.ClientSession | None = None
-        self._http = PlainHttp(keepalive_s=KEEPALIVE_S, connect_timeout_s=CONNECT_TIMEOUT_S)
+        self._http = PlainHttp(keepalive_s=KEEPALIVE_S, connect_timeout_s=CONNECT_TIMEOUT_S, keeps_spares=True)
         note_failed = self._failed_engines.note
         self._mover = Mover(settings, tokenizing, fleet, counts, spans, self._session, self._http, note_failed)
 

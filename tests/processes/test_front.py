@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import random
 import signal
@@ -22,7 +23,11 @@ from streams.core.ids import WorkerId
 from streams.core.workers import Worker
 from streams.frontend import tokenizing
 from streams.frontend.answers import error_event
+from streams.frontend.loop_tokenizer import ENCODED_CHARACTERS_MAX
+from streams.frontend.requests import Kind
 from streams.frontend.server import Front, FrontOptions
+from streams.frontend.tokenizer import ModelTokenizer
+from streams.frontend.tokenizer_process import TokenizerProcess
 from streams.http_server import HttpServer
 from streams.kafka import worker_key
 from streams.security.access import Access
@@ -522,23 +527,80 @@ def test_a_full_front_refuses_and_says_when_to_return(backend: Backend) -> None:
     on_stage(backend, scenario, front_requests_max=1)
 
 
+def long_prompt(number: int) -> dict[str, Any]:
+    """Return a completion that is too long for the event loop, and is in no cache."""
+    return {"model": "m", "prompt": f"{number} " * ENCODED_CHARACTERS_MAX, "stream": True}
+
+
+def write_tokenizer_with_markers(folder: Path) -> None:
+    """Write the files of a tokenizer whose special tokens begin and end messages, as those of chat models do."""
+    files = tokenizer_files()
+    tokenizer = orjson.loads(files["tokenizer.json"])
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False) | {"special": True}
+    tokenizer["added_tokens"] = [
+        {"id": 256 + at, "content": text, **flags}
+        for at, text in enumerate(("<|system|>", "<|user|>", "<|assistant|>", "<|end|>"))
+    ]
+    for name, text in {**files, "tokenizer.json": orjson.dumps(tokenizer).decode()}.items():
+        (folder / name).write_text(text)
+
+
+def test_a_prompt_has_the_same_tokens_on_the_loop_and_in_a_process(
+    backend: Backend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process encodes a long system prompt once; then prompts that share it are tokenized on the event loop."""
+    write_tokenizer_with_markers(tmp_path)
+    system = {"role": "system", "content": "Be careful. " * ENCODED_CHARACTERS_MAX}
+    bodies: list[dict[str, Any]] = [
+        {"model": "m", "stream": True, "messages": [system, {"role": "user", "content": text}]}
+        for text in ("first", "second", "und »noch« eine 🙂", "long" * ENCODED_CHARACTERS_MAX)
+    ]
+    bodies.append({**bodies[0], "chat_template_kwargs": {"number": 1}})
+    calls = 0
+    ask = TokenizerProcess._ask
+
+    async def counting(process: TokenizerProcess, head: bytes, body: bytes) -> Any:
+        nonlocal calls
+        calls += 1
+        return await ask(process, head, body)
+
+    monkeypatch.setattr(TokenizerProcess, "_ask", counting)
+
+    async def scenario(stage: Stage) -> None:
+        counts, known = stage.front.counts, ModelTokenizer(tmp_path, 0)
+        n_expected, n_calls = 0, []
+        for body in bodies:
+            assert (await stage.post(body))[0] == 200
+            n_expected += len(known.encode(Kind.CHAT, orjson.dumps(body)).tokens) // 4
+            assert counts.prompt_tokens == n_expected
+            n_calls.append(calls)
+        assert counts.sources == {"files": len(bodies)}
+        assert n_calls == [1, 1, 1, 2, 3]
+
+    on_stage(backend, scenario, {"tokenizers": {"m": tmp_path}})
+
+
 def test_tokenizer_processes_are_replaced_when_one_dies(backend: Backend, tmp_path: Path) -> None:
     """The request that meets the dead process is routed by load, and the next one has its tokens again."""
     for name, text in tokenizer_files().items():
         (tmp_path / name).write_text(text)
 
     async def scenario(stage: Stage) -> None:
-        sources = stage.front.counts.sources
-        assert (await stage.post())[0] == 200
+        sources, numbers = stage.front.counts.sources, itertools.count()
+
+        async def post() -> None:
+            assert (await stage.post(long_prompt(next(numbers)), "/v1/completions"))[0] == 200
+
+        await post()
         assert sources == {"files": 1}
         (process,) = stage.front.tokenizing._processes
         assert process.pid is not None
         os.kill(process.pid, signal.SIGKILL)
         while sources["none"] == 0:
-            assert (await stage.post())[0] == 200
+            await post()
         before = sources["files"]
         await stage.until(lambda: process.running, "the next process")
-        assert (await stage.post())[0] == 200
+        await post()
         assert sources["files"] == before + 1
 
     on_stage(backend, scenario, {"tokenizers": {"m": tmp_path}})
@@ -561,7 +623,7 @@ def test_a_tokenizer_that_takes_too_long_is_killed(
         assert stage.front.counts.sources == {"none": 1}
         await stage.until(lambda: process.running and process.pid != before, "the next process")
         monkeypatch.setattr(tokenizing, "TOKENIZE_TIMEOUT_S", PATIENCE_S)
-        await stage.post({"model": "m", "prompt": "text"}, "/v1/completions")
+        await stage.post(long_prompt(0), "/v1/completions")
         assert stage.front.counts.sources == {"none": 1, "files": 1}
 
     on_stage(backend, scenario, {"tokenizers": {"m": tmp_path}})
