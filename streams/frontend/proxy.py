@@ -359,6 +359,9 @@ class Proxy:
         loop, booking, watch = asyncio.get_running_loop(), exchange.booking, StreamWatch()
         assert booking is not None
         head = bytearray()
+        # What can be made before the first token has no part in the time until it is passed on.
+        headers = client_headers(answer.headers)
+        response = self._response(exchange, answer.status, headers, request_id)
         while not watch.has_token:
             data = await answer.readany()
             if not data:
@@ -368,12 +371,10 @@ class Proxy:
                 )
             head += data
             watch.feed(data)
-        headers = client_headers(answer.headers)
         if watch.error_status and may_be_served_elsewhere(watch.error_status):
             return _Refusal(200, headers, bytes(head + await _held(answer)))
         booking.prefill_complete()
         self.counts.first_token_seconds.observe(loop.time() - exchange.began_s)
-        response = self._response(exchange, answer.status, headers, request_id)
         if exchange.moving is not None:
             return await self._carry(exchange, exchange.moving, answer, response, bytes(head))
         return await self._copy(exchange, answer, response, bytes(head), watch)
@@ -457,7 +458,6 @@ class Proxy:
     ) -> web.StreamResponse:
         booking = exchange.booking
         assert booking is not None
-        exchange.answering = True
         response = FrontResponse(status=status)
         for name, value in headers:
             response.headers.add(name, value)

@@ -21,9 +21,10 @@ import pytest
 from streams.codec import encode_worker
 from streams.core.ids import WorkerId
 from streams.core.workers import Worker
-from streams.frontend import tokenizing
+from streams.frontend import protocol, tokenizing
 from streams.frontend.answers import error_event
 from streams.frontend.loop_tokenizer import ENCODED_CHARACTERS_MAX
+from streams.frontend.protocol import FrontProtocol
 from streams.frontend.requests import Kind
 from streams.frontend.server import Front, FrontOptions
 from streams.frontend.tokenizer import ModelTokenizer
@@ -215,6 +216,110 @@ def test_a_client_without_chunks_gets_plain_bytes_until_the_connection_ends(back
         _, whole = await raw_exchange(stage.url, "1.0")
         head, _, body = whole.partition(b"\r\n\r\n")
         assert b"chunked" not in head and body == answer_bytes()
+
+    on_stage(backend, scenario)
+
+
+def request_bytes(body: Any, *headers: str) -> bytes:
+    """Return a request for a completion."""
+    raw = orjson.dumps(body)
+    lines = ["POST /v1/completions HTTP/1.1", "Host: x", *headers, f"Content-Length: {len(raw)}"]
+    return "\r\n".join([*lines, "", ""]).encode() + raw
+
+
+async def whole_answer(reader: asyncio.StreamReader) -> tuple[int, bytes]:
+    """Read an answer from a connection that stays open; return its status and its body."""
+    head = await reader.readuntil(b"\r\n\r\n")
+    status = int(head.split(b" ", 2)[1])
+    if b"chunked" not in head:
+        length = next(int(line[15:]) for line in head.split(b"\r\n") if line.lower().startswith(b"content-length:"))
+        return status, await reader.readexactly(length)
+    body = b""
+    while size := int(await reader.readuntil(b"\r\n"), 16):
+        body += (await reader.readexactly(size + 2))[:-2]
+    assert await reader.readexactly(2) == b"\r\n"
+    return status, body
+
+
+@pytest.fixture
+def direct(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Give the list of the requests that were served without aiohttp's task."""
+    assert protocol.is_supported()
+    begun: list[Any] = []
+    begin = FrontProtocol._begin
+
+    def noting(connection: FrontProtocol, *args: Any) -> None:
+        begun.append(connection)
+        begin(connection, *args)
+
+    monkeypatch.setattr(FrontProtocol, "_begin", noting)
+    return begun
+
+
+def test_requests_of_one_connection_are_answered_in_order(backend: Backend, direct: list[Any]) -> None:
+    """Also if they come together, of several kinds, and while an earlier one is being answered."""
+
+    async def scenario(stage: Stage) -> None:
+        address = urlsplit(stage.url)
+        generate, refused = request_bytes(IDS), request_bytes({"model": "other", "prompt": [1]})
+        models = b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n"
+        reader, writer = await asyncio.open_connection(address.hostname, address.port)
+        writer.write(generate + models + generate + refused + generate)
+        kinds = [(await whole_answer(reader))[0] for _ in range(5)]
+        assert kinds == [200, 200, 200, 404, 200]
+        for number in range(3):
+            writer.write(generate)
+            if number == 1:
+                writer.write(models)
+            assert await whole_answer(reader) == (200, answer_bytes())
+            if number == 1:
+                assert (await whole_answer(reader))[0] == 200
+        assert len(direct) == 1 + 3  # those that met an idle connection
+        writer.write(request_bytes(IDS, "Connection: close"))
+        assert await whole_answer(reader) == (200, answer_bytes())
+        assert await reader.read() == b""
+        writer.close()
+
+    on_stage(backend, scenario)
+
+
+@pytest.mark.parametrize(("hold_s", "n_direct"), [(PATIENCE_S, 1), (0.0, 0)])
+def test_a_body_may_come_after_its_headers(
+    backend: Backend, direct: list[Any], monkeypatch: pytest.MonkeyPatch, hold_s: float, n_direct: int
+) -> None:
+    """Many clients send it so. One that comes late is read by aiohttp."""
+    monkeypatch.setattr(protocol, "HOLD_S", hold_s)
+
+    async def scenario(stage: Stage) -> None:
+        address = urlsplit(stage.url)
+        reader, writer = await asyncio.open_connection(address.hostname, address.port)
+        raw = request_bytes(IDS)
+        for piece in (raw[:30], raw[30 : raw.index(b"{") + 5], raw[raw.index(b"{") + 5 :]):
+            writer.write(piece)
+            await asyncio.sleep(0.05)
+        assert await whole_answer(reader) == (200, answer_bytes())
+        assert len(direct) == n_direct
+        writer.close()
+
+    on_stage(backend, scenario)
+
+
+def test_a_client_that_leaves_at_once_leaves_nothing_behind(backend: Backend, direct: list[Any]) -> None:
+    """Whether its request has begun or not, every task of its connection ends."""
+
+    async def scenario(stage: Stage) -> None:
+        address, n_clients = urlsplit(stage.url), 20
+        n_tasks = len(asyncio.all_tasks())
+        for number in range(n_clients):
+            _, writer = await asyncio.open_connection(address.hostname, address.port)
+            writer.write(request_bytes(IDS))
+            for _ in range(number % 5):
+                await asyncio.sleep(0)
+            writer.transport.abort()
+        await stage.until(lambda: not stage.front.connections, "the end of the connections")
+        await stage.until_free()
+        await stage.until(lambda: len(asyncio.all_tasks()) <= n_tasks, "the end of the tasks")
+        assert direct
 
     on_stage(backend, scenario)
 
