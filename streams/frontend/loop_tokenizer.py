@@ -32,7 +32,7 @@ OBJECTS_MAX = 128
 #: Characters that are encoded here for one request. Tokenizers encode 1 to 5 in a microsecond.
 ENCODED_CHARACTERS_MAX = 1024
 
-#: If the prompts of a model take longer than this on average, its template or its tokenizer is slow. All of its prompts
+#: If the prompts of a model take more processor time than this on average, its template or its tokenizer is slow. They
 #: then go to the processes for SLOW_PAUSE_S.
 SLOW_S = 0.001
 SLOW_PAUSE_S = 60.0
@@ -44,8 +44,15 @@ AVERAGED = 32
 class LoopTokenizer:
     """The tokenizer of one model for the event loop. Owner of the time that its prompts take."""
 
-    def __init__(self, tokenizer: ModelTokenizer, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self,
+        tokenizer: ModelTokenizer,
+        processor_s: Callable[[], float] = time.thread_time,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """processor_s: of this thread. By the clock, a busy machine would seem to be a slow tokenizer."""
         self._tokenizer = tokenizer
+        self._processor_s = processor_s
         self._clock = clock
         self._spent_s = 0.0
         self._n_prompts = 0
@@ -57,9 +64,9 @@ class LoopTokenizer:
             return None
         if kind is Kind.CHAT and not self._tokenizer.is_bounded:
             return None
-        began_s = self._clock()
-        if began_s < self._slow_until_s:
+        if self._clock() < self._slow_until_s:
             return None
+        began_s = self._processor_s()
         try:
             body = orjson.loads(raw)
             return self._tokenizer.render(kind, body) if _has_plain_arguments(body) else None
@@ -78,18 +85,17 @@ class LoopTokenizer:
 
     def join(self, rendered: Rendered, known: Mapping[str, array[int]]) -> Encoded:
         """Return the tokens of a prompt, and cache its pieces. known: those that a process has encoded."""
-        began_s = self._clock()
+        began_s = self._processor_s()
         encoded = self._tokenizer.join(rendered, known)
         self._note(began_s)
         return encoded
 
     def _note(self, began_s: float) -> None:
         """Count the time of a step. Both steps of a prompt count as one prompt."""
-        now_s = self._clock()
-        self._spent_s += now_s - began_s
+        self._spent_s += self._processor_s() - began_s
         if self._n_prompts >= AVERAGED:
             if self._spent_s > SLOW_S * self._n_prompts:
-                self._slow_until_s = now_s + SLOW_PAUSE_S
+                self._slow_until_s = self._clock() + SLOW_PAUSE_S
             self._spent_s, self._n_prompts = 0.0, 0
 
 

@@ -381,6 +381,8 @@ class FastProtocol(web.RequestHandler):
         """Give bytes to the parser, and note how many of the request's are still to come."""
         unread, n_ready = self._unread, len(self._messages)
         super().data_received(data)
+        if not data and len(self._messages) == n_ready:
+            return  # aiohttp lets the parser continue, which had nothing left
         if unread > 0:
             self._unread = max(unread - len(data), _LOST)
         elif unread == 0:

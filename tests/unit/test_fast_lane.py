@@ -194,6 +194,18 @@ def test_both_ways_give_the_same_answer(client: Client, api: Api, fast: Counter[
     assert comparable(first[2]) == comparable(second[2])
 
 
+def test_headers_are_remembered_after_a_request_that_aiohttp_answered(client: Client, fast: Counter[str]) -> None:
+    """aiohttp lets the parser continue when it has read a body. No bytes come then, so none are unread."""
+    by_aiohttp = request("POST", "/route", packed(range(20_000)), Content_Type="Application/Octet-Stream; x=y")
+    for _ in range(2):
+        client.ask(by_aiohttp)
+        client.ask(FREE)
+        n_known = fast["known"]
+        client.ask(FREE)
+        assert fast["known"] == n_known + 1
+    assert fast["answered"] == 4
+
+
 def free(client: Client, answer: tuple[int, dict[str, str], bytes]) -> None:
     """End the booking of an answer, if it is one."""
     request_id = json.loads(answer[2]).get("request_id", "") if answer[2].startswith(b"{") else ""

@@ -351,15 +351,12 @@ def test_a_slow_tokenizer_leaves_the_loop_for_a_while(
     bpe: tuple[ModelTokenizer, Any], step_s: float, is_slow: bool
 ) -> None:
     """Rendering and joining count together. After SLOW_PAUSE_S the loop tries again."""
-    clock = Clock(0.0)
-    loop = LoopTokenizer(bpe[0], clock)
+    processor, clock = Clock(step_s), Clock(0.0)  # each step reads the processor's time at its beginning and its end
+    loop = LoopTokenizer(bpe[0], processor, clock)
     for _ in range(AVERAGED):
-        clock.step_s = step_s  # each step reads the clock at its beginning and at its end
         rendered = loop.render(Kind.CHAT, chat("x"))
         assert rendered is not None
         loop.join(rendered, {})
-    clock.step_s = 0.0
-    loop.render(Kind.CHAT, chat("x"))
     assert (loop.render(Kind.CHAT, chat("x")) is None) == is_slow
     clock.now_s += SLOW_PAUSE_S
     assert loop.render(Kind.CHAT, chat("x")) is not None
