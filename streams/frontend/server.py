@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -40,7 +40,7 @@ from streams.frontend.requests import NAME_CHARS_MAX, Kind, read_request
 from streams.frontend.spans import Spans, make_spans
 from streams.frontend.tokenizing import Tokenizing
 from streams.http_server import RETRY_AFTER_S, HttpServer, Startup, error_headers, starting_app
-from streams.interpreter import exempt_from_collection, prefer_request_threads
+from streams.interpreter import collect_by_the_clock, exempt_from_collection, prefer_request_threads
 from streams.metrics import MetricsRegistry
 from streams.process_metrics import metrics_response
 from streams.router_api.connections import Connections
@@ -153,7 +153,11 @@ class Front:
         await self.parity.start()
         await self.fleet.poll()
         for background in (self.fleet.poll_forever(), self._secrets.check_forever(), self._check_forever()):
-            self._tasks.append(asyncio.create_task(background))
+            self.in_background(background)
+
+    def in_background(self, background: Coroutine[Any, Any, None]) -> None:
+        """Run something until the front is closed."""
+        self._tasks.append(asyncio.create_task(background))
 
     async def close(self) -> None:
         """End everything; the last reports on bookings are sent."""
@@ -331,6 +335,8 @@ async def serve(settings: Settings, options: FrontOptions) -> None:
         prefer_request_threads()  # before the tokenizer processes, which requests wait for and which inherit it
         await front.start()
         exempt_from_collection()
+        # Python would examine all objects of all streams again after every few hundred requests.
+        front.in_background(collect_by_the_clock())
         await server.serve(front.runner())
         is_serving = True
         log.info("serving on %s, with the routers %s", server.url, ", ".join(options.router_urls))
