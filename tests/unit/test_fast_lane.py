@@ -312,6 +312,33 @@ def test_a_remembered_query_is_that_of_its_own_request(client: Client, fast: Cou
     assert fast["known"] >= 7
 
 
+def test_a_remembered_query_takes_the_id_of_its_request(client: Client, fast: Counter[str]) -> None:
+    """Requests that differ in nothing but their ids are booked under these, and one that has two ids is refused."""
+
+    def ask(query: str) -> tuple[int, dict[str, Any]]:
+        status, _, body = client.ask(request("POST", f"/route?{query}", packed(TOKENS), Content_Type=OCTETS))
+        return status, json.loads(body)
+
+    for request_id in ("own-a", "own_2", "own%2F3", "own-a"):
+        status, answer = ask(f"worker_id=1&expected_output_tokens=7&request_id={request_id}")
+        assert (status, answer["request_id"]) == (200, request_id.replace("%2F", "/"))
+    assert ask("worker_id=1&expected_output_tokens=7")[1]["request_id"] not in ("own-a", "own_2", "own/3")
+    for query in ("request_id=own-x&worker_id=1", "worker_id=1", "worker_id=1&session_id=s"):
+        for _ in range(2):
+            status, answer = ask(f"{query}&request_id=own-e")
+            assert status == (400 if "own-x" in query else 200)
+            assert status == 400 or answer["request_id"] == "own-e"
+    for query in (
+        "request_id=own-x&worker_id=1",
+        "worker_id=1&session_id=s&request_id=own-f",
+        "worker_id=1&request_id=",
+    ):
+        assert ask(query)[0] == (400 if query.endswith("=") else 200)
+    assert fast["known"] > 5
+    for request_id in ("own-a", "own_2", "own%2F3", "own-e", "own-f", "own-x"):
+        client.ask(request("DELETE", f"/loads/{request_id}"))
+
+
 def test_what_is_remembered_is_limited(client: Client, served: LocalRouter, monkeypatch: pytest.MonkeyPatch) -> None:
     """A client that sends ever new headers and queries does not fill the memory, and is answered."""
     monkeypatch.setattr(fast_lane, "_HEADERS_MAX", 10)
