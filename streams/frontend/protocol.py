@@ -95,24 +95,32 @@ class FrontRunner(web.AppRunner):
 class FrontProtocol(web.RequestHandler):
     """The protocol of one connection.
 
-    _parked: while a request is served here, what wakes aiohttp's task of the connection, which waits meanwhile, and the
-    task. aiohttp takes the request's own task for its handler then: it cancels it if the client leaves, and waits for
-    it when the server stops. What arrives in the meantime is queued.
+    _parked: while a request is served here, aiohttp's task of the connection, which waits meanwhile, and what wakes it;
+    None for both if it had not begun when the request came with the connection, and was cancelled. aiohttp takes the
+    request's own task for its handler then: it cancels it if the client leaves, and waits for it when the server stops.
+    What arrives in the meantime is queued.
     """
 
-    __slots__ = ("_generate", "_held", "_parked")
+    __slots__ = ("_generate", "_has_begun", "_held", "_parked")
 
     def __init__(self, generate: Serve | None, *args: Any, **kwargs: Any) -> None:
         """generate: None if aiohttp serves everything."""
         super().__init__(*args, **kwargs)
         self._generate = generate
         self._held: asyncio.TimerHandle | None = None
-        self._parked: tuple[asyncio.Future[None], asyncio.Task[None]] | None = None
+        self._parked: tuple[asyncio.Future[None], asyncio.Task[None]] | tuple[None, None] | None = None
+        self._has_begun = False
+
+    async def start(self) -> None:
+        """Run aiohttp's task of the connection."""
+        self._has_begun = True
+        await super().start()
 
     def data_received(self, data: bytes) -> None:
         """Parse what arrived. Serve a request that generates once it is complete; leave any other to aiohttp."""
         waiter = self._waiter
-        if self._generate is None or waiter is None or waiter.done():
+        is_idle = not self._has_begun if waiter is None else not waiter.done()
+        if self._generate is None or self._parked is not None or not is_idle:
             super().data_received(data)
             return
         self._waiter = None  # so that aiohttp's task is not woken
@@ -128,7 +136,7 @@ class FrontProtocol(web.RequestHandler):
         elif payload.is_eof():
             self._let_go()
             self._begin(self._generate, waiter)
-        elif self._held is None:
+        elif self._held is None and waiter is not None:
             self._held = self._loop.call_later(HOLD_S, self._leave)
 
     def _leave(self) -> None:
@@ -143,8 +151,8 @@ class FrontProtocol(web.RequestHandler):
             self._held.cancel()
             self._held = None
 
-    def _begin(self, generate: Serve, waiter: asyncio.Future[None]) -> None:
-        """Serve the first request that was parsed."""
+    def _begin(self, generate: Serve, waiter: asyncio.Future[None] | None) -> None:
+        """Serve the first request that was parsed. waiter: None if aiohttp's task has not begun."""
         starting, manager = self._task_handler, self._manager
         if starting is None or manager is None or self._request_factory is None or self.transport is None:
             self._leave()  # the connection is being closed
@@ -154,7 +162,11 @@ class FrontProtocol(web.RequestHandler):
         if _COUNTS_MESSAGES and self._parser is not None:
             self._parser.message_consumed()
         manager.requests_count += 1
-        self._parked, self._waiter = (waiter, starting), None
+        if waiter is None:
+            starting.cancel()
+            self._parked = (None, None)
+        else:
+            self._parked, self._waiter = (waiter, starting), None
         request = self._request_factory(message, payload, self, StreamWriter(self, self._loop), starting)
         task = self._loop.create_task(self._serve(request, generate))
         request._task = self._task_handler = cast("asyncio.Task[None]", task)  # nothing reads its result but `_end`
@@ -178,7 +190,8 @@ class FrontProtocol(web.RequestHandler):
         assert self._parked is not None
         (waiter, starting), self._parked = self._parked, None
         if self._manager is None:  # the connection is lost
-            starting.cancel()
+            if starting is not None:
+                starting.cancel()
             return
         self._waiter, self._task_handler = waiter, starting
         self._keepalive = not task.cancelled() and task.result()
@@ -188,7 +201,9 @@ class FrontProtocol(web.RequestHandler):
         close_s = self._next_keepalive_close_time = self._loop.time() + self._keepalive_timeout
         if self._keepalive_handle is None:
             self._keepalive_handle = self._loop.call_at(close_s, self._process_keepalive)
-        if self._messages and not waiter.done():
+        if waiter is None:
+            self._task_handler = self._loop.create_task(self.start())
+        elif self._messages and not waiter.done():
             waiter.set_result(None)
 
     def connection_lost(self, exc: BaseException | None) -> None:

@@ -283,6 +283,36 @@ def test_requests_of_one_connection_are_answered_in_order(backend: Backend, dire
     on_stage(backend, scenario)
 
 
+@pytest.mark.parametrize("leaves", [False, True])
+def test_a_request_that_comes_with_its_connection_is_served(
+    backend: Backend, direct: list[Any], monkeypatch: pytest.MonkeyPatch, leaves: bool
+) -> None:
+    """uvloop may read the first bytes before aiohttp's task of the connection has begun."""
+    made = FrontProtocol.connection_made
+
+    def with_a_request(connection: FrontProtocol, transport: asyncio.BaseTransport) -> None:
+        made(connection, transport)
+        connection.data_received(request_bytes(IDS))
+
+    monkeypatch.setattr(FrontProtocol, "connection_made", with_a_request)
+
+    async def scenario(stage: Stage) -> None:
+        address, n_tasks = urlsplit(stage.url), len(asyncio.all_tasks())
+        reader, writer = await asyncio.open_connection(address.hostname, address.port)
+        if not leaves:
+            assert await whole_answer(reader) == (200, answer_bytes())
+            for _ in range(2):
+                writer.write(request_bytes(IDS))
+                assert await whole_answer(reader) == (200, answer_bytes())
+        writer.close()
+        await stage.until(lambda: not stage.front.connections, "the end of the connection")
+        await stage.until_free()
+        await stage.until(lambda: len(asyncio.all_tasks()) <= n_tasks, "the end of the tasks")
+        assert len(direct) == (1 if leaves else 3)
+
+    on_stage(backend, scenario)
+
+
 @pytest.mark.parametrize(("hold_s", "n_direct"), [(PATIENCE_S, 1), (0.0, 0)])
 def test_a_body_may_come_after_its_headers(
     backend: Backend, direct: list[Any], monkeypatch: pytest.MonkeyPatch, hold_s: float, n_direct: int
