@@ -32,6 +32,10 @@ WAITING_BYTES_MAX = 128 << 10
 #: Addresses of servers that are remembered in the form in which requests need them.
 ORIGINS_MAX = 4096
 
+#: How long after a request another connection is opened. By then the server has the request, which otherwise would wait
+#: while the server accepts a connection.
+SPARE_DELAY_S = 0.002
+
 #: Bodies beyond this size are not copied behind the headers.
 SMALL_BODY_BYTES = 64 << 10
 
@@ -95,7 +99,7 @@ class PlainHttp:
         do not wait for connections.
         """
         self._keeps_spares = keeps_spares
-        self._spares: dict[Origin, asyncio.Task[None]] = {}  # those that are being opened
+        self._spares: dict[Origin, asyncio.TimerHandle | asyncio.Task[None]] = {}  # those that are being opened
         self._used_s: dict[Origin, float] = {}
         self._keepalive_s = keepalive_s
         self._connect_timeout_s = connect_timeout_s
@@ -177,7 +181,11 @@ class PlainHttp:
             del self._used_s[next(iter(self._used_s))]
         self._used_s[origin] = now_s
         if now_s - used_s <= self._keepalive_s and not self._idle.get(origin) and origin not in self._spares:
-            self._spares[origin] = loop.create_task(self._connect_spare(origin), name="kvstreams-spare-connection")
+            self._spares[origin] = loop.call_later(SPARE_DELAY_S, self._begin_spare, origin)
+
+    def _begin_spare(self, origin: Origin) -> None:
+        connecting = self._connect_spare(origin)
+        self._spares[origin] = asyncio.get_running_loop().create_task(connecting, name="kvstreams-spare-connection")
 
     async def _connect_spare(self, origin: Origin) -> None:
         try:

@@ -216,20 +216,22 @@ class Front:
     async def _generate(self, http: web.Request) -> web.StreamResponse:
         if len(self.proxy) >= self.settings.front_requests_max:
             raise Overloaded(f"the front serves {len(self.proxy)} requests, which is front_requests_max")
+        content = http.content
+        if content.is_eof() and content.total_bytes <= min(SHORT_BODY_BYTES, self.settings.body_bytes_max):
+            _refuse_encoded(http)
+            return await self._serve(http, content.read_nowait())  # there is nothing to wait for, and nothing to count
         async with self._body(http) as body:
-            return await self.proxy.serve(http, read_request(Kind(http.path), body), body, grant_of(http))
+            return await self._serve(http, body)
+
+    async def _serve(self, http: web.Request, body: bytes) -> web.StreamResponse:
+        return await self.proxy.serve(http, read_request(Kind(http.path), body), body, grant_of(http))
 
     @asynccontextmanager
     async def _body(self, http: web.Request) -> AsyncIterator[bytes]:
         """Read a body within the limits, and count its bytes until the request has ended."""
         settings = self.settings
-        if http.headers.get("Content-Encoding", "identity").lower() != "identity":
-            raise UnsupportedEncoding("the front reads bodies without Content-Encoding only")
+        _refuse_encoded(http)
         body, counted = bytearray(), 0
-        if http.content.is_eof() and http.content.total_bytes <= min(SHORT_BODY_BYTES, settings.body_bytes_max):
-            # There is nothing to wait for, and nothing to count.
-            yield http.content.read_nowait()
-            return
         try:
             async with asyncio.timeout(settings.body_timeout_s):
                 while data := await http.content.readany():
@@ -290,6 +292,11 @@ class Front:
         if self.stopping and not response.prepared:
             response.force_close()
         return response
+
+
+def _refuse_encoded(http: web.Request) -> None:
+    if http.headers.get("Content-Encoding", "identity").lower() != "identity":
+        raise UnsupportedEncoding("the front reads bodies without Content-Encoding only")
 
 
 def _http_error(http: web.Request, exc: web.HTTPException) -> dict[str, Any]:
