@@ -25,7 +25,7 @@ SLICE_NS = 100_000
 
 #: A full collection of a bridge with 200 engines takes 60 to 100 ms, in which no batch is published. Left to Python,
 #: there is about one per second, since a bridge creates as many objects as it drops. What they find are the ledgers of
-#: feeds that have ended, which may remain for this long.
+#: feeds that have ended, which may remain for this long. In a front there would be one every few hundred requests.
 FULL_COLLECTION_EVERY_S = 60.0
 
 #: After so many new objects, the youngest ones are examined (0.2 ms); after ten times as many, those that remained; and

@@ -414,7 +414,9 @@ class Settings:
     )
     front_tokenizer_processes: int = _setting(1, "processes in which a front tokenizes", low=1, high=64)
     front_tokenizer_cache_mb: int = _setting(
-        64, "memory for the tokens of parts that prompts share, of all these processes together, in MiB", low=0
+        64,
+        "memory for the tokens of parts that prompts share, of the front and these processes, in MiB",
+        low=0,
     )
     stale_after_ms: int = _setting(
         3000, "answers are degraded if a partition's owner has been silent for longer than this", low=100

@@ -8,6 +8,7 @@ errors of the API as the exceptions that they were. What must not: pauses betwee
 from __future__ import annotations
 
 import asyncio
+import re
 import ssl as tls
 from collections.abc import Callable, Sequence
 from typing import Any, Self
@@ -59,6 +60,9 @@ _OF_THE_FLEET = ("no_eligible_worker", "all_workers_busy")
 
 #: Pause after a refusal without Retry-After.
 _RETRY_AFTER_S = 0.1
+
+#: Characters of query parameters that are sent as they are.
+_PLAIN_QUERY = re.compile(r"[\w.~=&-]*", re.ASCII)
 
 _ERRORS = {kind.code: kind for kind in API_ERRORS}
 
@@ -235,7 +239,7 @@ class KvRouterClient(KvRouter):
         if http is None:
             raise RouterUnavailable("the client is not open", remedy="Use `async with`, or call start() first")
         timeout_s = self._call_timeout_s + wait_s
-        target = path if query is None else f"{path}?{urlencode(query)}"
+        target = path if query is None else f"{path}?{_encoded(query)}"
         if self._token is not None:
             headers[AUTHORIZATION] = f"Bearer {self._token if isinstance(self._token, str) else self._token()}"
         last: KvStreamsError | None = None
@@ -285,6 +289,8 @@ class KvRouterClient(KvRouter):
     def _in_order(self, first: int | None) -> list[int]:
         """Return the routers in the order in which a call tries them: by turns, and those that failed recently last."""
         n = len(self.urls)
+        if n == 1:
+            return [0]
         if first is None:
             self._turn = (self._turn + 1) % n
             first = self._turn
@@ -294,6 +300,15 @@ class KvRouterClient(KvRouter):
 
     def _penalise(self, router: int) -> None:
         self._penalised_until_s[router] = asyncio.get_running_loop().time() + ROUTER_PENALTY_S
+
+
+def _encoded(query: dict[str, str]) -> str:
+    """Return query parameters as part of an address."""
+    plain = "&".join([f"{name}={value}" for name, value in query.items()])
+    # Most have no character with a meaning in addresses. An & or = inside a value would change their number.
+    if _PLAIN_QUERY.fullmatch(plain) and plain.count("=") == len(query) == plain.count("&") + 1:
+        return plain
+    return urlencode(query)
 
 
 def _checked(url: str) -> str:

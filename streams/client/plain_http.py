@@ -32,6 +32,10 @@ WAITING_BYTES_MAX = 128 << 10
 #: Addresses of servers that are remembered in the form in which requests need them.
 ORIGINS_MAX = 4096
 
+#: How long after a request another connection is opened. By then the server has the request, which otherwise would wait
+#: while the server accepts a connection.
+SPARE_DELAY_S = 0.002
+
 #: Bodies beyond this size are not copied behind the headers.
 SMALL_BODY_BYTES = 64 << 10
 
@@ -80,8 +84,23 @@ def origin_of(url: str) -> Origin:
 class PlainHttp:
     """Sends requests over connections that are kept for the next ones. Used on one loop."""
 
-    def __init__(self, *, keepalive_s: float, connect_timeout_s: float, ssl: tls.SSLContext | None = None) -> None:
-        """keepalive_s: unused connections are closed after this time. ssl: in place of the system's authorities."""
+    def __init__(
+        self,
+        *,
+        keepalive_s: float,
+        connect_timeout_s: float,
+        ssl: tls.SSLContext | None = None,
+        keeps_spares: bool = False,
+    ) -> None:
+        """keepalive_s: unused connections are closed after this time. ssl: in place of the system's authorities.
+
+        keeps_spares: when a server's last idle connection is taken, open another one in the background, if the server
+        was used within keepalive_s before. For long answers, of which each takes a connection of its own: then requests
+        do not wait for connections.
+        """
+        self._keeps_spares = keeps_spares
+        self._spares: dict[Origin, asyncio.TimerHandle | asyncio.Task[None]] = {}  # those that are being opened
+        self._used_s: dict[Origin, float] = {}
         self._keepalive_s = keepalive_s
         self._connect_timeout_s = connect_timeout_s
         self._ssl = ssl
@@ -99,6 +118,8 @@ class PlainHttp:
         self._closed = True
         if self._sweeping is not None:
             self._sweeping.cancel()
+        for opening in self._spares.values():
+            opening.cancel()
         for connection in list(self._open):
             connection.abandon()
         self._idle.clear()
@@ -128,6 +149,8 @@ class PlainHttp:
             if connection is None:
                 connection = await self._connect(origin)
             answer = connection.ask(sent, body, silence_s)
+            if self._keeps_spares:
+                self._open_spare(origin)
             try:
                 await answer.begun()
             except ConnectionBroken:
@@ -148,6 +171,31 @@ class PlainHttp:
                 return connection
             connection.abandon()
         return None
+
+    def _open_spare(self, origin: Origin) -> None:
+        """Open a connection for the next request to a server that is in use, unless one is idle or being opened."""
+        loop = asyncio.get_running_loop()
+        now_s = loop.time()
+        used_s = self._used_s.pop(origin, float("-inf"))
+        if len(self._used_s) >= ORIGINS_MAX:
+            del self._used_s[next(iter(self._used_s))]
+        self._used_s[origin] = now_s
+        if now_s - used_s <= self._keepalive_s and not self._idle.get(origin) and origin not in self._spares:
+            self._spares[origin] = loop.call_later(SPARE_DELAY_S, self._begin_spare, origin)
+
+    def _begin_spare(self, origin: Origin) -> None:
+        connecting = self._connect_spare(origin)
+        self._spares[origin] = asyncio.get_running_loop().create_task(connecting, name="kvstreams-spare-connection")
+
+    async def _connect_spare(self, origin: Origin) -> None:
+        try:
+            connection = await self._connect(origin)
+        except ConnectFailed:
+            pass  # the next request tries it itself
+        else:
+            self._keep(connection)
+        finally:
+            del self._spares[origin]
 
     async def _connect(self, origin: Origin) -> _Connection:
         if self._closed:

@@ -50,7 +50,7 @@ class ClientStream:
 
     async def begin(self, data: bytes = b"") -> None:
         """Send the headers and the first bytes; they may wait for the end if there are none."""
-        http = self._exchange.http
+        http, self._exchange.answering = self._exchange.http, True
         await self._send(self.response.prepare(http))
         if data:
             await self._send(self.response.write(data))

@@ -10,6 +10,7 @@ its end, which makes the engine cancel its request.
 from __future__ import annotations
 
 import asyncio
+import time
 from array import array
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -127,7 +128,7 @@ class Proxy:
         self._prefilling = Prefilling(settings, router, fleet, counts, self._failed_engines.note)
         self._live: set[Exchange] = set()
         self._engines: aiohttp.ClientSession | None = None
-        self._http = PlainHttp(keepalive_s=KEEPALIVE_S, connect_timeout_s=CONNECT_TIMEOUT_S)
+        self._http = PlainHttp(keepalive_s=KEEPALIVE_S, connect_timeout_s=CONNECT_TIMEOUT_S, keeps_spares=True)
         note_failed = self._failed_engines.note
         self._mover = Mover(settings, tokenizing, fleet, counts, spans, self._session, self._http, note_failed)
 
@@ -200,24 +201,24 @@ class Proxy:
             self.counts.output_tokens += exchange.n_tokens
 
     async def _serve(self, exchange: Exchange, request: FrontRequest, body: bytes, grant: Grant) -> web.StreamResponse:
-        loop, headers = asyncio.get_running_loop(), exchange.http.headers
+        headers = exchange.http.headers
         options = route_options(request, headers, grant)
         model, adapter = self._fleet.resolve(request.model)
         if adapter is not None:
             options |= {"model": model, "lora_name": adapter}
         key = self._key_of(model)
-        at_s = loop.time()
+        at_s = time.perf_counter()  # the loop's time stands still while the loop tokenizes
         engine = self._fleet.engine(model)
         prompt = await self._tokenizing.prompt(request, body, model, engine, self._session(), key)
-        self.counts.tokenize_seconds.observe(loop.time() - at_s)
+        self.counts.tokenize_seconds.observe(time.perf_counter() - at_s)
         self.counts.prompt_tokens += len(prompt.tokens) // 4
         if self._prefilling.splits(options.get("model")):
             options["phase"] = "decode"
-        at_s = loop.time()
+        at_s = time.perf_counter()
         with self._spans.child("route") as attributes:
             booking = exchange.booking = await self._book(prompt.tokens, {**options, **self._spans.context()})
             attributes |= _booked(booking)
-        self.counts.route_seconds.observe(loop.time() - at_s)
+        self.counts.route_seconds.observe(time.perf_counter() - at_s)
         request_id = headers.get(REQUEST_ID) or booking.request_id
         sent = engine_headers(headers, request_id, key)
         remote: RemotePrefill | None = None
@@ -359,6 +360,9 @@ class Proxy:
         loop, booking, watch = asyncio.get_running_loop(), exchange.booking, StreamWatch()
         assert booking is not None
         head = bytearray()
+        # What can be made before the first token has no part in the time until it is passed on.
+        headers = client_headers(answer.headers)
+        response = self._response(exchange, answer.status, headers, request_id)
         while not watch.has_token:
             data = await answer.readany()
             if not data:
@@ -368,12 +372,10 @@ class Proxy:
                 )
             head += data
             watch.feed(data)
-        headers = client_headers(answer.headers)
         if watch.error_status and may_be_served_elsewhere(watch.error_status):
             return _Refusal(200, headers, bytes(head + await _held(answer)))
         booking.prefill_complete()
         self.counts.first_token_seconds.observe(loop.time() - exchange.began_s)
-        response = self._response(exchange, answer.status, headers, request_id)
         if exchange.moving is not None:
             return await self._carry(exchange, exchange.moving, answer, response, bytes(head))
         return await self._copy(exchange, answer, response, bytes(head), watch)
@@ -457,7 +459,6 @@ class Proxy:
     ) -> web.StreamResponse:
         booking = exchange.booking
         assert booking is not None
-        exchange.answering = True
         response = FrontResponse(status=status)
         for name, value in headers:
             response.headers.add(name, value)

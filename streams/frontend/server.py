@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-import orjson
 from aiohttp import web
 
 from streams.client.http import KvRouterClient
@@ -34,15 +34,16 @@ from streams.frontend.answers import error_page
 from streams.frontend.fleet import Fleet
 from streams.frontend.metrics import FRONT_METRICS, FrontCounts
 from streams.frontend.parity_probes import ParityProbes
+from streams.frontend.protocol import SHORT_BODY_BYTES, FrontRunner, Serve, json_page
 from streams.frontend.proxy import Proxy
 from streams.frontend.requests import NAME_CHARS_MAX, Kind, read_request
 from streams.frontend.spans import Spans, make_spans
 from streams.frontend.tokenizing import Tokenizing
 from streams.http_server import RETRY_AFTER_S, HttpServer, Startup, error_headers, starting_app
-from streams.interpreter import exempt_from_collection, prefer_request_threads
+from streams.interpreter import collect_by_the_clock, exempt_from_collection, prefer_request_threads
 from streams.metrics import MetricsRegistry
 from streams.process_metrics import metrics_response
-from streams.router_api.connections import LINGERING_S, Connections
+from streams.router_api.connections import Connections
 from streams.security.access import ANY_RIGHT, CHECK_S, Access, grant_of
 from streams.security.files import Watched, read_secret
 from streams.security.tokens import Right
@@ -52,9 +53,6 @@ log = logging.getLogger(__name__)
 
 #: Interval of `Proxy.check`.
 CHECK_EXCHANGES_S = 1.0
-
-#: Bodies of up to this size do not count towards bodies_bytes_max: there are at most front_requests_max of them.
-SMALL_BODY_BYTES = 64 << 10
 
 #: What a client may ask a front for, as an error says it.
 SERVED_CALLS = f"POST {Kind.CHAT.value}, POST {Kind.COMPLETION.value} and GET /v1/models"
@@ -155,7 +153,11 @@ class Front:
         await self.parity.start()
         await self.fleet.poll()
         for background in (self.fleet.poll_forever(), self._secrets.check_forever(), self._check_forever()):
-            self._tasks.append(asyncio.create_task(background))
+            self.in_background(background)
+
+    def in_background(self, background: Coroutine[Any, Any, None]) -> None:
+        """Run something until the front is closed."""
+        self._tasks.append(asyncio.create_task(background))
 
     async def close(self) -> None:
         """End everything; the last reports on bookings are sent."""
@@ -182,8 +184,8 @@ class Front:
 
     def runner(self) -> FrontRunner:
         """Return what serves the calls."""
-        middlewares: list[Any] = [self._error_shape(), *self._access.middlewares(_right_of)]
-        app = web.Application(middlewares=middlewares)
+        checks = self._access.middlewares(_right_of)
+        app = web.Application(middlewares=[self._shape_errors, *checks])
         app.add_routes(
             [
                 *(web.post(kind, self._generate) for kind in Kind),
@@ -194,20 +196,41 @@ class Front:
                 web.get("/metrics", self._metrics),
             ]
         )
-        return FrontRunner(app, self.connections, self.settings.drain_timeout_s)
+        return FrontRunner(app, self.connections, self.settings.drain_timeout_s, self._shaped(self._checked()))
+
+    def _checked(self) -> _Handler:
+        """Return what serves the calls that generate for clients that may make them."""
+        handler: _Handler = self._generate
+        for check in self._access.middlewares(lambda _: Right.GENERATE):
+            handler = partial(check, handler=handler)
+        return handler
+
+    def _shaped(self, handler: _Handler) -> Serve:
+        """Return a handler whose errors have OpenAI's shape."""
+
+        async def shaped(http: web.BaseRequest) -> web.StreamResponse:
+            return await self._shape_errors(cast(web.Request, http), handler)  # the application makes all requests
+
+        return shaped
 
     async def _generate(self, http: web.Request) -> web.StreamResponse:
         if len(self.proxy) >= self.settings.front_requests_max:
             raise Overloaded(f"the front serves {len(self.proxy)} requests, which is front_requests_max")
+        content = http.content
+        if content.is_eof() and content.total_bytes <= min(SHORT_BODY_BYTES, self.settings.body_bytes_max):
+            _refuse_encoded(http)
+            return await self._serve(http, content.read_nowait())  # there is nothing to wait for, and nothing to count
         async with self._body(http) as body:
-            return await self.proxy.serve(http, read_request(Kind(http.path), body), body, grant_of(http))
+            return await self._serve(http, body)
+
+    async def _serve(self, http: web.Request, body: bytes) -> web.StreamResponse:
+        return await self.proxy.serve(http, read_request(Kind(http.path), body), body, grant_of(http))
 
     @asynccontextmanager
     async def _body(self, http: web.Request) -> AsyncIterator[bytes]:
         """Read a body within the limits, and count its bytes until the request has ended."""
         settings = self.settings
-        if http.headers.get("Content-Encoding", "identity").lower() != "identity":
-            raise UnsupportedEncoding("the front reads bodies without Content-Encoding only")
+        _refuse_encoded(http)
         body, counted = bytearray(), 0
         try:
             async with asyncio.timeout(settings.body_timeout_s):
@@ -215,7 +238,8 @@ class Front:
                     body += data
                     if len(body) > settings.body_bytes_max:
                         raise RequestTooLarge(f"the body has more than body_bytes_max, {settings.body_bytes_max} bytes")
-                    if len(body) > SMALL_BODY_BYTES:
+                    # There are at most front_requests_max short bodies.
+                    if len(body) > SHORT_BODY_BYTES:
                         self._body_bytes += len(body) - counted
                         counted = len(body)
                         if self._body_bytes > settings.bodies_bytes_max:
@@ -227,51 +251,52 @@ class Front:
             self._body_bytes -= counted
 
     async def _models(self, _: web.Request) -> web.Response:
-        return _json(self.fleet.page())
+        return json_page(self.fleet.page())
 
     async def _model(self, http: web.Request) -> web.Response:
         name = http.match_info["model"]
         for row in self.fleet.page()["data"]:
             if row["id"] == name:
-                return _json(row)
+                return json_page(row)
         raise UnknownModel(
             f"the model {name[:NAME_CHARS_MAX]!r} is not served here; GET /v1/models lists those that are"
         )
 
     async def _healthz(self, _: web.Request) -> web.Response:
-        return _json({"status": "ok"})
+        return json_page({"status": "ok"})
 
     async def _ready(self, _: web.Request) -> web.Response:
         reason = "the front is stopping" if self.stopping else self.fleet.not_ready()
         if reason is None:
-            return _json({"ready": True})
-        return _json({"ready": False, "reason": reason}, status=NotReady.http_status)
+            return json_page({"ready": True})
+        return json_page({"ready": False, "reason": reason}, status=NotReady.http_status)
 
     async def _metrics(self, _: web.Request) -> web.Response:
         return metrics_response(self.registry)
 
-    def _error_shape(self) -> Callable[[web.Request, _Handler], Awaitable[web.StreamResponse]]:
-        """Make the middleware that answers every error in OpenAI's shape. Messages never quote a prompt."""
+    @web.middleware
+    async def _shape_errors(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
+        """Answer every error in OpenAI's shape. Messages never quote a prompt."""
+        self.connections.note_request(request.protocol)
+        try:
+            response = await handler(request)
+        except KvStreamsError as exc:
+            response = json_page(error_page(exc.http_status, str(exc), exc.code), exc.http_status)
+            response.headers.update(error_headers(exc))
+            if exc.http_status == NotReady.http_status:
+                response.headers["Retry-After"] = str(exc.detail.get("retry_after_s", RETRY_AFTER_S))
+        except web.HTTPException as exc:
+            response = json_page(_http_error(request, exc), exc.status)
+            if isinstance(exc, web.HTTPMethodNotAllowed):
+                response.headers["Allow"] = exc.headers["Allow"]
+        if self.stopping and not response.prepared:
+            response.force_close()
+        return response
 
-        @web.middleware
-        async def errors(http: web.Request, handler: _Handler) -> web.StreamResponse:
-            self.connections.note_request(http.protocol)
-            try:
-                response = await handler(http)
-            except KvStreamsError as exc:
-                response = _json(error_page(exc.http_status, str(exc), exc.code), exc.http_status)
-                response.headers.update(error_headers(exc))
-                if exc.http_status == NotReady.http_status:
-                    response.headers["Retry-After"] = str(exc.detail.get("retry_after_s", RETRY_AFTER_S))
-            except web.HTTPException as exc:
-                response = _json(_http_error(http, exc), exc.status)
-                if isinstance(exc, web.HTTPMethodNotAllowed):
-                    response.headers["Allow"] = exc.headers["Allow"]
-            if self.stopping and not response.prepared:
-                response.force_close()
-            return response
 
-        return errors
+def _refuse_encoded(http: web.Request) -> None:
+    if http.headers.get("Content-Encoding", "identity").lower() != "identity":
+        raise UnsupportedEncoding("the front reads bodies without Content-Encoding only")
 
 
 def _http_error(http: web.Request, exc: web.HTTPException) -> dict[str, Any]:
@@ -289,65 +314,6 @@ def _right_of(http: web.Request) -> str | None:
     if isinstance(http.match_info.http_exception, web.HTTPException):
         return ANY_RIGHT
     return _RIGHTS.get(http.path, Right.GENERATE)
-
-
-class FrontRunner(web.AppRunner):
-    """Runs the front's application within the limits of Connections; a request ends when its client disconnects."""
-
-    def __init__(self, app: web.Application, connections: Connections, shutdown_timeout_s: float) -> None:
-        """shutdown_timeout_s: limits the time that a stop takes. Requests that last for half of it are cut off."""
-        super().__init__(
-            app,
-            access_log=None,
-            # Otherwise a request would go on, and its engine compute, after its client has left.
-            handler_cancellation=True,
-            auto_decompress=False,
-            lingering_time=LINGERING_S,
-            shutdown_timeout=shutdown_timeout_s / 2,  # aiohttp waits twice: for answers, and after cutting requests off
-        )
-        self._connections = connections
-
-    @property
-    def server(self) -> Callable[[], asyncio.BaseProtocol] | None:  # type: ignore[override]  # sites only call it
-        """The factory of protocols that a site gives to the event loop."""
-        server = super().server
-        if server is None:
-            return None
-        connections = self._connections
-
-        def new_protocol() -> web.RequestHandler:
-            return _FrontProtocol(server, loop=server._loop, **server._kwargs)
-
-        return connections.accepting_for(server, new_protocol)
-
-
-class _FrontProtocol(web.RequestHandler):
-    """The protocol of one connection, which gives the errors of aiohttp itself OpenAI's shape."""
-
-    __slots__ = ()
-
-    def handle_error(
-        self,
-        request: web.BaseRequest,
-        status: int = 500,
-        exc: BaseException | None = None,
-        message: str | None = None,  # noqa: ARG002 - it quotes the request
-    ) -> web.StreamResponse:
-        """Answer what cannot be read as HTTP, and faults, in OpenAI's shape.
-
-        aiohttp would log the request with the bytes that are wrong: they may be a prompt's.
-        """
-        if request.writer.output_size > 0:
-            raise ConnectionError("a part of an answer has been sent already") from exc
-        if status >= 500:
-            log.error("a request failed", exc_info=exc)
-        response = _json(error_page(status, "a fault of the front" if status >= 500 else "not a valid request"), status)
-        response.force_close()
-        return response
-
-
-def _json(page: Any, status: int = 200) -> web.Response:
-    return web.Response(body=orjson.dumps(page), status=status, content_type="application/json")
 
 
 def parse_by_model(option: str, values: Sequence[str]) -> dict[str, str]:
@@ -376,6 +342,8 @@ async def serve(settings: Settings, options: FrontOptions) -> None:
         prefer_request_threads()  # before the tokenizer processes, which requests wait for and which inherit it
         await front.start()
         exempt_from_collection()
+        # Python would examine all objects of all streams again after every few hundred requests.
+        front.in_background(collect_by_the_clock())
         await server.serve(front.runner())
         is_serving = True
         log.info("serving on %s, with the routers %s", server.url, ", ".join(options.router_urls))

@@ -24,6 +24,10 @@ from streams.errors import InvalidRequest
 _CUT = "\x00kvstreams-cut\x00"
 
 
+#: Functions of jinja with which a template can repeat something without a list of the request.
+_COUNTING = frozenset({"range", "lipsum", "cycler"})
+
+
 class _Generation(Extension):
     """`{% generation %}`, which marks the parts of a template that a model generates; it renders what is inside."""
 
@@ -48,7 +52,14 @@ class ChatTemplate:
         environment.globals["strftime_now"] = lambda form: today().strftime(form)
         self._template = environment.from_string(source)
         self._special = dict(special)
-        self._takes_parts = _iterates_over_contents(environment.parse(source))
+        parsed = environment.parse(source)
+        self._takes_parts = _iterates_over_contents(parsed)
+        self._is_bounded = _is_bounded(parsed)
+
+    @property
+    def is_bounded(self) -> bool:
+        """Whether rendering takes no longer than what a request contains demands."""
+        return self._is_bounded
 
     def render(self, body: Mapping[str, Any]) -> tuple[str, bool]:
         """Return a chat's prompt, and whether it is whole; otherwise it ends before the first part that is not text.
@@ -146,6 +157,18 @@ def _iterates_over_contents(template: nodes.Template) -> bool:
         if _is_content(assigned.node, set()) and isinstance(assigned.target, nodes.Name):
             named.add(assigned.target.name)
     return any(_is_content(loop.iter, named) for loop in template.find_all(nodes.For))
+
+
+def _is_bounded(template: nodes.Template) -> bool:
+    """Whether a template repeats nothing but what is in a request: no counting, multiplying or recursion."""
+    if any(name.name in _COUNTING for name in template.find_all(nodes.Name)):
+        return False
+    if any(template.find_all((nodes.Mul, nodes.Pow))) or any(loop.recursive for loop in template.find_all(nodes.For)):
+        return False
+    macros = list(template.find_all(nodes.Macro))
+    names = {macro.name for macro in macros}
+    calls = (call.node for macro in macros for call in macro.find_all(nodes.Call))
+    return not any(isinstance(called, nodes.Name) and called.name in names for called in calls)
 
 
 def _is_content(node: nodes.Node, named: set[str]) -> bool:

@@ -1,7 +1,7 @@
 """One model's tokenizer: from the text of a prompt to its token ids, with a cache of the parts that prompts share.
 
 What lives here: reading a model's files, encoding, and the cache. What must not: processes (tokenizing). It runs in
-worker processes, each of which has its own caches.
+worker processes and on the front's event loop (loop_tokenizer), each with caches of its own.
 
 Prompts of one application share a beginning: a system prompt, tools, earlier turns. A tokenizer first splits a text at
 its special tokens, such as `<|im_end|>`, and encodes what is between them independently. So the pieces between special
@@ -61,6 +61,19 @@ class Encoded:
     n_cached: int
 
 
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """The text of a prompt. pieces: its parts in order, each of which is encoded independently of the others.
+
+    whole: as in Encoded. has_special: whether the tokens that a tokenizer puts around every text are added.
+    """
+
+    pieces: list[str]
+    whole: bool
+    has_special: bool
+    n_characters: int
+
+
 class TokenCache:
     """Tokens by text, at most bytes_max of both; the least recently used are dropped first."""
 
@@ -71,6 +84,9 @@ class TokenCache:
 
     def __len__(self) -> int:
         return len(self._entries)
+
+    def __contains__(self, text: str) -> bool:
+        return text in self._entries
 
     def get(self, text: str) -> array[int] | None:
         """Return the tokens of a text, if they are cached."""
@@ -122,13 +138,21 @@ class ModelTokenizer:
         return self._template is not None
 
     @property
+    def is_bounded(self) -> bool:
+        """Whether the template takes no longer than what a request contains demands; so does a model without one."""
+        return self._template is None or self._template.is_bounded
+
+    @property
     def shares_pieces(self) -> bool:
         """Whether the pieces between special tokens are cached one by one."""
         return self._pieces is not None
 
     def encode(self, kind: Kind, raw: bytes) -> Encoded:
         """Return the tokens of a request's prompt, as the engine will have them. Raises InvalidRequest."""
-        body = orjson.loads(raw)
+        return self.join(self.render(kind, orjson.loads(raw)))
+
+    def render(self, kind: Kind, body: Mapping[str, Any]) -> Rendered:
+        """Return the text of the prompt of a request's body. Raises InvalidRequest."""
         if kind is Kind.CHAT:
             if self._template is None:
                 raise InvalidRequest("the model has no chat template")
@@ -138,30 +162,43 @@ class ModelTokenizer:
                 raise InvalidRequest(f"the messages do not fit the model's chat template: {exc}") from exc
         else:
             text, whole = _first_prompt(body), True
-        special = body.get("add_special_tokens", kind is Kind.COMPLETION)
-        tokens, n_cached = self._encode(text)
-        if special:
-            tokens = self._before + tokens + (self._after if whole else array("I"))
-        return Encoded(_packed(tokens), whole, len(text), n_cached)
+        pieces = [text] if self._pieces is None else self._pieces.split(text)
+        has_special = bool(body.get("add_special_tokens", kind is Kind.COMPLETION))
+        return Rendered([piece for piece in pieces if piece], whole, has_special, len(text))
 
-    def _encode(self, text: str) -> tuple[array[int], int]:
-        if self._pieces is None:
-            return self._piece(text)
+    def missing(self, rendered: Rendered) -> list[str]:
+        """Return the pieces that are not cached, each once."""
+        return [piece for piece in dict.fromkeys(rendered.pieces) if piece not in self._cache]
+
+    def join(self, rendered: Rendered, known: Mapping[str, array[int]] | None = None) -> Encoded:
+        """Return the tokens of a prompt's pieces. known: those of pieces that were encoded elsewhere."""
         tokens, n_cached = array("I"), 0
-        for piece in self._pieces.split(text):
-            if piece:
-                found, n = self._piece(piece)
-                tokens += found
-                n_cached += n
-        return tokens, n_cached
+        for piece in rendered.pieces:
+            found = self._cache.get(piece)
+            if found is None:
+                found = self._take(piece, None if known is None else known.get(piece))
+            else:
+                n_cached += len(piece)
+            tokens += found
+        if rendered.has_special:
+            tokens = self._before + tokens + (self._after if rendered.whole else array("I"))
+        return Encoded(_packed(tokens), rendered.whole, rendered.n_characters, n_cached)
 
-    def _piece(self, text: str) -> tuple[array[int], int]:
-        found = self._cache.get(text)
-        if found is not None:
-            return found, len(text)
-        tokens = self._direct(text)
+    def pieces(self, texts: list[str]) -> tuple[list[array[int]], int]:
+        """Return the tokens of each of these pieces, and how many of their characters were found in the cache."""
+        found, n_cached = [], 0
+        for text in texts:
+            cached = self._cache.get(text)
+            n_cached += 0 if cached is None else len(text)
+            found.append(self._take(text) if cached is None else cached)
+        return found, n_cached
+
+    def _take(self, text: str, tokens: array[int] | None = None) -> array[int]:
+        """Return the tokens of a piece that is not cached, and cache them. tokens: None if they are not known."""
+        if tokens is None:
+            tokens = self._direct(text)
         self._cache.put(text, tokens)
-        return tokens, 0
+        return tokens
 
     def _direct(self, text: str) -> array[int]:
         (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)

@@ -18,6 +18,7 @@ import os
 import signal
 import struct
 import sys
+from array import array
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from typing import BinaryIO, cast
 
 import orjson
 
-from streams.client.payloads import pack_tokens
+from streams.client.payloads import pack_tokens, token_array
 from streams.errors import InvalidRequest, KvStreamsError, SettingsError
 from streams.frontend.requests import Kind
 
@@ -37,7 +38,8 @@ _REQUEST = struct.Struct("<BH")
 #: Of an answer: whether it is tokens, whether they are the whole prompt, its characters, and how many were cached.
 _ANSWER = struct.Struct("<??II")
 
-_IDS = 255
+#: In place of a kind: a prompt of token ids, and pieces of a text.
+_IDS, _PIECES = 255, 254
 _KINDS = list(Kind)
 
 COMMAND = (sys.executable, "-m", "streams.frontend.tokenizer_process")
@@ -108,6 +110,21 @@ class TokenizerProcess:
         """Return the tokens of a request's prompt. Raises InvalidRequest, TokenizerEnded."""
         name = model.encode()
         return await self._ask(_REQUEST.pack(_KINDS.index(kind), len(name)) + name, body)
+
+    async def pieces(self, model: str, texts: list[str]) -> tuple[list[array[int]], int]:
+        """Return the tokens of each piece of a text (tokenizer.Rendered), and how many characters were cached.
+
+        Raises InvalidRequest, TokenizerEnded.
+        """
+        name = model.encode()
+        found = await self._ask(_REQUEST.pack(_PIECES, len(name)) + name, orjson.dumps(texts))
+        lengths = token_array(found.tokens[: 4 * len(texts)])
+        tokens, at = token_array(found.tokens[4 * len(texts) :]), 0
+        parts = []
+        for length in lengths:
+            parts.append(tokens[at : at + length])
+            at += length
+        return parts, found.n_cached
 
     async def _ask(self, head: bytes, body: bytes) -> Tokens:
         frames = self._frames
@@ -245,6 +262,13 @@ def main() -> None:
                 _send(sent, _ANSWER.pack(True, True, 0, 0), packed_ids(request[name_end:]))
                 continue
             model = request[_REQUEST.size : name_end].decode()
+            if kind == _PIECES:
+                texts = orjson.loads(request[name_end:])
+                parts, n_cached = tokenizers[model].pieces(texts)
+                lengths = pack_tokens([len(part) for part in parts])
+                tokens = b"".join(map(pack_tokens, parts))
+                _send(sent, _ANSWER.pack(True, True, sum(map(len, texts)), n_cached), lengths, tokens)
+                continue
             found = tokenizers[model].encode(_KINDS[kind], request[name_end:])
             _send(sent, _ANSWER.pack(True, found.whole, found.n_characters, found.n_cached), found.tokens)
         except InvalidRequest as exc:

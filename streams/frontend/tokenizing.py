@@ -1,19 +1,20 @@
-"""Tokenizing without waiting: a pool of processes with the models' tokenizers, or the engines themselves.
+"""Tokenizing without long waits: on the event loop, in a pool of processes, or by the engines themselves.
 
 What lives here: the processes, what may wait for them, and the calls of an engine's `/tokenize`. What must not: how a
-text becomes tokens (tokenizer). A request that cannot be tokenized is not refused: the front routes it by load, and the
-engine says what is wrong with it.
+text becomes tokens (tokenizer), and which prompts are short enough for the event loop (loop_tokenizer). A request that
+cannot be tokenized is not refused: the front routes it by load, and the engine says what is wrong with it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import aiohttp
 import orjson
@@ -22,6 +23,9 @@ from streams.client.payloads import pack_tokens, unpack_tokens
 from streams.errors import InvalidRequest, KvStreamsError, SettingsError
 from streams.frontend.requests import FrontRequest, Kind
 from streams.frontend.tokenizer_process import TokenizerEnded, TokenizerProcess, Tokens, packed_ids
+
+if TYPE_CHECKING:
+    from streams.frontend.loop_tokenizer import LoopTokenizer
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +54,8 @@ UNKNOWN_TOKENS = b"\0\0\0\0"
 IDS, FILES, ENGINE, NONE = "ids", "files", "engine", "none"
 SOURCES = (IDS, FILES, ENGINE, NONE)
 
+_T = TypeVar("_T")
+
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
@@ -69,7 +75,10 @@ class Tokenizing:
         """paths: folders of tokenizers by model; "" is for every model without one of its own."""
         self._paths = dict(paths)
         n = processes if paths else 0
-        self._processes = [TokenizerProcess(paths, cache_bytes // n) for _ in range(n)]
+        # The processes and the event loop have caches of the same size.
+        self._cache_bytes = cache_bytes // (n + 1)
+        self._processes = [TokenizerProcess(paths, self._cache_bytes) for _ in range(n)]
+        self._on_loop: dict[str, LoopTokenizer] = {}
         self._keeping: asyncio.Task[None] | None = None
         self._waiting = 0
         self.sources: Counter[str] = Counter()
@@ -83,6 +92,8 @@ class Tokenizing:
                 await asyncio.gather(*(process.start() for process in self._processes))
         except (TokenizerEnded, TimeoutError, OSError) as exc:
             raise SettingsError(f"--tokenizer: the tokenizers cannot be loaded: {exc!r}") from exc
+        # The processes have loaded the same files, so these can be used, and the package is installed.
+        self._on_loop = await asyncio.to_thread(_load, self._paths, self._cache_bytes)
         self._keeping = asyncio.create_task(self._keep_running())
 
     async def close(self) -> None:
@@ -147,10 +158,10 @@ class Tokenizing:
             if request.has_token_ids:
                 if len(request.prompt) <= IDS_ON_LOOP_BYTES or not self._processes:
                     return _known(packed_ids(request.prompt), IDS)
-                return _known((await self._in_process(request, None, request.prompt)).tokens, IDS)
+                return _known((await self._in_process(lambda process: process.ids(request.prompt))).tokens, IDS)
             name = model if model in self._paths else ""
             if name in self._paths:
-                found = await self._in_process(request, name, body)
+                found = await self._by_files(request.kind, name, body)
                 self.characters["cached"] += found.n_cached
                 self.characters["encoded"] += found.n_characters - found.n_cached
                 return _known(found.tokens, FILES)
@@ -171,14 +182,27 @@ class Tokenizing:
 
         Raises InvalidRequest if the files cannot make them, and TokenizingFailed.
         """
-        request = FrontRequest(kind, model, False, None, None, b"")
         try:
-            return unpack_tokens((await self._in_process(request, model if model in self._paths else "", body)).tokens)
+            return unpack_tokens((await self._by_files(kind, model if model in self._paths else "", body)).tokens)
         except (TokenizerEnded, TimeoutError, OSError, _TooMany) as exc:
             raise TokenizingFailed(type(exc).__name__) from exc
 
-    async def _in_process(self, request: FrontRequest, name: str | None, raw: bytes) -> Tokens:
-        """Ask the process that has the fewest requests. name: of the tokenizer, None for a prompt of token ids."""
+    async def _by_files(self, kind: Kind, name: str, body: bytes) -> Tokens:
+        """Tokenize with a model's files: on the event loop if that is quick, otherwise in a process."""
+        tokenizer = self._on_loop.get(name)
+        rendered = None if tokenizer is None else tokenizer.render(kind, body)
+        if tokenizer is None or rendered is None:
+            return await self._in_process(lambda process: process.encode(name, kind, body))
+        known, n_cached = {}, 0
+        missing = tokenizer.missing(rendered)
+        if missing:
+            tokens, n_cached = await self._in_process(lambda process: process.pieces(name, missing))
+            known = dict(zip(missing, tokens, strict=True))
+        found = tokenizer.join(rendered, known)
+        return Tokens(found.tokens, found.whole, found.n_characters, found.n_cached + n_cached)
+
+    async def _in_process(self, call: Callable[[TokenizerProcess], Awaitable[_T]]) -> _T:
+        """Ask the process that has the fewest requests."""
         if self._waiting >= TOKENIZING_MAX:
             raise _TooMany(f"{self._waiting} requests wait for the tokenizers")
         running = [process for process in self._processes if process.running]
@@ -186,7 +210,7 @@ class Tokenizing:
         self._waiting += 1
         try:
             async with asyncio.timeout(TOKENIZE_TIMEOUT_S):
-                return await (process.ids(raw) if name is None else process.encode(name, request.kind, raw))
+                return await call(process)
         except TimeoutError:
             log.error("a tokenizer process is killed, since it took more than %g s", TOKENIZE_TIMEOUT_S)
             await process.kill()
@@ -232,6 +256,20 @@ class TokenizingFailed(Exception):
 
 class _TooMany(Exception):
     """More requests wait for the processes than may."""
+
+
+def _load(paths: Mapping[str, Path], cache_bytes: int) -> dict[str, LoopTokenizer]:
+    """Load the tokenizers for the event loop. A front without tokenizers need not have their package."""
+    if not paths:
+        return {}
+    from streams.frontend.loop_tokenizer import LoopTokenizer
+    from streams.frontend.tokenizer import ModelTokenizer
+
+    os.environ.setdefault(
+        "TOKENIZERS_PARALLELISM", "false"
+    )  # its threads would compete with the loop for prompts of 1 KB
+    share = cache_bytes // len(paths)
+    return {model: LoopTokenizer(ModelTokenizer(path, share)) for model, path in paths.items()}
 
 
 def _known(tokens: bytes, source: str) -> Prompt | None:

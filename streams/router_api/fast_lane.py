@@ -32,6 +32,7 @@ from aiohttp.helpers import rfc822_formatted_time
 from aiohttp.http import SERVER_SOFTWARE
 from aiohttp.http_parser import HttpRequestParser, RawRequestMessage
 from aiohttp.streams import EMPTY_PAYLOAD, StreamReader
+from msgspec.structs import replace
 
 from streams.core.loads.bookings import BookingPhase
 from streams.errors import KvStreamsError, api_error
@@ -70,7 +71,8 @@ _FIRST_LINE_BYTES_MAX = 4096
 _HEADERS_MAX = 4096
 _HEADERS_BYTES_MAX = 1024
 
-#: Queries of POST /route that are remembered as requests, if they are not too long. Beyond the limit all are forgotten.
+#: Queries of POST /route that are remembered as requests, without their ids, if they are not too long. Beyond the limit
+#: all are forgotten.
 _QUERIES_MAX = 1024
 _QUERY_CHARS_MAX = 256
 
@@ -79,6 +81,9 @@ _HEADS_MAX = 256
 
 #: Query parameters that are different for each request.
 _OWN_PARAMETERS = ("request_id", "session_id")
+
+#: What precedes a request's id at the end of a query, where the Python client puts it.
+_REQUEST_ID = "&request_id="
 
 #: In place of a number of bytes: it is not known where the next request begins.
 _LOST = -1
@@ -244,18 +249,22 @@ class FastLane:
         return self._route_json
 
     def _request_of(self, query: str, parse: _ParseQuery | None) -> RouteRequest | None:
-        """Parse a query, or take the request that it gave before; None if it must be left to aiohttp."""
-        request = self._requests.get(query)
+        """Parse a query, or give the request of an earlier one its id; None if it must be left to aiohttp."""
+        rest, mark, request_id = query.rpartition(_REQUEST_ID)
+        if not (mark and _PLAIN_ID.fullmatch(request_id)):
+            rest, request_id = query, ""
+        request = self._requests.get(rest)
         if request is not None:
-            return request
+            return replace(request, request_id=request_id) if request_id else request
         values = _plain_query(query) if query else {}
         if values is None:
             return None if parse is None else parse_route_query(parse())
         request = parse_route_query(values)
-        if len(query) <= _QUERY_CHARS_MAX and not any(name in values for name in _OWN_PARAMETERS):
+        own = [name for name in _OWN_PARAMETERS if name in values]
+        if len(rest) <= _QUERY_CHARS_MAX and own == (["request_id"] if request_id else []):
             if len(self._requests) >= _QUERIES_MAX:
                 self._requests.clear()
-            self._requests[query] = request
+            self._requests[rest] = replace(request, request_id=None) if request_id else request
         return request
 
     def _route_packed(self, query: str, parse: _ParseQuery | None, body: bytes) -> bytes | None:
@@ -381,6 +390,8 @@ class FastProtocol(web.RequestHandler):
         """Give bytes to the parser, and note how many of the request's are still to come."""
         unread, n_ready = self._unread, len(self._messages)
         super().data_received(data)
+        if not data and len(self._messages) == n_ready:
+            return  # aiohttp lets the parser continue, which had nothing left
         if unread > 0:
             self._unread = max(unread - len(data), _LOST)
         elif unread == 0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import random
 import signal
@@ -20,9 +21,14 @@ import pytest
 from streams.codec import encode_worker
 from streams.core.ids import WorkerId
 from streams.core.workers import Worker
-from streams.frontend import tokenizing
+from streams.frontend import protocol, tokenizing
 from streams.frontend.answers import error_event
+from streams.frontend.loop_tokenizer import ENCODED_CHARACTERS_MAX
+from streams.frontend.protocol import FrontProtocol
+from streams.frontend.requests import Kind
 from streams.frontend.server import Front, FrontOptions
+from streams.frontend.tokenizer import ModelTokenizer
+from streams.frontend.tokenizer_process import TokenizerProcess
 from streams.http_server import HttpServer
 from streams.kafka import worker_key
 from streams.security.access import Access
@@ -210,6 +216,140 @@ def test_a_client_without_chunks_gets_plain_bytes_until_the_connection_ends(back
         _, whole = await raw_exchange(stage.url, "1.0")
         head, _, body = whole.partition(b"\r\n\r\n")
         assert b"chunked" not in head and body == answer_bytes()
+
+    on_stage(backend, scenario)
+
+
+def request_bytes(body: Any, *headers: str) -> bytes:
+    """Return a request for a completion."""
+    raw = orjson.dumps(body)
+    lines = ["POST /v1/completions HTTP/1.1", "Host: x", *headers, f"Content-Length: {len(raw)}"]
+    return "\r\n".join([*lines, "", ""]).encode() + raw
+
+
+async def whole_answer(reader: asyncio.StreamReader) -> tuple[int, bytes]:
+    """Read an answer from a connection that stays open; return its status and its body."""
+    head = await reader.readuntil(b"\r\n\r\n")
+    status = int(head.split(b" ", 2)[1])
+    if b"chunked" not in head:
+        length = next(int(line[15:]) for line in head.split(b"\r\n") if line.lower().startswith(b"content-length:"))
+        return status, await reader.readexactly(length)
+    body = b""
+    while size := int(await reader.readuntil(b"\r\n"), 16):
+        body += (await reader.readexactly(size + 2))[:-2]
+    assert await reader.readexactly(2) == b"\r\n"
+    return status, body
+
+
+@pytest.fixture
+def direct(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Give the list of the requests that were served without aiohttp's task."""
+    assert protocol.is_supported()
+    begun: list[Any] = []
+    begin = FrontProtocol._begin
+
+    def noting(connection: FrontProtocol, *args: Any) -> None:
+        begun.append(connection)
+        begin(connection, *args)
+
+    monkeypatch.setattr(FrontProtocol, "_begin", noting)
+    return begun
+
+
+def test_requests_of_one_connection_are_answered_in_order(backend: Backend, direct: list[Any]) -> None:
+    """Also if they come together, of several kinds, and while an earlier one is being answered."""
+
+    async def scenario(stage: Stage) -> None:
+        address = urlsplit(stage.url)
+        generate, refused = request_bytes(IDS), request_bytes({"model": "other", "prompt": [1]})
+        models = b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n"
+        reader, writer = await asyncio.open_connection(address.hostname, address.port)
+        writer.write(generate + models + generate + refused + generate)
+        kinds = [(await whole_answer(reader))[0] for _ in range(5)]
+        assert kinds == [200, 200, 200, 404, 200]
+        for number in range(3):
+            writer.write(generate)
+            if number == 1:
+                writer.write(models)
+            assert await whole_answer(reader) == (200, answer_bytes())
+            if number == 1:
+                assert (await whole_answer(reader))[0] == 200
+        assert len(direct) == 1 + 3  # those that met an idle connection
+        writer.write(request_bytes(IDS, "Connection: close"))
+        assert await whole_answer(reader) == (200, answer_bytes())
+        assert await reader.read() == b""
+        writer.close()
+
+    on_stage(backend, scenario)
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_a_request_that_comes_with_its_connection_is_served(
+    backend: Backend, direct: list[Any], monkeypatch: pytest.MonkeyPatch, leaves: bool
+) -> None:
+    """uvloop may read the first bytes before aiohttp's task of the connection has begun."""
+    made = FrontProtocol.connection_made
+
+    def with_a_request(connection: FrontProtocol, transport: asyncio.BaseTransport) -> None:
+        made(connection, transport)
+        connection.data_received(request_bytes(IDS))
+
+    monkeypatch.setattr(FrontProtocol, "connection_made", with_a_request)
+
+    async def scenario(stage: Stage) -> None:
+        address, n_tasks = urlsplit(stage.url), len(asyncio.all_tasks())
+        reader, writer = await asyncio.open_connection(address.hostname, address.port)
+        if not leaves:
+            assert await whole_answer(reader) == (200, answer_bytes())
+            for _ in range(2):
+                writer.write(request_bytes(IDS))
+                assert await whole_answer(reader) == (200, answer_bytes())
+        writer.close()
+        await stage.until(lambda: not stage.front.connections, "the end of the connection")
+        await stage.until_free()
+        await stage.until(lambda: len(asyncio.all_tasks()) <= n_tasks, "the end of the tasks")
+        assert len(direct) == (1 if leaves else 3)
+
+    on_stage(backend, scenario)
+
+
+@pytest.mark.parametrize(("hold_s", "n_direct"), [(PATIENCE_S, 1), (0.0, 0)])
+def test_a_body_may_come_after_its_headers(
+    backend: Backend, direct: list[Any], monkeypatch: pytest.MonkeyPatch, hold_s: float, n_direct: int
+) -> None:
+    """Many clients send it so. One that comes late is read by aiohttp."""
+    monkeypatch.setattr(protocol, "HOLD_S", hold_s)
+
+    async def scenario(stage: Stage) -> None:
+        address = urlsplit(stage.url)
+        reader, writer = await asyncio.open_connection(address.hostname, address.port)
+        raw = request_bytes(IDS)
+        for piece in (raw[:30], raw[30 : raw.index(b"{") + 5], raw[raw.index(b"{") + 5 :]):
+            writer.write(piece)
+            await asyncio.sleep(0.05)
+        assert await whole_answer(reader) == (200, answer_bytes())
+        assert len(direct) == n_direct
+        writer.close()
+
+    on_stage(backend, scenario)
+
+
+def test_a_client_that_leaves_at_once_leaves_nothing_behind(backend: Backend, direct: list[Any]) -> None:
+    """Whether its request has begun or not, every task of its connection ends."""
+
+    async def scenario(stage: Stage) -> None:
+        address, n_clients = urlsplit(stage.url), 20
+        n_tasks = len(asyncio.all_tasks())
+        for number in range(n_clients):
+            _, writer = await asyncio.open_connection(address.hostname, address.port)
+            writer.write(request_bytes(IDS))
+            for _ in range(number % 5):
+                await asyncio.sleep(0)
+            writer.transport.abort()
+        await stage.until(lambda: not stage.front.connections, "the end of the connections")
+        await stage.until_free()
+        await stage.until(lambda: len(asyncio.all_tasks()) <= n_tasks, "the end of the tasks")
+        assert direct
 
     on_stage(backend, scenario)
 
@@ -522,23 +662,80 @@ def test_a_full_front_refuses_and_says_when_to_return(backend: Backend) -> None:
     on_stage(backend, scenario, front_requests_max=1)
 
 
+def long_prompt(number: int) -> dict[str, Any]:
+    """Return a completion that is too long for the event loop, and is in no cache."""
+    return {"model": "m", "prompt": f"{number} " * ENCODED_CHARACTERS_MAX, "stream": True}
+
+
+def write_tokenizer_with_markers(folder: Path) -> None:
+    """Write the files of a tokenizer whose special tokens begin and end messages, as those of chat models do."""
+    files = tokenizer_files()
+    tokenizer = orjson.loads(files["tokenizer.json"])
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False) | {"special": True}
+    tokenizer["added_tokens"] = [
+        {"id": 256 + at, "content": text, **flags}
+        for at, text in enumerate(("<|system|>", "<|user|>", "<|assistant|>", "<|end|>"))
+    ]
+    for name, text in {**files, "tokenizer.json": orjson.dumps(tokenizer).decode()}.items():
+        (folder / name).write_text(text)
+
+
+def test_a_prompt_has_the_same_tokens_on_the_loop_and_in_a_process(
+    backend: Backend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process encodes a long system prompt once; then prompts that share it are tokenized on the event loop."""
+    write_tokenizer_with_markers(tmp_path)
+    system = {"role": "system", "content": "Be careful. " * ENCODED_CHARACTERS_MAX}
+    bodies: list[dict[str, Any]] = [
+        {"model": "m", "stream": True, "messages": [system, {"role": "user", "content": text}]}
+        for text in ("first", "second", "und »noch« eine 🙂", "long" * ENCODED_CHARACTERS_MAX)
+    ]
+    bodies.append({**bodies[0], "chat_template_kwargs": {"number": 1}})
+    calls = 0
+    ask = TokenizerProcess._ask
+
+    async def counting(process: TokenizerProcess, head: bytes, body: bytes) -> Any:
+        nonlocal calls
+        calls += 1
+        return await ask(process, head, body)
+
+    monkeypatch.setattr(TokenizerProcess, "_ask", counting)
+
+    async def scenario(stage: Stage) -> None:
+        counts, known = stage.front.counts, ModelTokenizer(tmp_path, 0)
+        n_expected, n_calls = 0, []
+        for body in bodies:
+            assert (await stage.post(body))[0] == 200
+            n_expected += len(known.encode(Kind.CHAT, orjson.dumps(body)).tokens) // 4
+            assert counts.prompt_tokens == n_expected
+            n_calls.append(calls)
+        assert counts.sources == {"files": len(bodies)}
+        assert n_calls == [1, 1, 1, 2, 3]
+
+    on_stage(backend, scenario, {"tokenizers": {"m": tmp_path}})
+
+
 def test_tokenizer_processes_are_replaced_when_one_dies(backend: Backend, tmp_path: Path) -> None:
     """The request that meets the dead process is routed by load, and the next one has its tokens again."""
     for name, text in tokenizer_files().items():
         (tmp_path / name).write_text(text)
 
     async def scenario(stage: Stage) -> None:
-        sources = stage.front.counts.sources
-        assert (await stage.post())[0] == 200
+        sources, numbers = stage.front.counts.sources, itertools.count()
+
+        async def post() -> None:
+            assert (await stage.post(long_prompt(next(numbers)), "/v1/completions"))[0] == 200
+
+        await post()
         assert sources == {"files": 1}
         (process,) = stage.front.tokenizing._processes
         assert process.pid is not None
         os.kill(process.pid, signal.SIGKILL)
         while sources["none"] == 0:
-            assert (await stage.post())[0] == 200
+            await post()
         before = sources["files"]
         await stage.until(lambda: process.running, "the next process")
-        assert (await stage.post())[0] == 200
+        await post()
         assert sources["files"] == before + 1
 
     on_stage(backend, scenario, {"tokenizers": {"m": tmp_path}})
@@ -561,7 +758,7 @@ def test_a_tokenizer_that_takes_too_long_is_killed(
         assert stage.front.counts.sources == {"none": 1}
         await stage.until(lambda: process.running and process.pid != before, "the next process")
         monkeypatch.setattr(tokenizing, "TOKENIZE_TIMEOUT_S", PATIENCE_S)
-        await stage.post({"model": "m", "prompt": "text"}, "/v1/completions")
+        await stage.post(long_prompt(0), "/v1/completions")
         assert stage.front.counts.sources == {"none": 1, "files": 1}
 
     on_stage(backend, scenario, {"tokenizers": {"m": tmp_path}})

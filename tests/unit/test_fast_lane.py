@@ -194,6 +194,18 @@ def test_both_ways_give_the_same_answer(client: Client, api: Api, fast: Counter[
     assert comparable(first[2]) == comparable(second[2])
 
 
+def test_headers_are_remembered_after_a_request_that_aiohttp_answered(client: Client, fast: Counter[str]) -> None:
+    """aiohttp lets the parser continue when it has read a body. No bytes come then, so none are unread."""
+    by_aiohttp = request("POST", "/route", packed(range(20_000)), Content_Type="Application/Octet-Stream; x=y")
+    for _ in range(2):
+        client.ask(by_aiohttp)
+        client.ask(FREE)
+        n_known = fast["known"]
+        client.ask(FREE)
+        assert fast["known"] == n_known + 1
+    assert fast["answered"] == 4
+
+
 def free(client: Client, answer: tuple[int, dict[str, str], bytes]) -> None:
     """End the booking of an answer, if it is one."""
     request_id = json.loads(answer[2]).get("request_id", "") if answer[2].startswith(b"{") else ""
@@ -298,6 +310,33 @@ def test_a_remembered_query_is_that_of_its_own_request(client: Client, fast: Cou
             if status == 200:
                 assert json.loads(found[2])["worker_id"] == int(query[-1])
     assert fast["known"] >= 7
+
+
+def test_a_remembered_query_takes_the_id_of_its_request(client: Client, fast: Counter[str]) -> None:
+    """Requests that differ in nothing but their ids are booked under these, and one that has two ids is refused."""
+
+    def ask(query: str) -> tuple[int, dict[str, Any]]:
+        status, _, body = client.ask(request("POST", f"/route?{query}", packed(TOKENS), Content_Type=OCTETS))
+        return status, json.loads(body)
+
+    for request_id in ("own-a", "own_2", "own%2F3", "own-a"):
+        status, answer = ask(f"worker_id=1&expected_output_tokens=7&request_id={request_id}")
+        assert (status, answer["request_id"]) == (200, request_id.replace("%2F", "/"))
+    assert ask("worker_id=1&expected_output_tokens=7")[1]["request_id"] not in ("own-a", "own_2", "own/3")
+    for query in ("request_id=own-x&worker_id=1", "worker_id=1", "worker_id=1&session_id=s"):
+        for _ in range(2):
+            status, answer = ask(f"{query}&request_id=own-e")
+            assert status == (400 if "own-x" in query else 200)
+            assert status == 400 or answer["request_id"] == "own-e"
+    for query in (
+        "request_id=own-x&worker_id=1",
+        "worker_id=1&session_id=s&request_id=own-f",
+        "worker_id=1&request_id=",
+    ):
+        assert ask(query)[0] == (400 if query.endswith("=") else 200)
+    assert fast["known"] > 5
+    for request_id in ("own-a", "own_2", "own%2F3", "own-e", "own-f", "own-x"):
+        client.ask(request("DELETE", f"/loads/{request_id}"))
 
 
 def test_what_is_remembered_is_limited(client: Client, served: LocalRouter, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,15 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from streams.errors import InvalidRequest, SettingsError
+from streams.frontend.loop_tokenizer import (
+    AVERAGED,
+    BODY_BYTES_MAX,
+    ENCODED_CHARACTERS_MAX,
+    OBJECTS_MAX,
+    SLOW_PAUSE_S,
+    SLOW_S,
+    LoopTokenizer,
+)
 from streams.frontend.requests import Kind
 from streams.frontend.tokenizer import ENTRY_BYTES, ModelTokenizer, TokenCache
 from streams.sim import openai
@@ -248,3 +257,113 @@ def test_the_cache_keeps_its_limit_and_what_was_used_last() -> None:
     assert [cache.get(text) is not None for text in texts[:4]] == [True, False, False, True]
     cache.put("x" * 2 * size, tokens)  # more than a quarter of the cache
     assert len(cache) == 8
+
+
+class Clock:
+    """A clock that advances by a fixed time with each reading."""
+
+    def __init__(self, step_s: float) -> None:
+        self.step_s = step_s
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        self.now_s += self.step_s
+        return self.now_s
+
+
+def chat(text: str, **fields: Any) -> bytes:
+    """Return the body of a chat with one message."""
+    return orjson.dumps({"messages": [{"role": "user", "content": text}], **fields})
+
+
+@given(st.lists(texts, min_size=1, max_size=4), st.booleans())
+def test_the_loop_makes_the_tokens_of_a_process(
+    bpe: tuple[ModelTokenizer, Any], prompts: list[str], given_by_process: bool
+) -> None:
+    """Whether pieces were cached, encoded by the loop or by a process, the tokens are the same."""
+    model, _ = bpe
+    loop = LoopTokenizer(model)
+    for text in prompts:
+        rendered = loop.render(Kind.CHAT, chat(text))
+        assert rendered is not None
+        missing = model.missing(rendered) if given_by_process else []
+        known = dict(zip(missing, model.pieces(missing)[0], strict=True))
+        assert loop.join(rendered, known).tokens == model.encode(Kind.CHAT, chat(text)).tokens
+
+
+def test_only_short_new_texts_are_encoded_on_the_loop(tmp_path: Path) -> None:
+    """A process encodes what is missing beyond the limit; once that is cached, nothing is missing."""
+    loop = LoopTokenizer(ModelTokenizer(trained(tmp_path), CACHE_BYTES))
+    template = len("<|bos|><|im_start|><|im_end|>") + len("user\nassistant\n\n")
+    for text, is_short in (("a" * (ENCODED_CHARACTERS_MAX - template), True), ("b" * ENCODED_CHARACTERS_MAX, False)):
+        rendered = loop.render(Kind.CHAT, chat(text))
+        assert rendered is not None
+        missing = loop.missing(rendered)
+        assert (missing == []) == is_short
+        loop.join(rendered, {})
+        assert loop.missing(rendered) == []
+
+
+@pytest.mark.parametrize(
+    ("body", "is_short"),
+    [
+        (chat("x", chat_template_kwargs={"thinks": False, "style": "brief", "other": None}), True),
+        (chat("x", chat_template_kwargs={"n": 10**9}), False),
+        (chat("x", chat_template_kwargs={"list": [[]]}), False),
+        (chat("x").replace(b"}]", b'}], "chat_template\\u005fkwargs": {"n": 1}'), False),
+        (chat("{" * (OBJECTS_MAX - 2)), True),
+        (chat("{" * (OBJECTS_MAX - 1)), False),
+        (chat("x" * (BODY_BYTES_MAX - len(chat("")))), True),
+        (chat("x" * (BODY_BYTES_MAX - len(chat("")) + 1)), False),
+    ],
+)
+def test_bodies_that_may_take_long_are_rendered_in_a_process(
+    bpe: tuple[ModelTokenizer, Any], body: bytes, is_short: bool
+) -> None:
+    """These are long ones, those with many objects, and those with numbers that a template may count up to."""
+    assert (LoopTokenizer(bpe[0]).render(Kind.CHAT, body) is not None) == is_short
+
+
+@pytest.mark.parametrize(
+    ("template", "is_bounded"),
+    [
+        (TEMPLATE, True),
+        ("{% macro show(m) %}{{ m.content }}{% endmacro %}{% for m in messages %}{{ show(m) }}{% endfor %}", True),
+        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", False),
+        ("{% set r = range %}{% for i in r(9) %}{% endfor %}", False),
+        ("{{ 'a' * 1000000000 }}", False),
+        ("{{ 10 ** 10 ** 10 }}", False),
+        ("{% for m in messages recursive %}{{ loop(messages) }}{% endfor %}", False),
+        ("{% macro a() %}{{ b() }}{% endmacro %}{% macro b() %}{{ a() }}{% endmacro %}{{ a() }}", False),
+    ],
+)
+def test_templates_that_may_take_long_run_in_processes(tmp_path: Path, template: str, is_bounded: bool) -> None:
+    """On the loop, a template may only repeat what is in the request. Completions need no template."""
+    model = ModelTokenizer(trained(tmp_path, template=template), CACHE_BYTES)
+    assert model.is_bounded == is_bounded
+    loop = LoopTokenizer(model)
+    assert (loop.render(Kind.CHAT, chat("x")) is not None) == is_bounded
+    assert loop.render(Kind.COMPLETION, orjson.dumps({"prompt": "x"})) is not None
+
+
+@pytest.mark.parametrize(("step_s", "is_slow"), [(0.4 * SLOW_S, False), (0.6 * SLOW_S, True)])
+def test_a_slow_tokenizer_leaves_the_loop_for_a_while(
+    bpe: tuple[ModelTokenizer, Any], step_s: float, is_slow: bool
+) -> None:
+    """Rendering and joining count together. After SLOW_PAUSE_S the loop tries again."""
+    processor, clock = Clock(step_s), Clock(0.0)  # each step reads the processor's time at its beginning and its end
+    loop = LoopTokenizer(bpe[0], processor, clock)
+    for _ in range(AVERAGED):
+        rendered = loop.render(Kind.CHAT, chat("x"))
+        assert rendered is not None
+        loop.join(rendered, {})
+    assert (loop.render(Kind.CHAT, chat("x")) is None) == is_slow
+    clock.now_s += SLOW_PAUSE_S
+    assert loop.render(Kind.CHAT, chat("x")) is not None
+
+
+def test_what_a_template_raises_is_an_error_of_the_request(tmp_path: Path) -> None:
+    """Whatever its class is, the request is routed by load."""
+    loop = LoopTokenizer(ModelTokenizer(trained(tmp_path, template="{{ messages[0].content + 1 }}"), CACHE_BYTES))
+    with pytest.raises(InvalidRequest, match="TypeError"):
+        loop.render(Kind.CHAT, chat("x"))

@@ -178,6 +178,54 @@ def test_a_connection_is_used_again_until_it_was_idle_for_too_long(run: Run) -> 
     run(scenario())
 
 
+def test_a_server_in_use_has_a_connection_ready_for_the_next_request(run: Run) -> None:
+    """Long answers take a connection each. The second request in a row opens one for the third, and so on."""
+
+    async def scenario() -> None:
+        async with serving(answering(*[ENDLESS] * 4)) as server, client(keepalive_s=0.5, keeps_spares=True) as http:
+            first = await get(http, server)
+            assert len(http) == 1  # a server that is used once gets no further connection
+            second = await get(http, server)
+            while len(http) < 3 or http._spares:
+                await asyncio.sleep(0.001)
+            third = await get(http, server)
+            while len(http) < 4 or http._spares:
+                await asyncio.sleep(0.001)
+            assert (server.n_connections, len(server.requests)) == (4, 3)
+            while len(http) > 3:  # the spare one was idle for keepalive_s
+                await asyncio.sleep(0.01)
+            assert [answer.status for answer in (first, second, third)] == [200] * 3
+
+    run(scenario())
+
+
+def test_a_spare_connection_that_the_server_closes_is_not_used(run: Run) -> None:
+    """The next request opens one of its own, and those that are under way go on."""
+
+    def serve(server: Server) -> Serve:
+        async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            if server.n_connections == 3:
+                return
+            await server.request(reader)
+            writer.write(ENDLESS)
+            await reader.read()
+
+        return handle
+
+    async def scenario() -> None:
+        async with serving(serve) as server, client(keeps_spares=True) as http:
+            answers = [await get(http, server), await get(http, server)]
+            while server.n_connections < 3 or http._spares or len(http) > 2:
+                await asyncio.sleep(0.001)
+            answers.append(await get(http, server))
+            assert server.n_connections == 4
+            assert not any(answer.at_eof or answer.status != 200 for answer in answers)
+            for answer in answers:
+                answer.close()
+
+    run(scenario())
+
+
 @pytest.mark.parametrize("repeatable", [True, False])
 def test_a_kept_connection_that_the_server_closes_fails_or_is_replaced(run: Run, repeatable: bool) -> None:
     """A request that may be repeated is sent again on another connection; any other fails."""
