@@ -45,7 +45,7 @@ PARKED_CHUNK_BYTES_MAX = 1536 * 1024
 #: unchanged in a changelog, which has the broker's default limit of 1 MB; a larger record would stop its partition.
 CXL_EVENT_BYTES_MAX = 256 * 1024
 
-#: Bytes of one record of router-decisions: 128 decisions with the longest request ids, the most candidates and the most
+#: Bytes of one record of router-decisions: 256 decisions with the longest request ids, the most candidates and the most
 #: families have less than 2 MiB (streams.decision_log.records).
 DECISION_BYTES_MAX = 4 * 1024 * 1024
 

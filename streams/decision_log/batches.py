@@ -1,30 +1,44 @@
 """Decisions as a router notes them, until they are encoded (pure).
 
-What lives here: `DecisionBatch`, the buffers of the decisions of one record, most of which already have the form in
-which they are recorded. What must not: records (records), and how many batches there are (the router's recorder).
+What lives here: `DecisionBatch`, the buffers of the decisions of one record. What must not: where they have what
+(buffers), records (records), and how many batches there are (the router's recorder).
 
 A request pays for noting its decision, so a decision makes no object that lives on except its id: one call of a kernel
-selects its candidates and copies their terms into buffers that are used again. Keeping a decision's own arrays until
-they are encoded takes a router more time than copying what is recorded of them: memory that lives a while is neither in
-the processor's caches nor free for the next decision.
+selects its candidates, and copies their terms and everything else into buffers that are used again. Keeping a
+decision's own arrays until they are encoded takes a router more time than copying what is recorded of them: memory that
+lives a while is neither in the processor's caches nor free for the next decision.
 """
 
 from __future__ import annotations
 
-import struct
 import sys
 from collections.abc import Sequence
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from streams.core.ids import Float64Array, HashArray, Int64Array, RankId
 from streams.core.kernels.available import kernels_available
 from streams.core.routing.by_policy import PolicyColumns
 from streams.core.routing.cost import TermColumns
 from streams.core.routing.eligibility import base_of
-from streams.decision_log.families import FAMILIES_MAX, FAMILY_TOKENS, family_positions
+from streams.decision_log.buffers import (
+    BLOCK_SIZE,
+    FAMILIES_AT,
+    HAS_ONE_MORE,
+    HEAD,
+    KIND,
+    LISTED_AT,
+    N_BEST,
+    N_COLUMNS,
+    N_FAMILIES,
+    N_GIVEN,
+    N_LISTED,
+    N_TERMS,
+    ROW,
+    TERMS_AT,
+)
+from streams.decision_log.families import FAMILIES_MAX, family_positions
 
 #: Flags of a decision.
 BOOKED, PREFERRED = 1, 2
@@ -38,16 +52,25 @@ CXL_TERM, MOE_TERM = "cxl_accessible_blocks", "moe_matching_blocks"
 
 _U32_MAX = (1 << 32) - 1
 
-#: A decision's row without its candidates. Packing it by struct takes a fifth of the time of NumPy's row from a tuple.
-_PACK_DECISION = struct.Struct("<qIIIIIIHHBB").pack
+#: A decision without its candidates, as it is recorded.
+DECISION = np.dtype(
+    [
+        ("decided_at_ms", "<i8"),
+        ("queued_ms", "<u4"),
+        ("n_tokens", "<u4"),
+        ("request_blocks", "<u4"),
+        ("expected_output_tokens", "<u4"),
+        ("n_eligible", "<u4"),
+        ("n_lowest", "<u4"),
+        ("kind", "<u2"),
+        ("n_families", "<u2"),
+        ("n_candidates", "u1"),
+        ("flags", "u1"),
+    ]
+)
 
-#: Families for which a new batch has room. The buffer doubles when it is full, and is used again.
-_FAMILIES_AT_FIRST = 1024
-
-#: The estimate of the memory of a decision in addition to the buffers: its id, and its row.
+#: The estimate of the memory of a decision in addition to the buffers, for its id.
 DECISION_BYTES = 256
-
-_T = TypeVar("_T", bound=np.generic)
 
 
 class DecisionKind(NamedTuple):
@@ -66,47 +89,50 @@ class DecisionKind(NamedTuple):
 
 
 def note_in_numpy(
-    costs: Float64Array,
+    column: Float64Array,
     terms: Float64Array,
-    one_more: Float64Array,
     blocks: Int64Array,
     chain: HashArray,
+    integers: Int64Array,
+    numbers: Float64Array,
     chosen: int,
-    n_best: int,
-    n_terms: int,
-    has_one_more: bool,
-    n_columns: int,
-    block_size: int,
-    family_tokens: int,
-    listed_costs: Float64Array,
-    listed: Int64Array,
-    n_listed: int,
-    listed_terms: npt.NDArray[np.float32],
-    n_listed_terms: int,
-    families: HashArray,
-    n_families: int,
-    families_max: int,
+    decided_at_ms: int,
+    queued_ms: int,
+    n_tokens: int,
+    request_blocks: int,
+    expected_output_tokens: int,
+    flags: int,
 ) -> int:
-    """The same as kernels.note.note_candidates."""
-    del family_tokens, families_max  # constants of the module families
+    """The same as kernels.note.note_decision."""
+    n_done, n_listed, n_terms, n_families, listed_at, families_at, terms_at, n_best = integers[:N_GIVEN].tolist()
+    n_given, has_one_more, n_columns, kind, block_size = integers[N_GIVEN:HEAD].tolist()
+    if terms.shape != (n_given + has_one_more, len(blocks)) or column.shape != blocks.shape:
+        return 0
+    costs = terms[n_given] if has_one_more else column
     best = costs.argsort(kind="stable")[:n_best]
     found = np.concatenate([[chosen], best[best != chosen]])
     n = len(found)
-    listed_costs[n_listed : n_listed + n] = costs[found]
-    listed[n_listed : n_listed + n] = found | (blocks[found] << 32)
-    rows = listed_terms[n_listed_terms : n_listed_terms + n * n_columns].reshape(n, n_columns)
-    rows[:, :n_terms] = terms[:n_terms, found].T
+    numbers[n_listed : n_listed + n] = costs[found]
+    integers[listed_at + n_listed : listed_at + n_listed + n] = found | (blocks[found] << 32)
+    to = terms_at + n_terms
+    rows = numbers[to : to + n * n_columns].reshape(n, n_columns)
+    rows[:, :n_given] = terms[:n_given, found].T
     if has_one_more:
-        rows[:, n_terms] = one_more[found]
-    positions = family_positions(len(chain), block_size)
-    families[n_families : n_families + len(positions)] = chain[positions]
-    return n | len(positions) << 8 | int(np.count_nonzero(costs == costs.min())) << 24
+        rows[:, n_given] = column[found]
+    kept = chain[family_positions(len(chain), block_size)]
+    integers[families_at + n_families : families_at + n_families + len(kept)] = kept.view(np.int64)
+    n_lowest = int(np.count_nonzero(costs == costs.min()))
+    row = HEAD + n_done * ROW
+    integers[row : row + 5] = decided_at_ms, queued_ms, n_tokens, request_blocks, expected_output_tokens
+    integers[row + 5 : row + ROW] = len(blocks), n_lowest, kind, len(kept), n, flags
+    integers[: N_FAMILIES + 1] += (1, n, n * n_columns, len(kept))
+    return n
 
 
 if kernels_available() and sys.byteorder == "little":
-    from streams.decision_log.kernels.note import note_candidates
+    from streams.decision_log.kernels.note import note_decision
 else:
-    note_candidates = note_in_numpy
+    note_decision = note_in_numpy
 
 
 class DecisionBatch:
@@ -117,20 +143,13 @@ class DecisionBatch:
     """
 
     __slots__ = (
-        "_costs",
-        "_families",
+        "_integers",
         "_last",
-        "_listed",
         "_n_best",
-        "_n_families",
-        "_n_listed",
         "_n_ranks",
-        "_n_terms",
-        "_number",
+        "_numbers",
         "_offset",
         "_offsets",
-        "_rows",
-        "_terms",
         "kinds",
         "n",
         "n_max",
@@ -142,10 +161,15 @@ class DecisionBatch:
         """n_max: decisions. n_best: cheapest candidates that are kept in addition to the chosen one."""
         self.n_max = n_max
         self._n_best = n_best
-        self._costs = np.empty(n_max * (n_best + 1))
-        self._listed = np.empty(n_max * (n_best + 1), dtype=np.int64)
-        self._terms = np.empty(n_max * (n_best + 1) * len(COST_TERMS), dtype=np.float32)
-        self._families = np.empty(_FAMILIES_AT_FIRST, dtype=np.uint64)
+        n_listed = n_max * (n_best + 1)
+        # There is space for the most families. What is not used of it is never touched, and takes no memory.
+        self._integers = np.empty(HEAD + n_max * ROW + n_listed + n_max * FAMILIES_MAX, dtype=np.int64)
+        self._integers[:HEAD] = 0
+        self._integers[LISTED_AT] = HEAD + n_max * ROW
+        self._integers[FAMILIES_AT] = HEAD + n_max * ROW + n_listed
+        self._integers[TERMS_AT] = n_listed
+        self._integers[N_BEST] = n_best
+        self._numbers = np.empty(n_listed * (1 + len(COST_TERMS)))
         self.clear()
 
     def clear(self) -> None:
@@ -155,17 +179,16 @@ class DecisionBatch:
         self.kinds: dict[tuple[DecisionKind, tuple[str, ...]], int] = {}
         self.tables: list[Sequence[RankId]] = []
         self._offsets: dict[int, int] = {}  # of tables by their ids
-        self._rows = bytearray()
-        self._n_listed = self._n_terms = self._n_families = self._n_ranks = 0
+        self._integers[: N_FAMILIES + 1] = 0
+        self._n_ranks = 0
         # Most decisions have the same kind, terms and candidates as the one before: the same objects.
         self._last: tuple[DecisionKind | None, tuple[str, ...], Sequence[RankId]] = (None, (), ())
-        self._number = self._offset = 0
+        self._offset = 0
 
     @property
     def n_bytes(self) -> int:
         """Bytes in use, by an estimate."""
-        buffers = self._costs.nbytes + self._listed.nbytes + self._terms.nbytes + self._families.nbytes
-        return buffers + DECISION_BYTES * self.n
+        return self._integers.nbytes + self._numbers.nbytes + DECISION_BYTES * self.n
 
     def add(
         self,
@@ -188,92 +211,95 @@ class DecisionBatch:
         """
         if isinstance(columns, PolicyColumns):
             prices, held = columns.prices, columns.held
-            # Policies of other packages may return other arrays than the kernel takes.
-            costs = np.ascontiguousarray(prices.costs, dtype=np.float64)
-            terms = np.ascontiguousarray(prices.terms, dtype=np.float64)
-            names = prices.names
-            n_given, has_one_more, one_more, blocks = len(names), False, costs, held.scores
-            if terms.shape != (n_given, len(blocks)) or costs.shape != blocks.shape:
-                raise ValueError(f"the policy names {n_given} terms, and has {terms.shape} of them")
+            column, terms, blocks, names, is_priced = prices.costs, prices.terms, held.scores, prices.names, False
             cxl, moe = held.cxl_accessible_scores, held.moe_scores
         else:
-            terms, names, n_given, has_one_more = columns.terms, COST_TERMS, _N_PRICED, True
-            costs, one_more, blocks = terms[3], columns.effective_cached_blocks, columns.scores
-            cxl, moe = columns.cxl_accessible_scores, columns.moe_scores
+            column, terms, blocks = columns.effective_cached_blocks, columns.terms, columns.scores
+            cxl, moe, names, is_priced = columns.cxl_accessible_scores, columns.moe_scores, COST_TERMS, True
         if cxl is not None or moe is not None:
             names = _with_further(names, cxl, moe)
         ranks, last = columns.ranks, self._last
         if kind is not last[0] or names is not last[1] or ranks is not last[2]:
-            self._begin(kind, names, ranks)
-        n_columns, n_listed, n_noted, n_families = len(names), self._n_listed, self._n_terms, self._n_families
-        if n_families + FAMILIES_MAX > len(self._families):
-            self._families = _doubled(self._families)
-        found = note_candidates(
-            costs,
-            terms,
-            one_more,
-            blocks,
-            chain,
-            chosen,
-            self._n_best,
-            n_given,
-            has_one_more,
-            n_columns,
-            kind.block_size,
-            FAMILY_TOKENS,
-            self._costs,
-            self._listed,
-            n_listed,
-            self._terms,
-            n_noted,
-            self._families,
-            n_families,
-            FAMILIES_MAX,
-        )
-        n, n_new_families = found & 0xFF, found >> 8 & 0xFFFF
-        self._n_listed, self._n_terms = n_listed + n, n_noted + n * n_columns
-        self._n_families = n_families + n_new_families
-        if len(names) > n_given + has_one_more:
-            self._add_further(slice(n_listed, n_listed + n), n_noted, n_columns, cxl, moe)
-        if self._offset or type(ranks) is not tuple:
-            self._number_ranks(slice(n_listed, n_listed + n), ranks)
-        self._rows += _PACK_DECISION(
-            decided_at_ms,
-            queued_ms,
-            n_tokens,
-            request_blocks,
-            0 if expected_output_tokens is None else min(expected_output_tokens, _U32_MAX),
-            len(ranks),
-            found >> 24,
-            self._number,
-            n_new_families,
-            n,
-            flags,
-        )
+            self._begin(kind, names, ranks, is_priced, (cxl is not None) + (moe is not None))
+        expected = 0 if expected_output_tokens is None else min(expected_output_tokens, _U32_MAX)
+        try:
+            n = note_decision(
+                column,
+                terms,
+                blocks,
+                chain,
+                self._integers,
+                self._numbers,
+                chosen,
+                decided_at_ms,
+                queued_ms,
+                n_tokens,
+                request_blocks,
+                expected,
+                flags,
+            )
+        except (TypeError, AttributeError):
+            # Policies of other packages may return other arrays than the kernel takes.
+            column, terms = (np.ascontiguousarray(each, dtype=np.float64) for each in (column, terms))
+            n = note_decision(
+                column,
+                terms,
+                blocks,
+                chain,
+                self._integers,
+                self._numbers,
+                chosen,
+                decided_at_ms,
+                queued_ms,
+                n_tokens,
+                request_blocks,
+                expected,
+                flags,
+            )
+        if not n:
+            raise ValueError(f"the policy names the terms {names}, and has {terms.shape} of them")
         self.request_ids.append(request_id)
         self.n += 1
+        if cxl is not None or moe is not None:
+            self._add_further(n, len(names), cxl, moe)
+        if self._offset or type(ranks) is not tuple:
+            self._number_ranks(n, ranks)
         return self.n
 
     def rows(self) -> bytes:
         """All decisions, packed."""
-        return bytes(self._rows)
+        words = self._integers[HEAD : HEAD + self.n * ROW].reshape(-1, ROW)
+        rows = np.empty(self.n, dtype=DECISION)
+        for number, name in enumerate(DECISION.fields or ()):
+            rows[name] = words[:, number]
+        return rows.tobytes()
 
     def listed(self) -> tuple[Float64Array, Int64Array, Int64Array]:
         """The candidates of all decisions: their costs, their ranks as positions in `tables`, and their blocks."""
-        of = slice(self._n_listed)
-        return self._costs[of], self._listed[of] & _U32_MAX, self._listed[of] >> 32
+        n, at = self._integers[[N_LISTED, LISTED_AT]].tolist()
+        listed = self._integers[at : at + n]
+        return self._numbers[:n], listed & _U32_MAX, listed >> 32
 
-    def terms(self) -> npt.NDArray[np.float32]:
+    def terms(self) -> Float64Array:
         """The terms of all candidates, those of each one after the other."""
-        return self._terms[: self._n_terms]
+        n, at = self._integers[[N_TERMS, TERMS_AT]].tolist()
+        return self._numbers[at : at + n]
 
     def families(self) -> HashArray:
         """The families of all decisions, before they are salted."""
-        return self._families[: self._n_families]
+        n, at = self._integers[[N_FAMILIES, FAMILIES_AT]].tolist()
+        return self._integers[at : at + n].view(np.uint64)
 
-    def _begin(self, kind: DecisionKind, names: tuple[str, ...], ranks: Sequence[RankId]) -> None:
+    def _begin(
+        self, kind: DecisionKind, names: tuple[str, ...], ranks: Sequence[RankId], is_priced: bool, n_further: int
+    ) -> None:
         """The next decisions are of this kind, with these terms and candidates."""
-        self._number = self.kinds.setdefault((kind, names), len(self.kinds))
+        integers = self._integers
+        integers[KIND] = self.kinds.setdefault((kind, names), len(self.kinds))
+        integers[BLOCK_SIZE] = kind.block_size
+        integers[HAS_ONE_MORE] = is_priced
+        integers[N_COLUMNS] = len(names)
+        integers[N_GIVEN] = len(names) - n_further - is_priced
         base, _ = base_of(ranks)
         offset = self._offsets.get(id(base))
         if offset is None:
@@ -281,24 +307,29 @@ class DecisionBatch:
             self.tables.append(base)
             self._n_ranks += len(base)
         self._offset, self._last = offset, (kind, names, ranks)
-        n_needed = self._n_terms + (self.n_max - self.n) * (self._n_best + 1) * len(names)
-        if n_needed > len(self._terms):
-            self._terms = np.concatenate([self._terms, np.empty(n_needed - len(self._terms), dtype=np.float32)])
+        n_left = (self.n_max - self.n) * (self._n_best + 1) * len(names)
+        n_needed = integers.item(TERMS_AT) + integers.item(N_TERMS) + n_left
+        if n_needed > len(self._numbers):
+            self._numbers = np.concatenate([self._numbers, np.empty(n_needed - len(self._numbers))])
 
-    def _number_ranks(self, of: slice, ranks: Sequence[RankId]) -> None:
-        """Turn positions among the candidates into positions in `tables`."""
+    def _last_listed(self, n: int) -> Int64Array:
+        """The candidates that were listed last."""
+        end = self._integers.item(LISTED_AT) + self._integers.item(N_LISTED)
+        return self._integers[end - n : end]
+
+    def _number_ranks(self, n: int, ranks: Sequence[RankId]) -> None:
+        """Turn positions of the last n listed candidates among the ranks into positions in `tables`."""
         _, at = base_of(ranks)
-        listed = self._listed[of]
+        listed = self._last_listed(n)
         if at is not None:
             listed[:] = at[listed & _U32_MAX] | (listed >> 32 << 32)
         listed += self._offset
 
-    def _add_further(
-        self, of: slice, n_terms: int, n_columns: int, cxl: Int64Array | None, moe: Int64Array | None
-    ) -> None:
-        """Set the last terms of the candidates that were just listed."""
-        positions = self._listed[of] & _U32_MAX
-        rows = self._terms[n_terms : n_terms + len(positions) * n_columns].reshape(-1, n_columns)
+    def _add_further(self, n: int, n_columns: int, cxl: Int64Array | None, moe: Int64Array | None) -> None:
+        """Set the last terms of the last n listed candidates."""
+        positions = self._last_listed(n) & _U32_MAX
+        end = self._integers.item(TERMS_AT) + self._integers.item(N_TERMS)
+        rows = self._numbers[end - n * n_columns : end].reshape(-1, n_columns)
         further = [each for each in (cxl, moe) if each is not None]
         for column, each in zip(range(n_columns - len(further), n_columns), further, strict=True):
             rows[:, column] = each[positions]
@@ -306,7 +337,3 @@ class DecisionBatch:
 
 def _with_further(names: tuple[str, ...], cxl: Int64Array | None, moe: Int64Array | None) -> tuple[str, ...]:
     return (*names, *([] if cxl is None else [CXL_TERM]), *([] if moe is None else [MOE_TERM]))
-
-
-def _doubled(array: npt.NDArray[_T]) -> npt.NDArray[_T]:
-    return np.concatenate([array, np.empty_like(array)])

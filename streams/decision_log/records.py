@@ -20,27 +20,12 @@ import numpy.typing as npt
 from streams.codec import codec
 from streams.core.ids import DpRank, HashArray, RankId, WorkerId
 from streams.core.routing.identity_cache import IdentityCache
-from streams.decision_log.batches import BOOKED, PREFERRED, DecisionBatch, DecisionKind
+from streams.decision_log.batches import BOOKED, DECISION, PREFERRED, DecisionBatch, DecisionKind
 from streams.decision_log.families import FAMILY_TOKENS, FamilyKeys, salted
 from streams.errors import BadRecord
 
 SCHEMA = "router-decisions"
 
-_DECISION = np.dtype(
-    [
-        ("decided_at_ms", "<i8"),
-        ("queued_ms", "<u4"),
-        ("n_tokens", "<u4"),
-        ("request_blocks", "<u4"),
-        ("expected_output_tokens", "<u4"),
-        ("n_eligible", "<u4"),
-        ("n_lowest", "<u4"),
-        ("kind", "<u2"),
-        ("n_families", "<u2"),
-        ("n_candidates", "u1"),
-        ("flags", "u1"),
-    ]
-)
 _RANK = np.dtype([("worker_id", "<u8"), ("dp_rank", "<u4")])
 _CANDIDATE = np.dtype([("cost", "<f8"), ("rank", "<u4"), ("blocks", "<u4")])
 _REPORT = np.dtype([("ended_at_ms", "<i8"), ("prefilled_at_ms", "<i8"), ("output_tokens", "<u4")])
@@ -55,6 +40,10 @@ class Report(NamedTuple):
     ended_at_ms: int = 0
     prefilled_at_ms: int = 0
     output_tokens: int = 0
+
+
+#: A Report as a plain tuple, which is made in a quarter of the time, for requests of which only the end was reported.
+EndReport = tuple[str, int, int, int]
 
 
 class FleetSize(NamedTuple):
@@ -121,7 +110,7 @@ class DecisionEncoder:
     def encode(
         self,
         batch: DecisionBatch | None,
-        reports: Sequence[Report],
+        reports: Sequence[Report | EndReport],
         fleets: Sequence[FleetSize],
         router_id: str,
         written_at_ms: int,
@@ -142,7 +131,7 @@ class DecisionEncoder:
                 "candidates": candidates,
                 "terms": batch.terms().astype("<f4", copy=False).tobytes(),
                 "families": salted(batch.families(), self._keys).astype("<u8", copy=False).tobytes(),
-                "reported_ids": [each.request_id for each in reports],
+                "reported_ids": [each[0] for each in reports],
                 "reports": b"".join([_PACK_REPORT(*each[1:]) for each in reports]),
                 "fleets": [each._asdict() for each in fleets],
             }
@@ -210,7 +199,7 @@ class LoggedBatch:
         candidates = np.frombuffer(datum["candidates"], dtype=_CANDIDATE).tolist()
         terms = np.frombuffer(datum["terms"], dtype="<f4").tolist()
         families = np.frombuffer(datum["families"], dtype="<u8")
-        rows = np.frombuffer(datum["decisions"], dtype=_DECISION).tolist()
+        rows = np.frombuffer(datum["decisions"], dtype=DECISION).tolist()
         candidate_at = term_at = family_at = 0
         for request_id, row in zip(datum["request_ids"], rows, strict=True):
             decided_at_ms, queued_ms, n_tokens, blocks, expected, n_eligible, n_lowest, kind, n_families, n, flags = row
