@@ -46,7 +46,7 @@ PARKED_CHUNK_BYTES_MAX = 1536 * 1024
 CXL_EVENT_BYTES_MAX = 256 * 1024
 
 #: Bytes of one record of router-decisions: 256 decisions with the longest request ids, the most candidates and the most
-#: families have less than 2 MiB (streams.decision_log.records).
+#: families have less than 3.5 MiB (streams.decision_log.records).
 DECISION_BYTES_MAX = 4 * 1024 * 1024
 
 #: Kafka deletes whole segments, and never the one that is written. With these bounds, a partition of the decision log

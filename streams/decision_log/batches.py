@@ -240,7 +240,7 @@ class DecisionBatch:
             )
         except (TypeError, AttributeError):
             # Policies of other packages may return other arrays than the kernel takes.
-            column, terms = (np.ascontiguousarray(each, dtype=np.float64) for each in (column, terms))
+            column, terms = (np.array(each, dtype=np.float64, order="C") for each in (column, terms))
             n = note_decision(
                 column,
                 terms,

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import orjson
 import pytest
 from hypothesis import given, settings
@@ -16,13 +16,15 @@ from hypothesis import strategies as st
 
 from streams.codec import codec
 from streams.core.hashing import sequence_hashes
-from streams.core.ids import DpRank, RankId, WorkerId
+from streams.core.ids import DpRank, Float64Array, RankId, WorkerId
 from streams.core.loads.bookings import BookingPhase
+from streams.core.routing.policies.interface import Policy, Prices, Situation
 from streams.core.routing.selection import RouterMode
 from streams.decision_log import words
 from streams.decision_log.batches import COST_TERMS, note_in_numpy
+from streams.decision_log.buffers import HEAD, N_FAMILIES, N_TERMS, ROW
 from streams.decision_log.families import FAMILIES_MAX, FAMILY_BITS, family_keys, family_positions, salted
-from streams.decision_log.kernels.note import note_candidates
+from streams.decision_log.kernels.note import note_decision
 from streams.decision_log.records import FleetSize, LoggedBatch, LoggedDecision, Report, decode_batch
 from streams.decision_log.trace import OUTPUT_TOKENS_DEFAULT, recording_of
 from streams.errors import BadRecord, InvalidRequest, SettingsError
@@ -304,36 +306,109 @@ def test_a_share_of_the_requests_is_recorded_with_what_is_reported(producer: Rec
 @settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_the_kernel_notes_what_numpy_notes(data: st.DataObject) -> None:
-    """Both write the same candidates, terms and families, with equal costs and with fewer candidates than are asked."""
+    """Both write the same rows, candidates, terms and families, with equal costs and with fewer candidates than are
+    asked; arrays of other lengths are refused, and nothing is written."""
     n = data.draw(st.integers(1, 70))
     rng = np.random.default_rng(data.draw(st.integers(0, 1 << 30)))
     costs = rng.integers(0, data.draw(st.sampled_from([1, 3, 1000])) + 1, n).astype(np.float64)
-    n_terms, has_one_more, further = data.draw(st.tuples(st.integers(0, 9), st.booleans(), st.integers(0, 2)))
-    terms, one_more, blocks = rng.random((n_terms + 1, n)), rng.random(n), rng.integers(0, 1 << 20, n)
+    n_given, has_one_more, further = data.draw(st.tuples(st.integers(0, 9), st.booleans(), st.integers(0, 2)))
+    terms, one_more, blocks = rng.random((n_given, n)), rng.random(n), rng.integers(0, 1 << 20, n)
+    if has_one_more:
+        terms = np.concatenate([terms, [costs]])
     chain = rng.integers(0, 1 << 63, data.draw(st.sampled_from([0, 1, 31, 32, 33, 500])), dtype=np.uint64)
+    chain[::2] |= np.uint64(1 << 63)
     chosen, n_best = data.draw(st.integers(0, n - 1)), data.draw(st.integers(0, 64))
     block_size = data.draw(st.sampled_from([1, 16, 48, 512, 1024, 4096]))
-    n_columns, start = n_terms + has_one_more + further, data.draw(st.integers(0, 5))
-    given_ = (costs, terms, one_more, blocks, chain, chosen, n_best, n_terms, has_one_more, n_columns, block_size, 512)
-    found: list[tuple[int, list[npt.NDArray[Any]]]] = []
-    for note in (note_candidates, note_in_numpy):
-        out: tuple[npt.NDArray[Any], ...]
-        out = np.zeros(80), np.zeros(80, np.int64), np.zeros(80 * 12, np.float32), np.zeros(300, np.uint64)
-        counts = note(*given_, out[0], out[1], start, out[2], 12 * start, out[3], start, FAMILIES_MAX)
-        n_listed = counts & 0xFF
-        lengths = (
-            start + n_listed,
-            start + n_listed,
-            12 * start + n_listed * n_columns,
-            start + (counts >> 8 & 0xFFFF),
+    n_columns, n_before = n_given + has_one_more + further, data.draw(st.integers(0, 3))
+    row = tuple(data.draw(st.tuples(*[st.integers(0, 1 << 32)] * 5))), data.draw(st.integers(0, 3))
+    listed_at = HEAD + 4 * ROW
+    kind = data.draw(st.integers(0, 9))
+    head = (n_best, n_given, int(has_one_more), n_columns, kind, block_size)
+    counts = (n_before, 70, 70 * 12, 300, listed_at, listed_at + 140, 140)
+    column = one_more if has_one_more else costs
+    found = []
+    for note in (note_decision, note_in_numpy):
+        integers, numbers = np.zeros(listed_at + 140 + 600, np.int64), np.zeros(140 + 140 * 12)
+        integers[:HEAD] = *counts, *head
+        before = integers.copy()
+        assert not note(column, terms[:, 1:].copy(), blocks, chain, integers, numbers, chosen, *row[0], row[1])
+        assert not note(
+            column, np.zeros((len(terms) + 1, n)), blocks, chain, integers, numbers, chosen, *row[0], row[1]
         )
-        written_out: list[npt.NDArray[Any]] = [each[:n_out] for each, n_out in zip(out, lengths, strict=True)]
-        found.append((counts, written_out))
-    (our_counts, ours), (counts, expected) = found
-    assert our_counts == counts
-    for mine, theirs in zip(ours, expected, strict=True):
-        assert np.array_equal(mine, theirs)
-    assert ours[1][start] == chosen | int(blocks[chosen]) << 32
+        assert (integers == before).all() and not numbers.any()
+        n_listed = note(column, terms, blocks, chain, integers, numbers, chosen, *row[0], row[1])
+        found.append((n_listed, integers, numbers))
+    (our_n, ours, our_numbers), (n_listed, expected, numbers) = found
+    assert our_n == n_listed and n_listed - min(n, n_best) in (0, 1)
+    done = (n_before + 1, 70 + n_listed, 70 * 12 + n_listed * n_columns)
+    assert (*expected[: N_TERMS + 1],) == done
+    # The kernel orders candidates in the buffer, and leaves what it does not keep behind the last one.
+    end = listed_at + 70 + n_listed
+    assert np.array_equal(ours[:end], expected[:end])
+    assert np.array_equal(ours[listed_at + 140 :], expected[listed_at + 140 :])
+    assert expected[N_FAMILIES] - 300 == len(family_positions(len(chain), block_size))
+    assert np.array_equal(our_numbers[: 70 + n_listed], numbers[: 70 + n_listed])
+    assert np.array_equal(our_numbers[140:], numbers[140:])
+    assert ours[listed_at + 70] == chosen | int(blocks[chosen]) << 32
+    at = HEAD + n_before * ROW
+    n_lowest = int((costs == costs.min()).sum())
+    assert ours[at : at + ROW].tolist() == [
+        *row[0],
+        n,
+        n_lowest,
+        kind,
+        expected[N_FAMILIES] - 300,
+        n_listed,
+        row[1],
+    ]
+
+
+class ForeignPolicy:
+    """A policy that returns other arrays than the one that it wraps."""
+
+    def __init__(self, wrapped: Policy, change: Callable[[Prices], Prices]) -> None:
+        self._wrapped = wrapped
+        self._change = change
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._wrapped, name)
+
+    def price(self, situation: Situation) -> Prices:
+        return self._change(self._wrapped.price(situation))
+
+
+def _read_only(array: Float64Array) -> Float64Array:
+    array.flags.writeable = False
+    return array
+
+
+@pytest.mark.parametrize(
+    ("change", "is_recorded"),
+    [
+        (lambda prices: prices._replace(terms=np.asfortranarray(prices.terms)), True),
+        (lambda prices: prices._replace(terms=prices.terms.astype(np.float32)), True),
+        (lambda prices: prices._replace(terms=_read_only(prices.terms.copy())), True),
+        (lambda prices: prices._replace(terms=prices.terms.tolist()), True),
+        (lambda prices: prices._replace(terms=prices.terms[:-1].copy()), False),
+        (lambda prices: prices._replace(names=prices.names[:-1]), False),
+        (lambda prices: prices._replace(terms=prices.terms.astype(str).tolist()[:0]), False),
+    ],
+    ids=["other order", "float32", "read-only", "lists", "a term less", "a name less", "no terms"],
+)
+def test_arrays_of_a_foreign_policy_are_converted_or_refused(
+    change: Callable[[Prices], Prices], is_recorded: bool, producer: RecordingProducer
+) -> None:
+    """A decision whose terms are numbers is recorded; one whose terms are not what it names is dropped and counted."""
+    router = router_of(4, decision_log=True, router_mode=RouterMode.POLICY, router_policy="lmetric")
+    chooser = router._chooser
+    chooser._policies["lmetric"] = ForeignPolicy(chooser.policy("lmetric"), change)
+    router.route(parse_route_query({"request_id": "r"}), packed(PROMPT))
+    found = [each for batch in written(router, producer) for each in batch.decisions()]
+    assert (len(found), recorder_of(router).dropped) == ((1, 0) if is_recorded else (0, 1))
+    del chooser._policies["lmetric"]
+    ask(router, "later", PROMPT)
+    *_, later = (each for batch in written(router, producer) for each in batch.decisions())
+    assert later.request_id == "later" and all(len(each.terms) == len(later.term_names) for each in later.candidates)
 
 
 def test_candidates_of_different_kinds_are_found_again(producer: RecordingProducer) -> None:
