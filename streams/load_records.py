@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 
 from streams.avro_numbers import encoded_long
@@ -19,11 +19,9 @@ from streams.core.kernels.available import kernels_available
 from streams.core.loads.bookings import Booking, BookingId, BookingPhase
 from streams.core.loads.observations import NO_FORECAST, Forecast
 
-_read_add: Callable[[bytes], tuple[int, ...]] | None = None
-if kernels_available():
+_HAS_KERNEL = kernels_available()
+if _HAS_KERNEL:
     from streams.tables.kernels.loads import read_add
-
-    _read_add = read_add
 
 #: A datum of router-loads begins with this header; then come request id, router id and counter, which are the same in
 #: all records of one booking.
@@ -128,7 +126,7 @@ class LoadDecoder:
                 if known is not None:
                     return known, phase, None
         try:
-            decoded = _decode_add(raw) if _read_add is None else self._decode_add(raw)
+            decoded = self._decode_add(raw) if _HAS_KERNEL else _decode_add(raw)
         except (IndexError, UnicodeDecodeError):  # codec says what is wrong
             decoded = None
         if decoded is None:
@@ -155,12 +153,11 @@ class LoadDecoder:
         """The same as the function `_decode_add`, with a kernel that finds the fields."""
         if not raw.startswith(_HEADER):
             return None
-        assert _read_add is not None  # else `decode` does not call this
         (
             request, request_end, router, router_end, counter, head_end,
             worker_id, dp_rank, model, model_end, prefill, request_blocks, overlap, sequence, sequence_end,
             expected, output, phase, prefill_us, prefilled_within_ms, over_within_ms, load_us,
-        ) = _read_add(raw)  # fmt: skip
+        ) = read_add(raw)  # fmt: skip
         if not request:
             return None
         rank = self._ranks.get((worker_id, dp_rank)) or self._rank(worker_id, dp_rank)

@@ -29,8 +29,9 @@ from streams.local.moving import (
     read_stream,
 )
 from streams.local.processes import Children
-from streams.local.stack import FrontProcess, RouterProcess, Stack, get_json
+from streams.local.stack import READY_TIMEOUT_S, FrontProcess, RouterProcess, Stack, get_json
 from streams.sim.synthetic_tokens import greedy_tokens, unpack_tokens
+from streams.waiting import wait_for
 from tests.helpers.scopes import ScopeFactory
 from tests.helpers.support import VISIBLE_TIMEOUT_S
 from tests.migrations import FRONT, MigrationRun, Truth, start_fleet, undisturbed
@@ -185,6 +186,8 @@ def test_a_stream_survives_the_router_and_a_client_goes_on_through_another_front
 
     async def scenario() -> tuple[Streamed, Streamed, Streamed]:
         fleet.prepare(prompt, 1)
+        known = fleet.scores(prompt)
+        wait_for(lambda: fleet.scores(prompt, fronts.first_router) == known, READY_TIMEOUT_S, "the first router")
         fleet.fault(1, "stall", n_kept)
         async with aiohttp.ClientSession() as http:
             body = body_of(fleet, prompt, n_tokens)
