@@ -209,7 +209,7 @@ def test_what_is_reported_without_an_end_is_bounded(
     recorder = recorder_of(router_of(decision_log=True))
     for number in range(5):
         recorder.output(f"r{number}", number + 1)
-    assert [report.request_id for report in recorder._reports] == ["r0", "r1"]
+    assert [report[0] for report in recorder._reports] == ["r0", "r1"]
     assert list(recorder._pending) == ["r2", "r3", "r4"]
     assert producer.records == []
 
@@ -401,7 +401,8 @@ def test_arrays_of_a_foreign_policy_are_converted_or_refused(
     """A decision whose terms are numbers is recorded; one whose terms are not what it names is dropped and counted."""
     router = router_of(4, decision_log=True, router_mode=RouterMode.POLICY, router_policy="lmetric")
     chooser = router._chooser
-    chooser._policies["lmetric"] = ForeignPolicy(chooser.policy("lmetric"), change)
+    foreign: Any = ForeignPolicy(chooser.policy("lmetric"), change)
+    chooser._policies["lmetric"] = foreign
     router.route(parse_route_query({"request_id": "r"}), packed(PROMPT))
     found = [each for batch in written(router, producer) for each in batch.decisions()]
     assert (len(found), recorder_of(router).dropped) == ((1, 0) if is_recorded else (0, 1))
