@@ -261,8 +261,8 @@ class DecisionRecorder:
             return
         with self._lock:
             if what is BookingPhase.FREE:
-                before = self._pending.pop(request_id, _NOTHING_REPORTED)
-                self._add_report(Report(request_id, now_ms, before.prefilled_at_ms, before.output_tokens))
+                ended = self._pending.pop(request_id, _NOTHING_REPORTED)
+                self._add_report(Report(request_id, now_ms, ended.prefilled_at_ms, ended.output_tokens))
                 return
             before = self._pending.get(request_id)
             if before is None:
