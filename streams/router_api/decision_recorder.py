@@ -261,8 +261,8 @@ class DecisionRecorder:
             return
         with self._lock:
             if what is BookingPhase.FREE:
-                so_far = self._pending.pop(request_id, _NOTHING_REPORTED)
-                self._add_report(Report(request_id, now_ms, so_far.prefilled_at_ms, so_far.output_tokens))
+                ended = self._pending.pop(request_id, _NOTHING_REPORTED)
+                self._add_report(Report(request_id, now_ms, ended.prefilled_at_ms, ended.output_tokens))
                 return
             before = self._pending.get(request_id)
             if before is None:

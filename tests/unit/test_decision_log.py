@@ -320,7 +320,8 @@ def test_the_kernel_notes_what_numpy_notes(data: st.DataObject) -> None:
     chosen, n_best = data.draw(st.integers(0, n - 1)), data.draw(st.integers(0, 64))
     block_size = data.draw(st.sampled_from([1, 16, 48, 512, 1024, 4096]))
     n_columns, n_before = n_given + has_one_more + further, data.draw(st.integers(0, 3))
-    row = tuple(data.draw(st.tuples(*[st.integers(0, 1 << 32)] * 5))), data.draw(st.integers(0, 3))
+    first, second, third, fourth, fifth = data.draw(st.tuples(*[st.integers(0, 1 << 32)] * 5))
+    row = (first, second, third, fourth, fifth, data.draw(st.integers(0, 3)))
     listed_at = HEAD + 4 * ROW
     kind = data.draw(st.integers(0, 9))
     head = (n_best, n_given, int(has_one_more), n_columns, kind, block_size)
@@ -331,12 +332,10 @@ def test_the_kernel_notes_what_numpy_notes(data: st.DataObject) -> None:
         integers, numbers = np.zeros(listed_at + 140 + 600, np.int64), np.zeros(140 + 140 * 12)
         integers[:HEAD] = *counts, *head
         before = integers.copy()
-        assert not note(column, terms[:, 1:].copy(), blocks, chain, integers, numbers, chosen, *row[0], row[1])
-        assert not note(
-            column, np.zeros((len(terms) + 1, n)), blocks, chain, integers, numbers, chosen, *row[0], row[1]
-        )
+        assert not note(column, terms[:, 1:].copy(), blocks, chain, integers, numbers, chosen, *row)
+        assert not note(column, np.zeros((len(terms) + 1, n)), blocks, chain, integers, numbers, chosen, *row)
         assert (integers == before).all() and not numbers.any()
-        n_listed = note(column, terms, blocks, chain, integers, numbers, chosen, *row[0], row[1])
+        n_listed = note(column, terms, blocks, chain, integers, numbers, chosen, *row)
         found.append((n_listed, integers, numbers))
     (our_n, ours, our_numbers), (n_listed, expected, numbers) = found
     assert our_n == n_listed and n_listed - min(n, n_best) in (0, 1)
@@ -353,13 +352,13 @@ def test_the_kernel_notes_what_numpy_notes(data: st.DataObject) -> None:
     at = HEAD + n_before * ROW
     n_lowest = int((costs == costs.min()).sum())
     assert ours[at : at + ROW].tolist() == [
-        *row[0],
+        *row[:5],
         n,
         n_lowest,
         kind,
         expected[N_FAMILIES] - 300,
         n_listed,
-        row[1],
+        row[5],
     ]
 
 
@@ -401,8 +400,7 @@ def test_arrays_of_a_foreign_policy_are_converted_or_refused(
     """A decision whose terms are numbers is recorded; one whose terms are not what it names is dropped and counted."""
     router = router_of(4, decision_log=True, router_mode=RouterMode.POLICY, router_policy="lmetric")
     chooser = router._chooser
-    foreign: Any = ForeignPolicy(chooser.policy("lmetric"), change)
-    chooser._policies["lmetric"] = foreign
+    chooser._policies["lmetric"] = ForeignPolicy(chooser.policy("lmetric"), change)
     router.route(parse_route_query({"request_id": "r"}), packed(PROMPT))
     found = [each for batch in written(router, producer) for each in batch.decisions()]
     assert (len(found), recorder_of(router).dropped) == ((1, 0) if is_recorded else (0, 1))
