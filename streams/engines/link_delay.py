@@ -20,8 +20,9 @@ LATE_S = 0.5
 #: differ by another 0.1 s afterwards.
 LEAST_KEPT_S = 600.0
 
-#: After a late batch, nothing else is assumed to be on its way once nothing has arrived for twice the longest pause
-#: between late batches, within these limits.
+#: After a late batch, nothing else is assumed to be on its way once nothing has arrived for as long as that batch was
+#: late, and for twice the longest pause between late batches, within these limits. A link that delivers what it holds
+#: in order, and pauses in between, would otherwise count as empty during each pause.
 QUIET_S_MIN = 1.0
 QUIET_S_MAX = 10.0
 
@@ -35,6 +36,7 @@ class LinkDelay:
         self._period_ends_s = -math.inf
         self._last_emitted_s = -math.inf
         self._late_at_s: float | None = None  # when the last batch arrived, if it was late
+        self._late_by_s = 0.0  # how late it was
         self._pause_s = 0.0  # the longest one between two late batches in a row
 
     def on_batch(self, emitted_s: float, arrived_s: float, now_s: float) -> None:
@@ -50,12 +52,13 @@ class LinkDelay:
             self._period_ends_s = now_s + LEAST_KEPT_S
         delay_s = arrived_s - emitted_s
         self._least_s = min(self._least_s, delay_s)
-        if delay_s - min(self._least_s, self._least_before_s) < LATE_S:
+        late_by_s = delay_s - min(self._least_s, self._least_before_s)
+        if late_by_s < LATE_S:
             self._late_at_s, self._pause_s = None, 0.0
             return
         if self._late_at_s is not None:
             self._pause_s = max(self._pause_s, now_s - self._late_at_s)
-        self._late_at_s = now_s
+        self._late_at_s, self._late_by_s = now_s, late_by_s
 
     def is_behind(self, now_s: float, answered_from_s: float) -> bool:
         """Whether further batches may be on their way.
@@ -65,4 +68,4 @@ class LinkDelay:
         late_at_s = self._late_at_s
         if late_at_s is None or answered_from_s >= late_at_s:
             return False
-        return now_s - late_at_s < min(QUIET_S_MAX, max(QUIET_S_MIN, 2.0 * self._pause_s))
+        return now_s - late_at_s < min(QUIET_S_MAX, max(QUIET_S_MIN, self._late_by_s, 2.0 * self._pause_s))

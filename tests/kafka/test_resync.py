@@ -120,7 +120,8 @@ def test_a_request_is_repeated_for_a_bridge_that_was_killed_before_it_answered(
     engine.store(400)
     stack.restart_worker(worker)
     wait_for(lambda: bool(requests_of_rank(stack.settings)), VISIBLE_TIMEOUT_S, "a request", 0.1)
-    assert rank_state(worker)[0] == "degraded"
+    # The router reads what the agent wrote together with the request.
+    wait_for(lambda: rank_state(worker)[0] == "degraded", VISIBLE_TIMEOUT_S, "the rank to be degraded", 0.1)
     bridge.kill()
     bridge.start()
     await_exact(worker, engine, generation=1)

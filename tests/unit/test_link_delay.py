@@ -40,14 +40,26 @@ def test_a_late_batch_means_that_others_may_follow(ahead_s: float) -> None:
 def test_the_slower_the_link_the_longer_the_pause() -> None:
     """Between two late batches two seconds passed, so a third one may take as long."""
     link = LinkDelay()
-    for n in range(4):
-        at_s = arrive(link, 0.1 * n, 2.0 * n)
+    arrive(link, 0.0, 0.01)
+    for n in range(1, 3):
+        at_s = arrive(link, 1.9 * n, 0.6)
     assert link.is_behind(at_s + 3.0, NEVER)
-    assert not link.is_behind(at_s + 5.0, NEVER)
+    assert not link.is_behind(at_s + 4.0, NEVER)
+    for n in range(4):
+        at_s = arrive(link, 10.0 + 0.1 * n, 2.0 * n)
     for n in range(4, 8):
         at_s = arrive(link, 0.1 * n, 20.0 * n)
     assert link.is_behind(at_s + QUIET_S_MAX - 1.0, NEVER)
     assert not link.is_behind(at_s + QUIET_S_MAX, NEVER)
+
+
+def test_a_link_that_pauses_still_holds_what_it_held() -> None:
+    """After a batch that was four seconds late, nothing arrives for two seconds; others may still follow."""
+    link = LinkDelay()
+    arrive(link, 0.0, 0.01)
+    at_s = arrive(link, 1.0, 4.01)
+    assert link.is_behind(at_s + 3.9, NEVER)
+    assert not link.is_behind(at_s + 4.1, NEVER)
 
 
 def test_a_complete_replay_that_began_after_the_late_batch_shows_that_nothing_is_missing() -> None:
