@@ -96,6 +96,7 @@ def percentile(values: list[float], share: float) -> float:
 @click.option("--kind", "kinds", multiple=True, type=click.Choice(list(_KINDS)), help="Which router; both by default.")
 @click.option("--seconds", default=10.0, show_default=True, help="Duration of a phase.")
 @click.option("--repeats", default=3, show_default=True, help="Phases without, and as many with events.")
+@click.option("--warm-up", "warm_up_s", default=WARM_UP_S, show_default=True, help="Seconds of events before.")
 @click.option("--events", default=1000.0, show_default=True, help="Event records per second.")
 @click.option("--together", default=TOGETHER, show_default=True, help="Event records that are sent at once.")
 @click.option("--rate", default=200.0, show_default=True, help="Requests per second.")
@@ -108,6 +109,7 @@ def main(
     kinds: tuple[str, ...],
     seconds: float,
     repeats: int,
+    warm_up_s: float,
     events: float,
     together: int,
     rate: float,
@@ -122,7 +124,7 @@ def main(
             fleet = Fleet(parts, engines, seed=1, router_in_worker=kind == "worker")
             hold_prompts(fleet, tokens)
             rng = random.Random(1)
-            fleet.send(mixed(fleet.engines, int(WARM_UP_S * events), rng), events, together)
+            fleet.send(mixed(fleet.engines, int(warm_up_s * events), rng), events, together)
             fleet.await_visible()
             all_ms: dict[str, list[float]] = {"without events": [], "with events": []}
             for repeat in range(repeats):
