@@ -95,10 +95,12 @@ class FrontRunner(web.AppRunner):
 class FrontProtocol(web.RequestHandler):
     """The protocol of one connection.
 
+    aiohttp's task of the connection is made when it is needed: for a request that is left to aiohttp, and to wait for a
+    second one. Until then the connection has a timer of its own (Connections).
+
     _parked: while a request is served here, aiohttp's task of the connection, which waits meanwhile, and what wakes it;
-    None for both if it had not begun when the request came with the connection, and was cancelled. aiohttp takes the
-    request's own task for its handler then: it cancels it if the client leaves, and waits for it when the server stops.
-    What arrives in the meantime is queued.
+    None for both if there is no such task yet. aiohttp takes the request's own task for its handler then: it cancels it
+    if the client leaves, and waits for it when the server stops. What arrives in the meantime is queued.
     """
 
     __slots__ = ("_generate", "_has_begun", "_held", "_parked")
@@ -111,10 +113,25 @@ class FrontProtocol(web.RequestHandler):
         self._parked: tuple[asyncio.Future[None], asyncio.Task[None]] | tuple[None, None] | None = None
         self._has_begun = False
 
-    async def start(self) -> None:
-        """Run aiohttp's task of the connection."""
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Do what aiohttp does, without its task. The sockets that listen have SO_KEEPALIVE, so this one has it too."""
+        if self._generate is None or self._manager is None:
+            self._has_begun = True
+            super().connection_made(transport)
+            return
+        super(web.RequestHandler, self).connection_made(transport)
+        self._manager.connection_made(self, cast(asyncio.Transport, transport))
+
+    def _start(self) -> None:
+        """Make aiohttp's task of the connection."""
         self._has_begun = True
-        await super().start()
+        self._task_handler = self._loop.create_task(self.start())
+
+    def close(self) -> None:
+        """End the connection after its request; at once if it has none."""
+        super().close()
+        if not self._has_begun and self._parked is None:
+            self.force_close()
 
     def data_received(self, data: bytes) -> None:
         """Parse what arrived. Serve a request that generates once it is complete; leave any other to aiohttp."""
@@ -136,14 +153,16 @@ class FrontProtocol(web.RequestHandler):
         elif payload.is_eof():
             self._let_go()
             self._begin(self._generate, waiter)
-        elif self._held is None and waiter is not None:
+        elif self._held is None:
             self._held = self._loop.call_later(HOLD_S, self._leave)
 
     def _leave(self) -> None:
         """Leave a request to aiohttp's task."""
         self._let_go()
         waiter = self._waiter
-        if self._messages and waiter is not None and not waiter.done():
+        if not self._has_begun:
+            self._start()
+        elif self._messages and waiter is not None and not waiter.done():
             waiter.set_result(None)
 
     def _let_go(self) -> None:
@@ -152,22 +171,21 @@ class FrontProtocol(web.RequestHandler):
             self._held = None
 
     def _begin(self, generate: Serve, waiter: asyncio.Future[None] | None) -> None:
-        """Serve the first request that was parsed. waiter: None if aiohttp's task has not begun."""
+        """Serve the first request that was parsed. waiter: None if there is no task of aiohttp's yet."""
         starting, manager = self._task_handler, self._manager
-        if starting is None or manager is None or self._request_factory is None or self.transport is None:
-            self._leave()  # the connection is being closed
-            return
+        if manager is None or self._request_factory is None or self.transport is None:
+            return  # the connection is being closed
         message, payload = self._messages.popleft()
         assert isinstance(message, RawRequestMessage)  # `_may_be_taken` has checked it
         if _COUNTS_MESSAGES and self._parser is not None:
             self._parser.message_consumed()
         manager.requests_count += 1
-        if waiter is None:
-            starting.cancel()
+        if waiter is None or starting is None:
             self._parked = (None, None)
         else:
             self._parked, self._waiter = (waiter, starting), None
-        request = self._request_factory(message, payload, self, StreamWriter(self, self._loop), starting)
+        writer, any_task = StreamWriter(self, self._loop), cast("asyncio.Task[None]", starting)
+        request = self._request_factory(message, payload, self, writer, any_task)  # it gets its own task below
         task = self._loop.create_task(self._serve(request, generate))
         request._task = self._task_handler = cast("asyncio.Task[None]", task)  # nothing reads its result but `_end`
         task.add_done_callback(self._end)  # also if the client leaves before the task has begun
@@ -202,7 +220,7 @@ class FrontProtocol(web.RequestHandler):
         if self._keepalive_handle is None:
             self._keepalive_handle = self._loop.call_at(close_s, self._process_keepalive)
         if waiter is None:
-            self._task_handler = self._loop.create_task(self.start())
+            self._start()
         elif self._messages and not waiter.done():
             waiter.set_result(None)
 
