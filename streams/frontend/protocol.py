@@ -23,6 +23,7 @@ import orjson
 from aiohttp import HttpVersion11, web
 from aiohttp.http import StreamWriter
 from aiohttp.http_parser import HttpRequestParser, RawRequestMessage
+from aiohttp.streams import StreamReader
 
 from streams.frontend.answers import error_page
 from streams.frontend.requests import Kind
@@ -51,9 +52,13 @@ _PROTOCOL_PARTS = (
 _COUNTS_MESSAGES = hasattr(HttpRequestParser, "message_consumed")
 
 
+#: Whether the bytes of a body can be taken without `read_nowait`.
+_HAS_BUFFER = hasattr(StreamReader, "_buffer")
+
+
 def is_supported() -> bool:
     """Whether this version of aiohttp has the parts that are used."""
-    return all(hasattr(web.RequestHandler, part) for part in _PROTOCOL_PARTS)
+    return all(hasattr(web.RequestHandler, part) for part in _PROTOCOL_PARTS) and _HAS_BUFFER
 
 
 class FrontRunner(web.AppRunner):
@@ -114,13 +119,16 @@ class FrontProtocol(web.RequestHandler):
         self._has_begun = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Do what aiohttp does, without its task. The sockets that listen have SO_KEEPALIVE, so this one has it too."""
+        """Do what aiohttp does, without its task, and without what the connection has already.
+
+        Event loops set TCP_NODELAY, and SO_KEEPALIVE is inherited from the socket that listens.
+        """
         if self._generate is None or self._manager is None:
             self._has_begun = True
             super().connection_made(transport)
             return
-        super(web.RequestHandler, self).connection_made(transport)
-        self._manager.connection_made(self, cast(asyncio.Transport, transport))
+        self.transport = cast(asyncio.Transport, transport)
+        self._manager.connection_made(self, self.transport)
 
     def _start(self) -> None:
         """Make aiohttp's task of the connection."""
@@ -253,7 +261,7 @@ class FrontProtocol(web.RequestHandler):
 
 def _may_be_taken(message: object) -> bool:
     """Whether a request generates, and its body is short and needs nothing else."""
-    if not isinstance(message, RawRequestMessage) or message.method != "POST" or message.path not in _PATHS:
+    if not isinstance(message, RawRequestMessage) or message.method != "POST" or message.path not in _KINDS:
         return False
     if message.version != HttpVersion11 or message.upgrade or message.chunked:
         return False
@@ -268,7 +276,20 @@ def _may_be_taken(message: object) -> bool:
     )
 
 
-_PATHS = frozenset(kind.value for kind in Kind)
+_KINDS = {kind.value: kind for kind in Kind}
+
+
+def kind_of(http: web.BaseRequest) -> Kind:
+    """Return which call a request is."""
+    return _KINDS.get(http.raw_path) or Kind(http.path)
+
+
+def arrived_body(content: StreamReader) -> bytes:
+    """Return a whole body of which nothing was read. `read_nowait` would make the parser go on, with nothing to do."""
+    if not content.total_bytes or not _HAS_BUFFER:
+        return content.read_nowait()
+    pieces = content._buffer
+    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
 
 def json_page(page: Any, status: int = 200) -> web.Response:

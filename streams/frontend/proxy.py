@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from array import array
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
@@ -250,17 +249,16 @@ class Proxy:
         raise refusal or EngineFailed("front_attempts_max is 0")
 
     async def _book(self, tokens: bytes, options: dict[str, Any]) -> Booking:
-        token_ids = array("I", tokens)
         if self._settings.front_queue:
             options["queue"] = "on"
         try:
             try:
-                return await self._router.book(token_ids, **cast(RouteOptions, options))
+                return await self._router.book_packed(tokens, **cast(RouteOptions, options))
             except NoEligibleWorker as exc:
                 if isinstance(exc, AllWorkersBusy) or options.pop("phase", None) is None:
                     raise
                 # The decode workers are gone, and the front has not read that yet. One worker then does everything.
-                return await self._router.book(token_ids, **cast(RouteOptions, options))
+                return await self._router.book_packed(tokens, **cast(RouteOptions, options))
         except (Unauthorized, Forbidden) as exc:
             # The client's token is not the problem, and must not seem to be.
             raise RouterUnavailable("the router refuses the front's token", remedy="Set --router-token-file") from exc

@@ -314,7 +314,7 @@ def test_a_request_that_comes_with_its_connection_is_served(
 
 
 def test_a_connection_without_a_request_has_no_task_and_ends_with_the_front(backend: Backend) -> None:
-    """The kernel probes it, as it does for every connection that aiohttp accepts."""
+    """Its socket has the options that aiohttp sets: the kernel probes it, and sends what is written at once."""
 
     async def scenario(stage: Stage) -> None:
         address, n_tasks = urlsplit(stage.url), len(asyncio.all_tasks())
@@ -324,7 +324,9 @@ def test_a_connection_without_a_request_has_no_task_and_ends_with_the_front(back
         server = stage.front.connections._server
         assert server is not None
         ((connection, transport),) = server._connections.items()
-        assert transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        accepted = transport.get_extra_info("socket")
+        assert accepted.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
         connection.close()  # as a server does that stops
         assert await reader.read() == b""
         writer.close()
