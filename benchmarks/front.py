@@ -318,10 +318,10 @@ async def measure(
         for name, values in (("ttft", on_the_way), ("delay", delay))
         for part in (0.5, 0.99)
     }
-    if NGINX in ways:
-        for part, name in ((0.5, "p50"), (0.99, "p99")):
-            added_ms = share(on_the_way[NGINX], part) - share(on_the_way[DIRECT], part)
-            samples.add(case, f"added time to first token, {name}", "ms", NGINX, added_ms)
+    for way, series in ((NGINX, NGINX), (MOVING, f"{OURS}, migration")):
+        for part, name in ((0.5, "p50"), (0.99, "p99")) if way in ways else ():
+            added_ms = share(on_the_way[way], part) - share(on_the_way[DIRECT], part)
+            samples.add(case, f"added time to first token, {name}", "ms", series, added_ms)
     per_token_us = statistics.median(cpu[FRONT])
     for name, value, most, unit in (
         ("added time to first token, p50", added["ttft", 0.5], 2.0, "ms"),

@@ -101,7 +101,7 @@ def main(requests: int, seed: int | None) -> None:
                     ends[await one(stage, session, rng)] += 1
 
         changing = asyncio.create_task(change_scripts())
-        part = max(1, requests // 5 // CONCURRENT)
+        part = -(-requests // (5 * CONCURRENT))  # rounded up
         for number in range(5):
             await asyncio.gather(*(client(part) for _ in range(CONCURRENT)))
             await stage.until_free()
