@@ -5,6 +5,10 @@ What lives here: the clients, the rounds, and the checks: every byte is the engi
 differences of medians and of 99th percentiles; the engine stamps each token when it is sent, and clients read the same
 clock. Exits 1 if a byte differs or a booking is left.
 
+The added time to the first token is a difference of `Stream.way_ms`: the time from the request to the first token,
+without the engine's part of it. Clients and the engine wait with timers that count whole milliseconds of one clock. So
+a difference of the whole times is nearly a whole number of milliseconds, whatever was added.
+
 Clients and the engine stand for other machines. They ask for short time slices, so that they do not wait for a
 processor that the measured process has: that wait would count as its delay.
 """
@@ -39,7 +43,7 @@ from aiohttp import ClientSession
 
 from benchmarks.machinery import machinery
 from benchmarks.report import OURS, Bar, Report, Samples, installed, wide_console
-from benchmarks.token_engine import STAMP, STAMP_DIGITS
+from benchmarks.token_engine import ARRIVAL, STAMP, STAMP_DIGITS
 from streams.interpreter import run_soon_after_waking
 from streams.local.ports import free_port
 from streams.local.processes import Child
@@ -70,14 +74,28 @@ PATIENCE_S = 120.0
 
 @dataclass(slots=True)
 class Stream:
-    """What one client saw. delays_ns: of each token, from the engine's stamp to the client."""
+    """What one client saw. delays_ns: of each token, from the engine's stamp to the client.
+
+    arrived_ns: when the engine had the request.
+    """
 
     request_id: str
     sent_ns: int = 0
     first_ns: int = 0
+    arrived_ns: int = 0
     delays_ns: list[int] = field(default_factory=list)
     digest: xxhash.xxh3_64 = field(default_factory=xxhash.xxh3_64)
     status: bytes = b""
+
+    @property
+    def ttft_ms(self) -> float:
+        """Time from the request to the first token."""
+        return (self.first_ns - self.sent_ns) / 1e6
+
+    @property
+    def way_ms(self) -> float:
+        """Time that the request took to the engine, and the first token back."""
+        return (self.arrived_ns - self.sent_ns + self.delays_ns[0]) / 1e6
 
 
 class Reader(asyncio.Protocol):
@@ -125,9 +143,9 @@ class Reader(asyncio.Protocol):
             event, self._body = self._body[:at], self._body[at + 2 :]
             stamp = event.rfind(STAMP)
             if stamp >= 0:
-                stream.first_ns = stream.first_ns or now_ns
-                first = stamp + len(STAMP)
-                stream.delays_ns.append(now_ns - int(event[first : first + STAMP_DIGITS]))
+                if not stream.first_ns:
+                    stream.first_ns, stream.arrived_ns = now_ns, _number(event, ARRIVAL)
+                stream.delays_ns.append(now_ns - _number(event, STAMP))
 
     def _finish(self) -> None:
         if not self.done.done():
@@ -138,6 +156,12 @@ class Reader(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - asyncio's signature
         if not self.done.done():
             self.done.set_result(None)
+
+
+def _number(event: bytes, name: bytes) -> int:
+    """Return the time in an event that follows this."""
+    first = event.rindex(name) + len(name)
+    return int(event[first : first + STAMP_DIGITS])
 
 
 def request_of(number: int, request_id: str) -> bytes:
@@ -260,6 +284,7 @@ async def measure(
     """Run rounds by turns. ways: by name, the URL and the process whose time counts."""
     samples = Samples()
     ttft: dict[str, list[float]] = {way: [] for way in ways}
+    on_the_way: dict[str, list[float]] = {way: [] for way in ways}
     delay: dict[str, list[float]] = {way: [] for way in ways}
     gaps: dict[str, list[float]] = {way: [] for way in ways}
     cpu: dict[str, list[float]] = {way: [] for way in ways}
@@ -271,7 +296,9 @@ async def measure(
             report.wrong += [f"{way}: {each}" for each in await wrong_bytes(streams, engine_url, n_tokens)]
             if turn == 0:
                 continue  # caches and connections are warm after it
-            ttft[way] += [(stream.first_ns - stream.sent_ns) / 1e6 for stream in streams]
+            begun = [stream for stream in streams if stream.delays_ns]
+            ttft[way] += [stream.ttft_ms for stream in begun]
+            on_the_way[way] += [stream.way_ms for stream in begun]
             delays = [[each / 1e6 for each in stream.delays_ns] for stream in streams]
             delay[way] += [each for per_stream in delays for each in per_stream]
             # The engine's own unevenness is not in it: how much later a token came than the one before it.
@@ -288,13 +315,13 @@ async def measure(
             samples.add(case, "processor time per token", "us", series, statistics.median(cpu[way]))
     added = {
         (name, part): share(values[FRONT], part) - share(values[DIRECT], part)
-        for name, values in (("ttft", ttft), ("delay", delay))
+        for name, values in (("ttft", on_the_way), ("delay", delay))
         for part in (0.5, 0.99)
     }
-    if NGINX in ways:
-        for part, name in ((0.5, "p50"), (0.99, "p99")):
-            added_ms = share(ttft[NGINX], part) - share(ttft[DIRECT], part)
-            samples.add(case, f"added time to first token, {name}", "ms", NGINX, added_ms)
+    for way, series in ((NGINX, NGINX), (MOVING, f"{OURS}, migration")):
+        for part, name in ((0.5, "p50"), (0.99, "p99")) if way in ways else ():
+            added_ms = share(on_the_way[way], part) - share(on_the_way[DIRECT], part)
+            samples.add(case, f"added time to first token, {name}", "ms", series, added_ms)
     per_token_us = statistics.median(cpu[FRONT])
     for name, value, most, unit in (
         ("added time to first token, p50", added["ttft", 0.5], 2.0, "ms"),

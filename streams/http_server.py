@@ -187,6 +187,7 @@ def _listen(infos: Sequence[_AddressInfo], *, shared: bool = False) -> list[sock
             each = socket.socket(family, kind, protocol)
             sockets.append(each)
             each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            each.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # accepted connections inherit it
             if shared:
                 each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             if family == socket.AF_INET6:

@@ -247,15 +247,22 @@ class KvRouterClient(KvRouter):
         for router in self._in_order(attempt.router):
             url = self.urls[router]
             try:
-                async with asyncio.timeout(timeout_s), self._connections:
+                if self._connections.locked():
+                    async with asyncio.timeout(timeout_s):
+                        await self._connections.acquire()
+                else:
+                    await self._connections.acquire()  # at once
+                try:
                     # Only a POST may be a booking, which is repeated elsewhere with the same request id.
                     response = await http.request(
-                        method, url, target, headers, body, timeout_s, repeatable=method != "POST"
+                        method, url, target, headers, body, timeout_s, repeatable=method != "POST", is_short=True
                     )
                     try:
                         raw = await response.read()
                     finally:
                         response.close()
+                finally:
+                    self._connections.release()
             except ConnectFailed as exc:
                 self._penalise(router)
                 last = _unavailable(url, exc)

@@ -134,11 +134,13 @@ class PlainHttp:
         silence_s: float,
         *,
         repeatable: bool = False,
+        is_short: bool = False,
     ) -> Answer:
         """Send a request; return its answer when the headers have come. url: of the server. path: with the query.
 
-        silence_s: a server that sends nothing for so long, while it is waited for, has failed. repeatable: the request
-        may be sent a second time, if the server has closed a kept connection at the moment at which it was used.
+        silence_s: a server that sends nothing for so long, while it is waited for, has failed. is_short: so has one
+        whose answer is not complete by then. repeatable: the request may be sent a second time, if the server has
+        closed a kept connection at the moment at which it was used.
         Raises ConnectFailed; ConnectionBroken; TimeoutError.
         """
         origin = origin_of(url)
@@ -148,7 +150,7 @@ class PlainHttp:
             is_new = connection is None
             if connection is None:
                 connection = await self._connect(origin)
-            answer = connection.ask(sent, body, silence_s)
+            answer = connection.ask(sent, body, silence_s, is_short=is_short)
             if self._keeps_spares:
                 self._open_spare(origin)
             try:
@@ -275,9 +277,9 @@ class _Connection(asyncio.Protocol):
         """Whether it can take the next request."""
         return self._is_reusable and self._transport is not None and not self._transport.is_closing()
 
-    def ask(self, head: bytes, body: bytes | None, silence_s: float) -> Answer:
+    def ask(self, head: bytes, body: bytes | None, silence_s: float, *, is_short: bool = False) -> Answer:
         """Send a request."""
-        answer = self._answer = Answer(self, self._loop, silence_s)
+        answer = self._answer = Answer(self, self._loop, silence_s, is_short=is_short)
         self._headers, self._pieces = [], []
         self._head_bytes = 0
         self._has_head = self._has_length = self._is_interim = self._is_complete = False
@@ -422,6 +424,7 @@ class Answer:
         "_ended",
         "_error",
         "_heard_s",
+        "_is_short",
         "_loop",
         "_n_waiting",
         "_pieces",
@@ -433,7 +436,10 @@ class Answer:
         "status",
     )
 
-    def __init__(self, connection: _Connection, loop: asyncio.AbstractEventLoop, silence_s: float) -> None:
+    def __init__(
+        self, connection: _Connection, loop: asyncio.AbstractEventLoop, silence_s: float, *, is_short: bool = False
+    ) -> None:
+        """is_short: silence_s limits the time until its end."""
         self.status = 0
         self.headers: CIMultiDict[str] = CIMultiDict()
         self._connection = connection
@@ -445,6 +451,7 @@ class Answer:
         self._waiter: asyncio.Future[None] | None = None
         self._take: Callable[[bytes], bool] | None = None
         self._silence_s = silence_s
+        self._is_short = is_short
         self._heard_s = loop.time()
         self._timer = loop.call_later(silence_s, self._check_silence)
 
@@ -536,7 +543,7 @@ class Answer:
     def _check_silence(self) -> None:
         now_s = self._loop.time()
         due_s = (now_s if self._waiter is None else self._heard_s) + self._silence_s
-        if due_s <= now_s:
+        if due_s <= now_s or self._is_short:
             self._connection.leave()
             self.fail(TimeoutError())
         else:

@@ -36,7 +36,8 @@ class FrontResponse(web.StreamResponse):
 class ClientStream:
     """What one client is being sent. Each method raises ClientGone once its connection is closed.
 
-    While the client is waited for, the exchange's `writing_since_s` says since when.
+    The headers can be made early with `prepare`, and are sent together with the first bytes. While the client is waited
+    for, the exchange's `writing_since_s` says since when.
     """
 
     __slots__ = ("_exchange", "_is_chunked", "_protocol", "_transport", "response")
@@ -47,6 +48,16 @@ class ClientStream:
         self._is_chunked = False
         self._protocol = exchange.http.protocol
         self._transport: asyncio.Transport | None = None
+
+    async def prepare(self) -> None:
+        """Make the headers, but send nothing yet: `write` sends them, or `discard` drops them."""
+        await self._send(self.response.prepare(self._exchange.http))
+
+    def discard(self) -> None:
+        """Drop headers that were made and not sent, so that the client can get another answer."""
+        writer = self._exchange.http.writer
+        if not writer.output_size:
+            writer.chunked, writer.length = False, None  # type: ignore[attr-defined]  # aiohttp has no other writers
 
     async def begin(self, data: bytes = b"") -> None:
         """Send the headers and the first bytes; they may wait for the end if there are none."""
@@ -69,7 +80,7 @@ class ClientStream:
 
     def _open(self) -> asyncio.Transport:
         """Send the headers, if they have not been sent with the first bytes, and return the client's connection."""
-        http = self._exchange.http
+        http, self._exchange.answering = self._exchange.http, True
         transport = http.transport
         if transport is None or transport.is_closing():
             raise ClientGone(self.response)

@@ -23,6 +23,7 @@ import orjson
 from aiohttp import HttpVersion11, web
 from aiohttp.http import StreamWriter
 from aiohttp.http_parser import HttpRequestParser, RawRequestMessage
+from aiohttp.streams import StreamReader
 
 from streams.frontend.answers import error_page
 from streams.frontend.requests import Kind
@@ -51,9 +52,13 @@ _PROTOCOL_PARTS = (
 _COUNTS_MESSAGES = hasattr(HttpRequestParser, "message_consumed")
 
 
+#: Whether the bytes of a body can be taken without `read_nowait`.
+_HAS_BUFFER = hasattr(StreamReader, "_buffer")
+
+
 def is_supported() -> bool:
     """Whether this version of aiohttp has the parts that are used."""
-    return all(hasattr(web.RequestHandler, part) for part in _PROTOCOL_PARTS)
+    return all(hasattr(web.RequestHandler, part) for part in _PROTOCOL_PARTS) and _HAS_BUFFER
 
 
 class FrontRunner(web.AppRunner):
@@ -95,10 +100,12 @@ class FrontRunner(web.AppRunner):
 class FrontProtocol(web.RequestHandler):
     """The protocol of one connection.
 
+    aiohttp's task of the connection is made when it is needed: for a request that is left to aiohttp, and to wait for a
+    second one. Until then the connection has a timer of its own (Connections).
+
     _parked: while a request is served here, aiohttp's task of the connection, which waits meanwhile, and what wakes it;
-    None for both if it had not begun when the request came with the connection, and was cancelled. aiohttp takes the
-    request's own task for its handler then: it cancels it if the client leaves, and waits for it when the server stops.
-    What arrives in the meantime is queued.
+    None for both if there is no such task yet. aiohttp takes the request's own task for its handler then: it cancels it
+    if the client leaves, and waits for it when the server stops. What arrives in the meantime is queued.
     """
 
     __slots__ = ("_generate", "_has_begun", "_held", "_parked")
@@ -111,10 +118,28 @@ class FrontProtocol(web.RequestHandler):
         self._parked: tuple[asyncio.Future[None], asyncio.Task[None]] | tuple[None, None] | None = None
         self._has_begun = False
 
-    async def start(self) -> None:
-        """Run aiohttp's task of the connection."""
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Do what aiohttp does, without its task, and without what the connection has already.
+
+        Event loops set TCP_NODELAY, and SO_KEEPALIVE is inherited from the socket that listens.
+        """
+        if self._generate is None or self._manager is None:
+            self._has_begun = True
+            super().connection_made(transport)
+            return
+        self.transport = cast(asyncio.Transport, transport)
+        self._manager.connection_made(self, self.transport)
+
+    def _start(self) -> None:
+        """Make aiohttp's task of the connection."""
         self._has_begun = True
-        await super().start()
+        self._task_handler = self._loop.create_task(self.start())
+
+    def close(self) -> None:
+        """End the connection after its request; at once if it has none."""
+        super().close()
+        if not self._has_begun and self._parked is None:
+            self.force_close()
 
     def data_received(self, data: bytes) -> None:
         """Parse what arrived. Serve a request that generates once it is complete; leave any other to aiohttp."""
@@ -136,14 +161,16 @@ class FrontProtocol(web.RequestHandler):
         elif payload.is_eof():
             self._let_go()
             self._begin(self._generate, waiter)
-        elif self._held is None and waiter is not None:
+        elif self._held is None:
             self._held = self._loop.call_later(HOLD_S, self._leave)
 
     def _leave(self) -> None:
         """Leave a request to aiohttp's task."""
         self._let_go()
         waiter = self._waiter
-        if self._messages and waiter is not None and not waiter.done():
+        if not self._has_begun:
+            self._start()
+        elif self._messages and waiter is not None and not waiter.done():
             waiter.set_result(None)
 
     def _let_go(self) -> None:
@@ -152,22 +179,21 @@ class FrontProtocol(web.RequestHandler):
             self._held = None
 
     def _begin(self, generate: Serve, waiter: asyncio.Future[None] | None) -> None:
-        """Serve the first request that was parsed. waiter: None if aiohttp's task has not begun."""
+        """Serve the first request that was parsed. waiter: None if there is no task of aiohttp's yet."""
         starting, manager = self._task_handler, self._manager
-        if starting is None or manager is None or self._request_factory is None or self.transport is None:
-            self._leave()  # the connection is being closed
-            return
+        if manager is None or self._request_factory is None or self.transport is None:
+            return  # the connection is being closed
         message, payload = self._messages.popleft()
         assert isinstance(message, RawRequestMessage)  # `_may_be_taken` has checked it
         if _COUNTS_MESSAGES and self._parser is not None:
             self._parser.message_consumed()
         manager.requests_count += 1
-        if waiter is None:
-            starting.cancel()
+        if waiter is None or starting is None:
             self._parked = (None, None)
         else:
             self._parked, self._waiter = (waiter, starting), None
-        request = self._request_factory(message, payload, self, StreamWriter(self, self._loop), starting)
+        writer, any_task = StreamWriter(self, self._loop), cast("asyncio.Task[None]", starting)
+        request = self._request_factory(message, payload, self, writer, any_task)  # it gets its own task below
         task = self._loop.create_task(self._serve(request, generate))
         request._task = self._task_handler = cast("asyncio.Task[None]", task)  # nothing reads its result but `_end`
         task.add_done_callback(self._end)  # also if the client leaves before the task has begun
@@ -202,7 +228,7 @@ class FrontProtocol(web.RequestHandler):
         if self._keepalive_handle is None:
             self._keepalive_handle = self._loop.call_at(close_s, self._process_keepalive)
         if waiter is None:
-            self._task_handler = self._loop.create_task(self.start())
+            self._start()
         elif self._messages and not waiter.done():
             waiter.set_result(None)
 
@@ -235,7 +261,7 @@ class FrontProtocol(web.RequestHandler):
 
 def _may_be_taken(message: object) -> bool:
     """Whether a request generates, and its body is short and needs nothing else."""
-    if not isinstance(message, RawRequestMessage) or message.method != "POST" or message.path not in _PATHS:
+    if not isinstance(message, RawRequestMessage) or message.method != "POST" or message.path not in _KINDS:
         return False
     if message.version != HttpVersion11 or message.upgrade or message.chunked:
         return False
@@ -250,7 +276,20 @@ def _may_be_taken(message: object) -> bool:
     )
 
 
-_PATHS = frozenset(kind.value for kind in Kind)
+_KINDS = {kind.value: kind for kind in Kind}
+
+
+def kind_of(http: web.BaseRequest) -> Kind:
+    """Return which call a request is."""
+    return _KINDS.get(http.raw_path) or Kind(http.path)
+
+
+def arrived_body(content: StreamReader) -> bytes:
+    """Return a whole body of which nothing was read. `read_nowait` would make the parser go on, with nothing to do."""
+    if not content.total_bytes or not _HAS_BUFFER:
+        return content.read_nowait()
+    pieces = content._buffer
+    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
 
 def json_page(page: Any, status: int = 200) -> web.Response:

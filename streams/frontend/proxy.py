@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from array import array
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
@@ -250,17 +249,16 @@ class Proxy:
         raise refusal or EngineFailed("front_attempts_max is 0")
 
     async def _book(self, tokens: bytes, options: dict[str, Any]) -> Booking:
-        token_ids = array("I", tokens)
         if self._settings.front_queue:
             options["queue"] = "on"
         try:
             try:
-                return await self._router.book(token_ids, **cast(RouteOptions, options))
+                return await self._router.book_packed(tokens, **cast(RouteOptions, options))
             except NoEligibleWorker as exc:
                 if isinstance(exc, AllWorkersBusy) or options.pop("phase", None) is None:
                     raise
                 # The decode workers are gone, and the front has not read that yet. One worker then does everything.
-                return await self._router.book(token_ids, **cast(RouteOptions, options))
+                return await self._router.book_packed(tokens, **cast(RouteOptions, options))
         except (Unauthorized, Forbidden) as exc:
             # The client's token is not the problem, and must not seem to be.
             raise RouterUnavailable("the router refuses the front's token", remedy="Set --router-token-file") from exc
@@ -352,8 +350,9 @@ class Proxy:
             exchange.n_tokens = completion_tokens(page.body) if answer.status == 200 else 0
             exchange.outcome = metrics.COMPLETED
             return await self._whole(exchange, page, request_id)
-        response = self._response(exchange, answer.status, page.headers, request_id)
-        return await self._copy(exchange, answer, response, page.body, None)
+        client = ClientStream(exchange, self._response(exchange, answer.status, page.headers, request_id))
+        await client.begin(page.body)
+        return await self._copy(exchange, answer, client, None)
 
     async def _stream(self, exchange: Exchange, answer: Answer, request_id: str) -> web.StreamResponse | _Refusal:
         """Pass on a stream. It begins with the first token, so that until then another engine can replace it."""
@@ -362,44 +361,52 @@ class Proxy:
         head = bytearray()
         # What can be made before the first token has no part in the time until it is passed on.
         headers = client_headers(answer.headers)
-        response = self._response(exchange, answer.status, headers, request_id)
-        while not watch.has_token:
-            data = await answer.readany()
-            if not data:
+        client = ClientStream(exchange, self._response(exchange, answer.status, headers, request_id))
+        await client.prepare()
+        is_copied = exchange.moving is None
+
+        def take(received: bytes) -> bool:
+            """Hold bytes back until the first token, and send it in the step of the loop in which it arrives."""
+            head.extend(received)
+            watch.feed(received)
+            if watch.has_token and is_copied and not _may_be_replaced(watch):
+                client.write(bytes(head))
+            return not watch.has_token
+
+        try:
+            while not watch.has_token and not answer.at_eof:
+                await answer.pump(take)
+            if not watch.has_token:
                 raise EngineFailed(
                     f"the engine of worker {booking.worker_id} ended its answer before the first token",
                     worker_id=booking.worker_id,
                 )
-            head += data
-            watch.feed(data)
-        if watch.error_status and may_be_served_elsewhere(watch.error_status):
-            return _Refusal(200, headers, bytes(head + await _held(answer)))
+            if _may_be_replaced(watch):
+                client.discard()
+                return _Refusal(200, headers, bytes(head + await _held(answer)))
+        except BaseException:
+            client.discard()
+            raise
         booking.prefill_complete()
         self.counts.first_token_seconds.observe(loop.time() - exchange.began_s)
         if exchange.moving is not None:
-            return await self._carry(exchange, exchange.moving, answer, response, bytes(head))
-        return await self._copy(exchange, answer, response, bytes(head), watch)
+            return await self._carry(exchange, exchange.moving, answer, client, bytes(head))
+        return await self._copy(exchange, answer, client, watch)
 
     async def _carry(
-        self, exchange: Exchange, moving: Moving, answer: Answer, response: web.StreamResponse, data: bytes
+        self, exchange: Exchange, moving: Moving, answer: Answer, client: ClientStream, data: bytes
     ) -> web.StreamResponse:
         """Pass on a stream that goes on at another engine if its engine fails. data: its beginning."""
-        client = ClientStream(exchange, response)
         await client.begin()
         with_figures = DETAILS in exchange.http.headers
         await self._mover.carry(exchange, moving, answer, data, client, with_figures=with_figures)
-        return response
+        return client.response
 
     async def _copy(
-        self,
-        exchange: Exchange,
-        answer: Answer,
-        response: web.StreamResponse,
-        data: bytes,
-        watch: StreamWatch | None,
+        self, exchange: Exchange, answer: Answer, client: ClientStream, watch: StreamWatch | None
     ) -> web.StreamResponse:
-        """Copy the rest of an answer as it comes. data: its beginning, which `watch` has seen."""
-        loop, booking, client = asyncio.get_running_loop(), exchange.booking, ClientStream(exchange, response)
+        """Copy the rest of an answer as it comes. The client has its beginning, which `watch` has seen."""
+        loop, booking = asyncio.get_running_loop(), exchange.booking
         assert booking is not None
 
         def take(received: bytes) -> bool:
@@ -416,7 +423,6 @@ class Proxy:
                 exchange.reported_tokens, exchange.reported_s = n_tokens, loop.time()
                 booking.output(n_tokens)
 
-        await client.begin(data)
         if watch is not None:
             note_tokens(watch.n_events)
         while not answer.at_eof:
@@ -427,7 +433,7 @@ class Proxy:
                 return await self._broken(exchange, client, watch, exc)
         await client.end()
         exchange.outcome = metrics.COMPLETED
-        return response
+        return client.response
 
     async def _broken(
         self, exchange: Exchange, client: ClientStream, watch: StreamWatch | None, exc: Exception
@@ -474,6 +480,11 @@ class Proxy:
     def _session(self) -> aiohttp.ClientSession:
         assert self._engines is not None  # start() was called
         return self._engines
+
+
+def _may_be_replaced(watch: StreamWatch) -> bool:
+    """Whether a stream begins with an error that another engine may not have."""
+    return bool(watch.error_status) and may_be_served_elsewhere(watch.error_status)
 
 
 def _booked(booking: Booking) -> Attributes:

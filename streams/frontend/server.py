@@ -34,7 +34,7 @@ from streams.frontend.answers import error_page
 from streams.frontend.fleet import Fleet
 from streams.frontend.metrics import FRONT_METRICS, FrontCounts
 from streams.frontend.parity_probes import ParityProbes
-from streams.frontend.protocol import SHORT_BODY_BYTES, FrontRunner, Serve, json_page
+from streams.frontend.protocol import SHORT_BODY_BYTES, FrontRunner, Serve, arrived_body, json_page, kind_of
 from streams.frontend.proxy import Proxy
 from streams.frontend.requests import NAME_CHARS_MAX, Kind, read_request
 from streams.frontend.spans import Spans, make_spans
@@ -219,12 +219,12 @@ class Front:
         content = http.content
         if content.is_eof() and content.total_bytes <= min(SHORT_BODY_BYTES, self.settings.body_bytes_max):
             _refuse_encoded(http)
-            return await self._serve(http, content.read_nowait())  # there is nothing to wait for, and nothing to count
+            return await self._serve(http, arrived_body(content))  # there is nothing to wait for, and nothing to count
         async with self._body(http) as body:
             return await self._serve(http, body)
 
     async def _serve(self, http: web.Request, body: bytes) -> web.StreamResponse:
-        return await self.proxy.serve(http, read_request(Kind(http.path), body), body, grant_of(http))
+        return await self.proxy.serve(http, read_request(kind_of(http), body), body, grant_of(http))
 
     @asynccontextmanager
     async def _body(self, http: web.Request) -> AsyncIterator[bytes]:

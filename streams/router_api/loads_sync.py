@@ -11,6 +11,7 @@ there write a tick.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
 import time
@@ -164,6 +165,10 @@ class LoadsSync:
         """Begin to send records by a thread of its own; without this, `poll` sends them."""
         if self._shared:
             self._outbox.start()
+
+    def answer_on(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Do what may wait between the requests that this loop answers. Called on the loop's thread."""
+        self._outbox.wake_between_requests(loop)
 
     def stop(self, timeout_s: float) -> None:
         """Stop that thread, and wait as `flush` does."""

@@ -16,6 +16,7 @@ two requests; the outbox's own thread only does it if no requests come.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
 import time
@@ -103,6 +104,9 @@ class Outbox(Generic[_T]):
         self._serving = threading.Lock()
         self._served_s = 0.0
         self._wake = threading.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None  # the loop that answers requests, and its thread
+        self._loop_thread = 0
+        self._will_wake = False  # whether that loop wakes the thread in its next step
         self._thread: threading.Thread | None = None
         self._stopping = False
 
@@ -114,6 +118,14 @@ class Outbox(Generic[_T]):
         """Send what is put from now on, at most SEND_INTERVAL_S later. Without this, `pump` must be called for that."""
         self._thread = threading.Thread(target=self._run, name="outbox", daemon=True)
         self._thread.start()
+
+    def wake_between_requests(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Let a record that is put on this loop's thread wake the outbox's thread in the loop's next step.
+
+        The answer has been sent by then. A thread that is woken within a request takes the interpreter from it after
+        SWITCH_INTERVAL_S. Call it on that thread.
+        """
+        self._loop, self._loop_thread = loop, threading.get_ident()
 
     def stop(self) -> None:
         """Stop the thread. Records that still wait are sent by `pump`."""
@@ -133,8 +145,17 @@ class Outbox(Generic[_T]):
         older = self._take(key)
         self._wait(_Sent(key, content, partition, n_bytes, older.since_ms if older else self._now_ms()))
         self._drop_beyond_limits()
-        if not self._wake.is_set():
+        if self._wake.is_set():
+            return
+        if self._loop is None or threading.get_ident() != self._loop_thread:
             self._wake.set()
+        elif not self._will_wake:
+            self._will_wake = True
+            self._loop.call_soon(self._wake_thread)
+
+    def _wake_thread(self) -> None:
+        self._will_wake = False
+        self._wake.set()
 
     def withdraw(self, key: bytes) -> bool:
         """Remove a waiting record that no reader can have seen; False if the client has a record of its key."""

@@ -313,6 +313,27 @@ def test_a_request_that_comes_with_its_connection_is_served(
     on_stage(backend, scenario)
 
 
+def test_a_connection_without_a_request_has_no_task_and_ends_with_the_front(backend: Backend) -> None:
+    """Its socket has the options that aiohttp sets: the kernel probes it, and sends what is written at once."""
+
+    async def scenario(stage: Stage) -> None:
+        address, n_tasks = urlsplit(stage.url), len(asyncio.all_tasks())
+        reader, writer = await asyncio.open_connection(address.hostname, address.port)
+        await stage.until(lambda: len(stage.front.connections) == 1, "the connection")
+        assert len(asyncio.all_tasks()) == n_tasks
+        server = stage.front.connections._server
+        assert server is not None
+        ((connection, transport),) = server._connections.items()
+        accepted = transport.get_extra_info("socket")
+        assert accepted.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+        connection.close()  # as a server does that stops
+        assert await reader.read() == b""
+        writer.close()
+
+    on_stage(backend, scenario)
+
+
 @pytest.mark.parametrize(("hold_s", "n_direct"), [(PATIENCE_S, 1), (0.0, 0)])
 def test_a_body_may_come_after_its_headers(
     backend: Backend, direct: list[Any], monkeypatch: pytest.MonkeyPatch, hold_s: float, n_direct: int
@@ -382,6 +403,28 @@ def test_an_engine_that_ends_before_its_first_token_is_replaced(backend: Backend
         for failing in (0, 1):
             stage.script(*[Script(breaks_at=breaks_at) if at == failing else Script() for at in range(2)])
             assert (await stage.post())[2] == answer_bytes()
+
+    on_stage(backend, scenario)
+
+
+@pytest.mark.parametrize("status", [400, 503])
+def test_an_answer_that_replaces_a_stream_is_whole(backend: Backend, status: int) -> None:
+    """Nothing of the stream that ended before its first token is left in the answer, such as its form in chunks."""
+
+    async def scenario(stage: Stage) -> None:
+        ended, refusing = Script(breaks_at=10), Script(status=status)
+        for scripts in ((ended, refusing), (refusing, ended)):
+            stage.script(*scripts)
+            for _ in range(6):  # some of them begin at each engine
+                code, headers, body = await stage.post()
+                if code == 502:  # the stream came last
+                    assert orjson.loads(body)["error"]["code"] == "engine_failed"
+                else:
+                    assert (code, body) == (status, refusing.refusal)
+                assert headers["Content-Length"] == str(len(body)) and "Transfer-Encoding" not in headers
+        stage.script(ended, ended)
+        code, headers, body = await stage.post()
+        assert (code, headers["Content-Length"]) == (502, str(len(body)))
 
     on_stage(backend, scenario)
 

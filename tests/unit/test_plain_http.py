@@ -108,8 +108,8 @@ async def client(**options: float) -> AsyncIterator[PlainHttp]:
         http.close()
 
 
-async def get(http: PlainHttp, server: Server, silence_s: float = PATIENCE_S, *, repeatable: bool = False) -> Answer:
-    return await http.request("GET", server.url, "/", {}, None, silence_s, repeatable=repeatable)
+async def get(http: PlainHttp, server: Server, silence_s: float = PATIENCE_S, **options: bool) -> Answer:
+    return await http.request("GET", server.url, "/", {}, None, silence_s, **options)
 
 
 @pytest.mark.parametrize("piece", [1, 7, 1 << 20])
@@ -349,6 +349,29 @@ def test_silence_counts_while_it_is_waited_for(run: Run) -> None:
             answer.limit_silence(0.1)
             with pytest.raises(TimeoutError):
                 await answer.pump(lambda _: True)
+
+    run(scenario())
+
+
+def test_a_short_answer_must_be_complete_in_time(run: Run) -> None:
+    """Bytes that arrive do not extend the time, as they do for a stream."""
+
+    def trickling(server: Server) -> Serve:
+        async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await server.request(reader)
+            writer.write(ENDLESS)
+            while not writer.is_closing():
+                writer.write(b"2\r\nab\r\n")
+                await asyncio.sleep(0.01)
+
+        return handle
+
+    async def scenario() -> None:
+        async with serving(trickling) as server, client() as http:
+            answer = await get(http, server, silence_s=0.2, is_short=True)
+            with pytest.raises(TimeoutError):
+                await answer.read()
+            assert await gone(http)
 
     run(scenario())
 
