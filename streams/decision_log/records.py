@@ -131,8 +131,8 @@ class DecisionEncoder:
                 "candidates": candidates,
                 "terms": batch.terms().astype("<f4", copy=False).tobytes(),
                 "families": salted(batch.families(), self._keys).astype("<u8", copy=False).tobytes(),
-                "reported_ids": [each[0] for each in reports],
-                "reports": b"".join([_PACK_REPORT(*each[1:]) for each in reports]),
+                "reported_ids": [request_id for request_id, _, _, _ in reports],
+                "reports": b"".join([_PACK_REPORT(ended, first, tokens) for _, ended, first, tokens in reports]),
                 "fleets": [each._asdict() for each in fleets],
             }
         )
