@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import uvloop
 from rich.console import Console
 
 from streams.core.routing.selection import RouterMode
@@ -438,7 +439,8 @@ class _Show:
         with shown(self._console, f"{text:>13}", len(requests), keep=True) as step:
             run_name = f"{name}-{uuid.uuid4().hex[:8]}"
             exempt_from_collection()  # its pauses would count as latency of the router
-            return asyncio.run(drive(requests, url, self._urls, self._clock, run_name, step.advance, self._token))
+            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                return runner.run(drive(requests, url, self._urls, self._clock, run_name, step.advance, self._token))
 
     def _empty_engines(self) -> None:
         """Clear every engine's cache, as an operator would, and wait until the router's index is empty."""

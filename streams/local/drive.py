@@ -10,16 +10,16 @@ time, and engines answer in model time, so that no figure depends on how this ma
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from array import array
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
-import aiohttp
 import orjson
 
+from streams.client.plain_http import PlainHttp
 from streams.errors import KvStreamsError
 from streams.local.stack import bearer
 from streams.sim.lab.mirrored import LiveTimes
@@ -29,7 +29,8 @@ from streams.sim.trace import TraceRequest, tokens_for
 #: Concurrent requests. If a trace needs more, its requests arrive faster than any fleet on one machine can serve them.
 IN_FLIGHT_MAX = 512
 
-_TIMEOUT = aiohttp.ClientTimeout(total=600.0)
+#: How long a server may send nothing, how long a connection may take, and for how long an unused one is kept.
+_SILENCE_S, _CONNECT_TIMEOUT_S, _KEEPALIVE_S = 600.0, 30.0, 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +81,7 @@ async def drive(
     """
     begin_ms = clock.now_ms() + 100.0 * clock.speedup  # a tenth of a second for the first connections
     room = asyncio.Semaphore(IN_FLIGHT_MAX)
-    connector = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(timeout=_TIMEOUT, connector=connector) as http:
+    with closing(PlainHttp(keepalive_s=_KEEPALIVE_S, connect_timeout_s=_CONNECT_TIMEOUT_S)) as http:
         client = _Client(http, router_url, engines, bearer(token), lambda: clock.now_ms() - begin_ms)
 
         async def one(number: int, request: TraceRequest) -> LiveOutcome:
@@ -105,7 +105,7 @@ async def drive(
 class _Client:
     def __init__(
         self,
-        http: aiohttp.ClientSession,
+        http: PlainHttp,
         router_url: str,
         engines: Mapping[int, str],
         authorization: Mapping[str, str],
@@ -150,16 +150,13 @@ class _Client:
         )
 
     async def _route(self, request_id: str, tokens: bytes) -> dict[str, Any]:
-        async with self._http.post(
-            f"{self._router}/route",
-            params={"request_id": request_id},
-            data=tokens,
-            headers={"Content-Type": "application/octet-stream", **self._authorization},
-        ) as response:
-            answer: dict[str, Any] = orjson.loads(await response.read())
-            if response.status != 200:
-                raise KvStreamsError(f"POST /route of {request_id} answered {response.status}: {answer}")
-            return answer
+        headers = {"Content-Type": "application/octet-stream", **self._authorization}
+        path = f"/route?request_id={request_id}"
+        response = await self._http.request("POST", self._router, path, headers, tokens, _SILENCE_S)
+        answer: dict[str, Any] = orjson.loads(await response.read())
+        if response.status != 200:
+            raise KvStreamsError(f"POST /route of {request_id} answered {response.status}: {answer}")
+        return answer
 
     async def _complete(
         self, request_id: str, worker_id: int, number: int, request: TraceRequest, tokens: bytes, arrival_ms: float
@@ -176,24 +173,29 @@ class _Client:
         )
         figures: dict[str, Any] = {}
         first_reported_ms: float | None = None
-        async with self._http.post(
-            f"{self._engines[worker_id]}/v1/completions", data=body, headers={"Content-Type": "application/json"}
-        ) as response:
-            if response.status != 200:
-                raise KvStreamsError(f"{request_id}: engine {worker_id} answered {await response.text()}")
-            async for line in response.content:
+        headers = {"Content-Type": "application/json"}
+        response = await self._http.request(
+            "POST", self._engines[worker_id], "/v1/completions", headers, body, _SILENCE_S
+        )
+        if response.status != 200:
+            raise KvStreamsError(f"{request_id}: engine {worker_id} answered {(await response.read()).decode()}")
+        rest = b""
+        while data := await response.readany():
+            *lines, rest = (rest + data).split(b"\n")
+            for line in lines:
                 if not line.startswith(b"data: {"):
                     continue
                 if first_reported_ms is None:
                     await self._notify_router("POST", f"/loads/{request_id}/prefill-complete")
                     first_reported_ms = self._now_ms()
-                chunk = json.loads(line[len(b"data: ") :])
-                figures = chunk.get("kvstreams") or figures
+                if b'"kvstreams"' in line:
+                    figures = orjson.loads(line[len(b"data: ") :])["kvstreams"] or figures
         if not figures or first_reported_ms is None:
             raise KvStreamsError(f"{request_id}: engine {worker_id} ended its answer early")
         return figures, first_reported_ms
 
     async def _notify_router(self, method: str, path: str) -> None:
-        async with self._http.request(method, self._router + path, headers=self._authorization) as response:
-            if response.status not in (200, 202):
-                raise KvStreamsError(f"{method} {path} answered {response.status}: {await response.text()}")
+        response = await self._http.request(method, self._router, path, self._authorization, None, _SILENCE_S)
+        body = await response.read()
+        if response.status not in (200, 202):
+            raise KvStreamsError(f"{method} {path} answered {response.status}: {body.decode()}")
