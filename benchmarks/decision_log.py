@@ -7,12 +7,13 @@ Two processes that run the same program can differ by more than the log costs, b
 Therefore a router with the log is compared with itself: it records a share of all requests, chosen by their ids, and
 short turns of requests that it records alternate with turns of requests that it does not. What differs is the
 processor time per request, of the whole process and of the thread that answers: throughput of a router whose answering
-thread is saturated is the inverse of the latter. The cost follows from the medians over turns. The floor is what the
-same comparison finds where there is no difference, in routers without the log.
+thread is saturated is the inverse of the latter. The floor is what the same comparison finds where there is no
+difference, in routers without the log.
 
-A router encodes what it noted in batches of 256 decisions. What is left at the end of a turn is encoded after it, and
-is not counted: with turns of 1,024 requests, 0.2 us per request. Single turns differ by 10 % on a virtual machine, so
-many of them are needed.
+A machine becomes faster and slower within seconds: turns of the same router differ by 10 %, and two neighbours by less.
+Each turn that is recorded is therefore compared with its neighbour that is not, and the cost is the median of these
+ratios. Medians over all turns of each kind, compared with each other, would vary by three times as much: by 3 % with 24
+turns. A router encodes what it noted in batches of 256 decisions, so a turn has a multiple of that.
 """
 
 from __future__ import annotations
@@ -64,6 +65,13 @@ COST_MAX = 0.05
 #: The thread that answers is the one that uses most.
 METRICS = ("answering thread", "whole process")
 
+#: Pairs of turns of each router that are not counted.
+WARM_UP = 2
+
+#: Of a normal distribution: standard deviations between its quartiles, and the standard error of the median of one
+#: value.
+_QUARTILES_SDS, _MEDIAN_ERROR = 1.349, 1.253
+
 _NS = 1e9
 _RECORDED = re.compile(rb"^kvstreams_decisions_(un)?recorded_total(?:\{.*\})? (\S+)$", re.MULTILINE)
 
@@ -78,6 +86,7 @@ class Server:
     url: str
     pid: int
     ids: Mapping[bool, Iterator[str]]
+    connections: list[Connection] = field(default_factory=list)
     times: dict[str, dict[bool, list[float]]] = field(
         default_factory=lambda: {metric: {True: [], False: []} for metric in METRICS}
     )
@@ -107,10 +116,18 @@ def thread_times(pid: int) -> dict[int, float]:
     return found
 
 
-def cost(servers: Sequence[Server], metric: str) -> float:
-    """The share of the throughput that recording costs in these routers, by the medians over their turns."""
-    of_kind = {kind: [each for server in servers for each in server.times[metric][kind]] for kind in (True, False)}
-    return 1.0 - statistics.median(of_kind[False]) / statistics.median(of_kind[True])
+def cost(servers: Sequence[Server], metric: str) -> tuple[float, float]:
+    """The share of the throughput that recording costs in these routers, by neighbouring turns, and its standard error.
+
+    The error is that of a median of many values, estimated from their quartiles.
+    """
+    shares = [
+        1.0 - without / recorded
+        for server in servers
+        for recorded, without in zip(server.times[metric][True], server.times[metric][False], strict=True)
+    ]
+    lower, middle, upper = statistics.quantiles(shares, n=4)
+    return middle, (upper - lower) / _QUARTILES_SDS * _MEDIAN_ERROR / len(shares) ** 0.5
 
 
 def _server(parts: Machinery, children: Children, mode: str, n_workers: int, name: str, *, log: bool) -> Server:
@@ -132,7 +149,8 @@ def _server(parts: Machinery, children: Children, mode: str, n_workers: int, nam
 
 async def _pairs(server: Server, is_recorded: bool, n: int, prompts: Sequence[bytes]) -> dict[int, int]:
     """Book and free n requests with several clients; return statuses that are no success."""
-    connections = await connect(server.url, CLIENTS)
+    if not server.connections:
+        server.connections = await connect(server.url, CLIENTS)
     numbers = iter(range(n))
     wrong: dict[int, int] = {}
 
@@ -153,16 +171,16 @@ async def _pairs(server: Server, is_recorded: bool, n: int, prompts: Sequence[by
         while held:
             await ask_(connection, request(server.url, "DELETE", f"/loads/{held.popleft()}"))
 
-    await asyncio.gather(*map(one, connections))
-    for each in connections:
-        each.close()
+    await asyncio.gather(*map(one, server.connections))
     return wrong
 
 
-def _turn(server: Server, is_recorded: bool, n: int, prompts: Sequence[bytes], *, counts: bool) -> dict[int, int]:
+def _turn(
+    runner: asyncio.Runner, server: Server, is_recorded: bool, n: int, prompts: Sequence[bytes], *, counts: bool
+) -> dict[int, int]:
     """One turn of a router; return statuses that are no success. counts: whether its time is kept."""
     before = thread_times(server.pid)
-    wrong = uvloop.run(_pairs(server, is_recorded, n, prompts))
+    wrong = runner.run(_pairs(server, is_recorded, n, prompts))
     used = {thread: at - before.get(thread, 0.0) for thread, at in thread_times(server.pid).items()}
     if counts:
         for metric, used_s in zip(METRICS, (max(used.values()), sum(used.values())), strict=True):
@@ -175,13 +193,17 @@ def _measure(servers: Sequence[Server], case: str, n: int, repeats: int) -> list
     rng = np.random.default_rng(1)
     prompts = [each.tobytes() for each in rng.integers(0, 1 << 17, (N_PROMPTS, N_TOKENS), dtype=np.uint32)]
     wrong = []
-    for at in range(-1, repeats):  # the first round is not counted
-        for server in servers if at % 2 else list(reversed(servers)):
-            # A turn and its neighbour make a pair. Which comes first changes, so that a drift is in both.
-            for is_recorded in (True, False) if at % 4 < 2 else (False, True):
-                statuses = _turn(server, is_recorded, n, prompts, counts=at >= 0)
-                if statuses:
-                    wrong.append(f"{case}, {server.name}: answers with status {statuses}")
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        for at in range(-WARM_UP, repeats):
+            for server in servers if at % 2 else list(reversed(servers)):
+                # A turn and its neighbour make a pair. Which comes first changes, so that a drift is in both.
+                for is_recorded in (True, False) if at % 4 < 2 else (False, True):
+                    statuses = _turn(runner, server, is_recorded, n, prompts, counts=at >= 0)
+                    if statuses:
+                        wrong.append(f"{case}, {server.name}: answers with status {statuses}")
+        for server in servers:
+            for each in server.connections:
+                each.close()
     return wrong
 
 
@@ -206,15 +228,15 @@ def _note(samples: Samples, case: str, servers: Sequence[Server]) -> list[Bar]:
                 series = (OURS if is_recorded else "not recorded") if each.has_log else "router without the log"
                 for time_us in times:
                     samples.add(case, f"{metric}, per request", "us", series, time_us)
-        middle, floor = cost(with_log, metric), cost(without, metric)
-        by_router = ", ".join(f"{cost([each], metric):.1%}" for each in with_log)
+        (middle, error), (floor, _) = cost(with_log, metric), cost(without, metric)
+        by_router = ", ".join(f"{cost([each], metric)[0]:.1%}" for each in with_log)
         levels = [statistics.median(each.times[metric][False]) for each in servers]
         bars.append(
             Bar(
                 f"{case}: the log's share of the throughput, {metric}",
                 middle <= COST_MAX,
-                f"at most {COST_MAX:.0%}; {middle:.1%} ({by_router} by router; floor {floor:+.1%}; identical "
-                f"routers differ by {max(levels) / min(levels) - 1.0:.0%})",
+                f"at most {COST_MAX:.0%}; {middle:.1%} ± {error:.1%} ({by_router} by router; floor {floor:+.1%}; "
+                f"identical routers differ by {max(levels) / min(levels) - 1.0:.0%})",
             )
         )
     return bars
@@ -222,8 +244,8 @@ def _note(samples: Samples, case: str, servers: Sequence[Server]) -> list[Bar]:
 
 @click.command()
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write the report there too.")
-@click.option("--requests", "n", default=1024, show_default=True, help="Requests of each turn.")
-@click.option("--repeats", default=30, show_default=True, help="Pairs of turns of each router.")
+@click.option("--requests", "n", default=512, show_default=True, help="Requests of each turn.")
+@click.option("--repeats", default=60, show_default=True, help="Pairs of turns of each router.")
 @click.option("--routers", default=2, show_default=True, help="Routers with the log, and as many without.")
 @click.option("--workers", "fleets", default="8,64", show_default=True, help="Numbers of ranks.")
 @click.option("--mode", "modes", default="kv,expected-time", show_default=True, help="Router modes.")
@@ -246,7 +268,7 @@ def main(json_path: Path | None, n: int, repeats: int, routers: int, fleets: str
                     time.sleep(SETTLE_S)
                     for server in servers:
                         if server.has_log:
-                            report.wrong += _check(parts, samples, case, server, (repeats + 1) * n)
+                            report.wrong += _check(parts, samples, case, server, (repeats + WARM_UP) * n)
     report.rows = samples.rows()
     report.print(wide_console())
     if json_path is not None:

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from streams.core.ids import Float64Array, HashArray, Int64Array, RankId
 from streams.core.kernels.available import kernels_available
@@ -114,8 +115,7 @@ def note_in_numpy(
     n = len(found)
     numbers[n_listed : n_listed + n] = costs[found]
     integers[listed_at + n_listed : listed_at + n_listed + n] = found | (blocks[found] << 32)
-    to = terms_at + n_terms
-    rows = numbers[to : to + n * n_columns].reshape(n, n_columns)
+    rows = numbers[terms_at:].view(np.float32)[n_terms : n_terms + n * n_columns].reshape(n, n_columns)
     rows[:, :n_given] = terms[:n_given, found].T
     if has_one_more:
         rows[:, n_given] = column[found]
@@ -266,13 +266,13 @@ class DecisionBatch:
             self._number_ranks(n, ranks)
         return self.n
 
-    def rows(self) -> bytes:
-        """All decisions, packed."""
+    def rows(self) -> npt.NDArray[Any]:
+        """All decisions, as they are recorded."""
         words = self._integers[HEAD : HEAD + self.n * ROW].reshape(-1, ROW)
         rows = np.empty(self.n, dtype=DECISION)
         for number, name in enumerate(DECISION.fields or ()):
             rows[name] = words[:, number]
-        return rows.tobytes()
+        return rows
 
     def listed(self) -> tuple[Float64Array, Int64Array, Int64Array]:
         """The candidates of all decisions: their costs, their ranks as positions in `tables`, and their blocks."""
@@ -280,10 +280,10 @@ class DecisionBatch:
         listed = self._integers[at : at + n]
         return self._numbers[:n], listed & _U32_MAX, listed >> 32
 
-    def terms(self) -> Float64Array:
+    def terms(self) -> npt.NDArray[np.float32]:
         """The terms of all candidates, those of each one after the other."""
         n, at = self._integers[[N_TERMS, TERMS_AT]].tolist()
-        return self._numbers[at : at + n]
+        return self._numbers[at:].view(np.float32)[:n]
 
     def families(self) -> HashArray:
         """The families of all decisions, before they are salted."""
@@ -308,7 +308,7 @@ class DecisionBatch:
             self._n_ranks += len(base)
         self._offset, self._last = offset, (kind, names, ranks)
         n_left = (self.n_max - self.n) * (self._n_best + 1) * len(names)
-        n_needed = integers.item(TERMS_AT) + integers.item(N_TERMS) + n_left
+        n_needed = integers.item(TERMS_AT) + (integers.item(N_TERMS) + n_left + 1) // 2
         if n_needed > len(self._numbers):
             self._numbers = np.concatenate([self._numbers, np.empty(n_needed - len(self._numbers))])
 
@@ -328,8 +328,7 @@ class DecisionBatch:
     def _add_further(self, n: int, n_columns: int, cxl: Int64Array | None, moe: Int64Array | None) -> None:
         """Set the last terms of the last n listed candidates."""
         positions = self._last_listed(n) & _U32_MAX
-        end = self._integers.item(TERMS_AT) + self._integers.item(N_TERMS)
-        rows = self._numbers[end - n * n_columns : end].reshape(-1, n_columns)
+        rows = self.terms()[-n * n_columns :].reshape(-1, n_columns)
         further = [each for each in (cxl, moe) if each is not None]
         for column, each in zip(range(n_columns - len(further), n_columns), further, strict=True):
             rows[:, column] = each[positions]

@@ -4,7 +4,8 @@ What lives here: `DecisionEncoder`, which a router uses, and `decode_batch` for 
 and what a decision means (words, trace).
 
 A record has many decisions as packed rows, and everything that many of them share once. Most of a batch has that form
-already (batches). One Avro record for each decision would cost a router three times as much.
+already (batches), and the rest is written without fastavro (datum). One Avro record for each decision would cost a
+router three times as much.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ from streams.codec import codec
 from streams.core.ids import DpRank, HashArray, RankId, WorkerId
 from streams.core.routing.identity_cache import IdentityCache
 from streams.decision_log.batches import BOOKED, DECISION, PREFERRED, DecisionBatch, DecisionKind
+from streams.decision_log.datum import Column, datum_of
 from streams.decision_log.families import FAMILY_TOKENS, FamilyKeys, salted
-from streams.errors import BadRecord
+from streams.errors import BadRecord, KvStreamsError
 
 SCHEMA = "router-decisions"
 
@@ -118,29 +120,33 @@ class DecisionEncoder:
         """Encode one record; raises KvStreamsError for what does not fit the schema."""
         batch = _NO_DECISIONS if batch is None else batch
         ranks, candidates = self._candidates(batch)
-        return codec(SCHEMA).encode(
-            {
-                "router_id": router_id,
-                "written_at_ms": written_at_ms,
-                "share": self._share,
-                "family_tokens": FAMILY_TOKENS,
-                "kinds": [{**kind._asdict(), "term_names": names} for kind, names in batch.kinds],
-                "request_ids": batch.request_ids,
-                "decisions": batch.rows(),
-                "ranks": ranks,
-                "candidates": candidates,
-                "terms": batch.terms().astype("<f4", copy=False).tobytes(),
-                "families": salted(batch.families(), self._keys).astype("<u8", copy=False).tobytes(),
-                "reported_ids": [each[0] for each in reports],
-                "reports": b"".join([_PACK_REPORT(*each[1:]) for each in reports]),
-                "fleets": [each._asdict() for each in fleets],
-            }
-        )
+        try:
+            return datum_of(
+                router_id,
+                written_at_ms,
+                self._share,
+                FAMILY_TOKENS,
+                [{**kind._asdict(), "term_names": names} for kind, names in batch.kinds],
+                batch.request_ids,
+                (
+                    batch.rows(),
+                    ranks,
+                    candidates,
+                    batch.terms().astype("<f4", copy=False),
+                    salted(batch.families(), self._keys).astype("<u8", copy=False),
+                ),
+                [request_id for request_id, _, _, _ in reports],
+                b"".join([_PACK_REPORT(ended, first, tokens) for _, ended, first, tokens in reports]),
+                [each._asdict() for each in fleets],
+                header=codec(SCHEMA).header,
+            )
+        except (ValueError, struct.error) as exc:
+            raise KvStreamsError(f"cannot encode a {SCHEMA} record: {exc}") from exc
 
-    def _candidates(self, batch: DecisionBatch) -> tuple[bytes, bytes]:
-        """The ranks that occur, and the candidates, packed."""
+    def _candidates(self, batch: DecisionBatch) -> tuple[Column, Column]:
+        """The ranks that occur, and the candidates."""
         if not batch.n:
-            return b"", b""
+            return np.empty(0, dtype=_RANK), np.empty(0, dtype=_CANDIDATE)
         costs, ranks, blocks = batch.listed()
         tables = [self._rows_of(table) for table in batch.tables]
         table = tables[0] if len(tables) == 1 else np.concatenate(tables)
@@ -149,7 +155,7 @@ class DecisionEncoder:
         found = np.empty(len(costs), dtype=_CANDIDATE)
         found["cost"], found["blocks"] = costs, blocks
         found["rank"] = (occurs.cumsum() - 1)[ranks]
-        return table[occurs].tobytes(), found.tobytes()
+        return table[occurs], found
 
     def _rows_of(self, base: Sequence[RankId]) -> npt.NDArray[Any]:
         """Ranks as rows; those of a tuple are cached."""

@@ -53,7 +53,8 @@ def test_the_tree_says_what_sets_say(seed: int) -> None:
             {(number, at) for number, (at, blocks, _) in enumerate(live) if block in unpack_hashes(blocks).tolist()}
             for block in unpack_hashes(asked).tolist()
         ]
-        found = tree.users(asked)
+        matched, found = tree.match_with_users(asked)
+        assert matched == tree.match(asked)
         runs = [0, *(end for end, _, _ in found)]
         assert runs == sorted(set(runs))
         assert [counts for (end, *counts), before in zip(found, runs, strict=False) for _ in range(end - before)] == [

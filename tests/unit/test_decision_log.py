@@ -32,7 +32,7 @@ from streams.router_api import decision_recorder
 from streams.router_api.decision_recorder import DecisionRecorder
 from streams.router_api.router import Router
 from streams.router_api.trust import AnswerMode, DegradedReason
-from streams.router_api.wire import answer_json, parse_route, parse_route_query
+from streams.router_api.wire import RouteRequest, answer_json, parse_route, parse_route_query
 from streams.sim.lab.engine_config import default_engine
 from streams.sim.lab.experiment import load_workload, run_policy
 from streams.sim.lab.fleet import FleetConfig
@@ -469,6 +469,36 @@ def test_another_salt_gives_other_families() -> None:
 
 
 # -- records -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_record_has_the_bytes_that_fastavro_writes(producer: RecordingProducer) -> None:
+    """With decisions of several kinds, reports, or neither, and ids that are long or not ASCII."""
+    router = router_of(decision_log=True)
+    names = ["r", "ü" * 40, "x" * 63, "y" * 64, "z" * 200]
+    written(router, producer)
+    for number, name in enumerate(names):
+        mode = ("expected-time", "kv")[number % 2]
+        ask(router, name, PROMPT[: 1 + 300 * number], router_mode=mode, phase=("prefill", "both")[number % 2])
+        router.report_output(name, number)
+        router.report_phase(name, BookingPhase.FREE)
+        if number % 3:
+            written(router, producer)
+    router.report_phase("unknown", BookingPhase.FREE)
+    batches = written(router, producer)
+    values = producer.values("router-decisions")
+    assert [len(each) for each in batches] == [2, 1, 2, 0] and batches[-1].reports
+    for value in values:
+        assert codec("router-decisions").encode(codec("router-decisions").decode(value)) == value
+
+
+def test_an_id_that_is_no_text_is_not_recorded(producer: RecordingProducer) -> None:
+    """A record cannot contain half of a surrogate pair: its decisions count as dropped, and later ones are recorded."""
+    router = router_of(decision_log=True)
+    for name in ("\ud800", "r"):
+        router.route(RouteRequest(request_id=name), packed(PROMPT))
+        recorder_of(router).send()
+    assert recorder_of(router).dropped == 1
+    assert [each.request_id for batch in written(router, producer) for each in batch.decisions()] == ["r"]
 
 
 def test_a_record_whose_columns_do_not_fit_together_is_refused(producer: RecordingProducer) -> None:

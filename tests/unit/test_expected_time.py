@@ -60,13 +60,14 @@ def situation(
         return found
 
     sequence = sequence_of(*range(1, 9))
+    shared, users = loads.shared_and_users(sequence)
     given = Situation(
         ranks=RANKS,
         rows=loads.rows_of(RANKS),
         loads=loads,
         scores=tiers.sum(axis=1).astype(np.int64),
         held=value,
-        shared=loads.shared_blocks(sequence),
+        shared=shared,
         sequence=sequence,
         request_blocks=8,
         n_tokens=8 * BLOCK,
@@ -74,6 +75,7 @@ def situation(
         now_ms=1000.0,
         model="m",
         on_device=not tiers[:, 1:].any() and not in_pools.any(),
+        users=users,
     )
     return given._replace(**changes)
 
@@ -193,6 +195,7 @@ def test_the_kernel_and_numpy_return_the_same_bits(seed: int) -> None:
     times = rng.integers(0, 3000, (7, n_rows)) * rng.integers(0, 2, (7, n_rows))
     shared = rng.integers(0, 9, n_rows)
     some, n_runs = bool(rng.integers(0, 2)), int(rng.integers(0, 4))
+    runs = np.column_stack([np.sort(rng.integers(0, 9, n_runs)), rng.random(n_runs)])
     given = (
         table,
         times,
@@ -204,8 +207,7 @@ def test_the_kernel_and_numpy_return_the_same_bits(seed: int) -> None:
         130,
         8,
         16,
-        np.array([np.sort(rng.integers(0, 9, n_runs)), rng.random(n_runs)]),
-        np.array([2000.0, 20.0, 0.02, 8.0, 6e-4, 300.0, 1.0, 0.01, 0.95]),
+        np.array([2000.0, 20.0, 0.02, 8.0, 6e-4, 300.0, 1.0, 0.01, 0.95, *runs.ravel()]),
     )
     mine, theirs = np.empty((len(NAMES) + 1, n)), np.empty((len(NAMES) + 1, n))
     assert price_in_numpy(*given, mine) == expected_time.price_times(*given, theirs)

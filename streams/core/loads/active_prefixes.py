@@ -112,12 +112,13 @@ class ActivePrefixes:
             at += same
         return found
 
-    def users(self, chain: bytes) -> list[tuple[int, int, int]]:
-        """How many requests use the leading blocks of a chain, and on how many rows, from the root on.
+    def match_with_users(self, chain: bytes) -> tuple[list[tuple[int, int]], list[tuple[int, int, int]]]:
+        """Return what `match` returns, and how many requests use these blocks, on how many rows.
 
-        Returns (blocks, requests, rows) for each run: so many blocks up to its end are in use by so many requests.
+        The latter is (blocks, requests, rows) for each run: so many requests use the blocks up to its end.
         """
-        found: list[tuple[int, int, int]] = []
+        found: list[tuple[int, int]] = []
+        users: list[tuple[int, int, int]] = []
         node, at = self._root, 0
         while at < len(chain):
             child = node.children.get(chain[at : at + _BYTES_PER_BLOCK])
@@ -125,11 +126,16 @@ class ActivePrefixes:
                 break
             same = _common_length(child.chain, chain, at)
             at += same
-            found.append((at // _BYTES_PER_BLOCK, child.n_requests, len(child.uses)))
+            bits = child.bits
+            if found and found[-1][0] == bits:
+                found[-1] = (bits, found[-1][1] + same // _BYTES_PER_BLOCK)
+            else:
+                found.append((bits, same // _BYTES_PER_BLOCK))
+            users.append((at // _BYTES_PER_BLOCK, child.n_requests, len(child.uses)))
             if same < len(child.chain):
                 break
             node = child
-        return found
+        return found, users
 
     def nodes(self) -> Iterator[PrefixNode]:
         """Every run, parents first. For tests and debugging."""

@@ -605,8 +605,16 @@ class ActiveLoads:
 
     def shared_blocks(self, sequence: bytes) -> Int64Array:
         """How many leading blocks of a request each rank has in use, by row: int64[n_rows]. Read-only."""
+        return self._shared_in(self._prefixes.match(sequence))
+
+    def shared_and_users(self, sequence: bytes) -> tuple[Int64Array, list[tuple[int, int, int]]]:
+        """The same, and how many running requests use these blocks, as in ActivePrefixes.match_with_users."""
+        matched, users = self._prefixes.match_with_users(sequence)
+        return self._shared_in(matched), users
+
+    def _shared_in(self, matched: list[tuple[int, int]]) -> Int64Array:
         shared: Int64Array | None = None
-        for bits, n_blocks in self._prefixes.match(sequence):
+        for bits, n_blocks in matched:
             if bits & (bits - 1):
                 these = self._shared_by(bits, n_blocks)
                 shared = these if shared is None else shared + these
@@ -614,10 +622,6 @@ class ActiveLoads:
                 shared = (self._shared_by_none if shared is None else shared).copy()
                 shared[bits.bit_length() - 1] += n_blocks
         return self._shared_by_none if shared is None else shared
-
-    def users(self, sequence: bytes) -> list[tuple[int, int, int]]:
-        """How many running requests use the leading blocks of a request, as ActivePrefixes.users returns it."""
-        return self._prefixes.users(sequence)
 
     def decode_blocks_with(self, rank: RankId, sequence: bytes) -> int:
         """Distinct active blocks of a rank if a request with this chain joined it."""

@@ -158,13 +158,14 @@ def price_by(
     labelled: Float64Array | None = None
     if held.moe_scores is not None and label_weight > 0.0:
         labelled = np.multiply(held.moe_scores, label_weight, dtype=np.float64)
+    shared, users = loads.shared_and_users(sequence)
     situation = Situation(
         ranks,
         rows,
         loads,
         held.scores,
         held,
-        loads.shared_blocks(sequence),
+        shared,
         sequence,
         request_blocks,
         n_tokens,
@@ -176,5 +177,6 @@ def price_by(
         labelled,
         expected_output_tokens,
         metrics,
+        users,
     )
     return PolicyColumns(policy, situation, policy.price(situation), held)

@@ -116,13 +116,13 @@ def note_decision(
             listed_costs[kept] = listed_costs[at]
             listed[kept] = listed[at]
             kept += 1
-    to = integers[TERMS_AT] + integers[N_TERMS]
+    noted, to = numbers[integers[TERMS_AT] :].view(np.float32), integers[N_TERMS]
     for at in range(kept):
         index = listed[at]
         for term in range(n_given):
-            numbers[to + term] = terms[term, index]
+            noted[to + term] = np.float32(terms[term, index])
         if has_one_more:
-            numbers[to + n_given] = column[index]
+            noted[to + n_given] = np.float32(column[index])
         to += n_columns
         listed[at] = index | (blocks[index] << 32)
     n_blocks = chain.size

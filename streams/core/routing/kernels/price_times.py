@@ -16,6 +16,9 @@ _INTS = types.Array(int64, 1, "C")
 _FLOATS = types.Array(float64, 1, "C")
 _TABLE = types.Array(int64, 2, "C")
 
+#: Numbers before those of the runs.
+_N_NUMBERS = 9
+
 
 # It keeps the GIL, as price_ranks does and for the same reason.
 @kernel(
@@ -30,7 +33,6 @@ _TABLE = types.Array(int64, 2, "C")
         int64,
         int64,
         int64,
-        types.Array(float64, 2, "C"),
         _FLOATS,
         types.Array(float64, 2, "C"),
     ),
@@ -47,7 +49,6 @@ def price_times(
     n_tokens: int,
     full_blocks: int,
     block_size: int,
-    popular: Float64Array,
     numbers: Float64Array,
     terms: Float64Array,
 ) -> int:
@@ -55,9 +56,9 @@ def price_times(
 
     table, times: of ActiveLoads. rows: int64[n]. shared: int64[n_rows], how many of the request's full_blocks each row
     has in use. cached, load_ms: float64[n], blocks that each candidate has, and how long it loads them; either may have
-    length 0 for none. capacity: int64[n], 0 where it is not known, or int64[0]. popular: float64[2, n_runs], as from
-    expected_time.popular_runs. numbers: float64[9], as of
-    expected_time.Numbers. terms: float64[11, n], the output, in the order of expected_time.NAMES and then the cost.
+    length 0 for none. capacity: int64[n], 0 where it is not known, or int64[0]. numbers: float64[9 + 2 * n_runs], as of
+    expected_time.Numbers, and then what expected_time.popular_runs returns. terms: float64[11, n], the output, in the
+    order of expected_time.NAMES and then the cost.
     """
     now_ms, a, b, c, d, output, uncached_weight, decode_weight, room = (
         numbers[0],
@@ -100,9 +101,9 @@ def price_times(
         n_decoding = max(0, n_requests - times[1, row])
         uncached_ms = uncached_weight * b * uncached
         spared, start = 0.0, 0.0
-        for run in range(popular.shape[1]):
-            spared += max(0.0, popular[0, run] - max(start, blocks)) * block_size * popular[1, run]
-            start = popular[0, run]
+        for run in range(_N_NUMBERS, numbers.size, 2):
+            spared += max(0.0, numbers[run] - max(start, blocks)) * block_size * numbers[run + 1]
+            start = numbers[run]
         popular_ms = 0.0 - (1.0 + uncached_weight) * b * min(spared, uncached)
         slowed_ms = decode_weight * n_decoding * own
         decode_ms = decode_weight * output * (c + d * in_use)

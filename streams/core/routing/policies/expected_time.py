@@ -57,7 +57,6 @@ NAMES = (
 
 _NO_INTS: Int64Array = np.empty(0, dtype=np.int64)
 _NO_FLOATS: Float64Array = np.empty(0)
-_NO_RUNS: Float64Array = np.empty((2, 0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +86,10 @@ class ExpectedTimeParameters:
 
 
 class Numbers(NamedTuple):
-    """What the formula needs in addition to columns. decode_per_block: of a step, for each block in use."""
+    """What the formula needs in addition to columns, before the popular runs (`popular_runs`).
+
+    decode_per_block: of a step, for each block in use.
+    """
 
     now_ms: float
     prefill_base: float
@@ -111,12 +113,12 @@ def price_in_numpy(
     n_tokens: int,
     full_blocks: int,
     block_size: int,
-    popular: Float64Array,
     numbers: Float64Array,
     terms: Float64Array,
 ) -> int:
     """The same as kernels.price_times.price_times, with the same bits."""
-    given = Numbers(*numbers.tolist())
+    n_numbers = len(Numbers._fields)
+    given = Numbers(*numbers[:n_numbers].tolist())
     _, active_blocks, n_requests, output_blocks = table.take(rows, axis=1)
     waiting_us, n_waiting, earliest_ms, prefilled_ms, charged_us, waiting_tokens, _ = times.take(rows, axis=1)
     used = shared.take(rows)
@@ -145,7 +147,7 @@ def price_in_numpy(
     n_decoding = np.maximum(0, n_requests - n_waiting)
     uncached_ms = given.uncached_weight * given.prefill_per_token * uncached
     spared, start = np.zeros(len(rows)), 0.0
-    for end, share in popular.T.tolist():
+    for end, share in numbers[n_numbers:].reshape(-1, 2).tolist():
         spared += np.maximum(0.0, end - np.maximum(start, blocks)) * block_size * share
         start = end
     popular_ms = 0.0 - (1.0 + given.uncached_weight) * given.prefill_per_token * np.minimum(spared, uncached)
@@ -163,21 +165,17 @@ else:
     price_times = price_in_numpy
 
 
-def popular_runs(users: Sequence[tuple[int, int, int]]) -> Float64Array:
-    """Turn the users of a prompt's leading blocks into what the kernel takes: float64[2, n_runs].
+def popular_runs(users: Sequence[tuple[int, int, int]]) -> list[float]:
+    """Turn the users of a prompt's leading blocks into what follows the Numbers in what the kernel takes.
 
-    users: as from ActivePrefixes.users. Returns the blocks up to the end of each run, and the share of its tokens that
-    this request is not charged for: if n requests use the run on k ranks, a rank that computes it as well will serve
-    about n / (k + 1) of such requests besides this one, and all of them share the charge.
+    users: as in Situation. Returns, one after the other, the blocks up to the end of each run, and the share of its
+    tokens that this request is not charged for: if n requests use the run on k ranks, a rank that computes it as well
+    will serve about n / (k + 1) of such requests besides this one, and all of them share the charge.
     """
-    if not users:
-        return _NO_RUNS
-    return np.array(
-        (
-            [float(end) for end, _, _ in users],
-            [n_requests / (n_requests + n_ranks + 1.0) for _, n_requests, n_ranks in users],
-        )
-    )
+    runs: list[float] = []
+    for end, n_requests, n_ranks in users:
+        runs += (end, n_requests / (n_requests + n_ranks + 1.0))
+    return runs
 
 
 __all__ = [
@@ -241,6 +239,7 @@ class ExpectedTime:
                 given.uncached_weight,
                 given.decode_weight,
                 given.room_share,
+                *popular_runs(situation.users),
             )
         )
         terms = np.empty((len(NAMES) + 1, len(situation.rows)))
@@ -255,7 +254,6 @@ class ExpectedTime:
             situation.n_tokens,
             len(situation.sequence) // 8,
             block_size,
-            popular_runs(loads.users(situation.sequence)),
             numbers,
             terms,
         )
@@ -267,13 +265,7 @@ class ExpectedTime:
 
     def forecast(self, situation: Situation, prices: Prices, chosen: int) -> Forecast:
         """Return how long the chosen rank will take, by its own speed."""
-        terms = prices.terms
-        backlog_ms, room_ms, own_ms, load_ms = (
-            terms.item(2, chosen),
-            terms.item(3, chosen),
-            terms.item(4, chosen),
-            terms.item(5, chosen),
-        )
+        backlog_ms, room_ms, own_ms, load_ms = prices.terms[2:6, chosen].tolist()
         timings = self.timings.of(situation.model)
         output = float(situation.expected_output_tokens or timings.output_tokens)
         in_use = situation.loads.table.item(1, situation.rows.item(chosen)) + situation.request_blocks

@@ -44,7 +44,9 @@ class Situation(NamedTuple):
     of the bookings in `loads`. capacity_blocks: int64[n], blocks of each candidate's cache, 0 where it is not known;
     None if none is known. on_device: whether all that the candidates hold is on their devices. labelled: float64[n],
     how many cached blocks a candidate's matching labels are worth; None without any. expected_output_tokens: from the
-    client. metrics: the last report of each rank's engine, if there is one.
+    client. metrics: the last report of each rank's engine, if there is one. users: how many running requests use the
+    request's leading blocks, on how many ranks: (blocks, requests, ranks) for each run of blocks, from the root on; so
+    many blocks up to its end.
     """
 
     ranks: Sequence[RankId]
@@ -64,6 +66,7 @@ class Situation(NamedTuple):
     labelled: Float64Array | None = None
     expected_output_tokens: int | None = None
     metrics: Mapping[RankId, WorkerMetrics] = _NO_METRICS
+    users: Sequence[tuple[int, int, int]] = ()
 
     def active_overlap(self) -> Int64Array:
         """Leading blocks of the request that running requests use on each candidate: int64[n]."""
