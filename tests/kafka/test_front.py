@@ -254,20 +254,25 @@ def test_curl_shows_tokens_as_they_arrive(fleet: Fleet) -> None:
 def test_an_engine_that_is_killed_is_replaced_or_ends_the_answer_cleanly(fleet: Fleet) -> None:
     """Streams of the killed engine end with an error that OpenAI's client raises; new requests go to the other one."""
 
+    begun: set[int] = set()
+
     async def scenario(client: openai.AsyncOpenAI) -> None:
         async def long(number: int) -> str:
             try:
                 stream = await client.completions.create(
                     model=MODEL, prompt=f"{number} prompt", max_tokens=400, stream=True
                 )
-                n = sum([len(chunk.choices[0].text) async for chunk in stream])
+                n = 0
+                async for chunk in stream:
+                    begun.add(number)
+                    n += len(chunk.choices[0].text)
             except openai.APIError:  # an error event, or a connection that broke within an event
                 return "ended"
             assert n == 400
             return "whole"
 
         streams = [asyncio.create_task(long(number)) for number in range(8)]
-        while await asyncio.to_thread(fleet.active) < 8:
+        while len(begun) < 8:  # on a busy machine, the first may end before the last begins
             await asyncio.sleep(0.01)
         await asyncio.to_thread(fleet.engines[1].child.kill)
         ends = await asyncio.gather(*streams)
