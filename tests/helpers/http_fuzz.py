@@ -35,6 +35,9 @@ _ANSWER_S = 0.5
 #: Ids that are not valid, and that a few changed bytes do not make valid.
 _WRONG_IDS = {"worker_id": "no-such-worker", "pool_id": "p" * 2000}
 
+#: A valid id of a worker that does not exist, which a few changed bytes do not make that of one that does.
+_NO_WORKER = 2**64 - 1
+
 _NUMBERS = (0, 1, -1, 2**31, 2**32, 2**53 + 1, 2**63, 2**64, 10**40, 1.5, -0.0, 1e308)
 _TEXTS = ("", "x", "\x00", "\n", "é", "\U0001f600", "\ud800", "a" * 600, "1" * 30, "../..", "%00", "{}", "[]", "null")
 
@@ -70,6 +73,8 @@ class Fuzzer:
             fields[self.rng.choice([*(each for each in fields if each != "update_states"), "unknown", ""])] = (
                 self._value(3)
             )
+        if fields.get("worker_id") == 1:
+            fields["worker_id"] = _NO_WORKER  # worker 1 exists, so this would be a valid booking
         body = self._list_of(fields) if call.takes_lists and self.rng.random() < 0.2 else fields
         return self._http(call.method, self._path(call), _json(body))
 
@@ -154,7 +159,7 @@ class Fuzzer:
         if call.path in ("/route", "/loads/potential", "/matches"):
             return {"token_ids": [self.rng.randrange(1 << 17) for _ in range(40)], "update_states": False}
         if call.handler == "book":
-            return {"worker_id": 2**64 - 1, "token_ids": [1, 2, 3]}
+            return {"worker_id": _NO_WORKER, "token_ids": [1, 2, 3]}
         return {"output_tokens": -1, "url": "x", "model": "", "members": [-1]}
 
     def _list_of(self, fields: dict[str, Any]) -> list[Any]:
