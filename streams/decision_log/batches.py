@@ -222,40 +222,25 @@ class DecisionBatch:
         if kind is not last[0] or names is not last[1] or ranks is not last[2]:
             self._begin(kind, names, ranks, is_priced, (cxl is not None) + (moe is not None))
         expected = 0 if expected_output_tokens is None else min(expected_output_tokens, _U32_MAX)
+        rest = (
+            blocks,
+            chain,
+            self._integers,
+            self._numbers,
+            chosen,
+            decided_at_ms,
+            queued_ms,
+            n_tokens,
+            request_blocks,
+            expected,
+            flags,
+        )
         try:
-            n = note_decision(
-                column,
-                terms,
-                blocks,
-                chain,
-                self._integers,
-                self._numbers,
-                chosen,
-                decided_at_ms,
-                queued_ms,
-                n_tokens,
-                request_blocks,
-                expected,
-                flags,
-            )
+            n = note_decision(column, terms, *rest)
         except (TypeError, AttributeError):
             # Policies of other packages may return other arrays than the kernel takes.
             column, terms = (np.array(each, dtype=np.float64, order="C") for each in (column, terms))
-            n = note_decision(
-                column,
-                terms,
-                blocks,
-                chain,
-                self._integers,
-                self._numbers,
-                chosen,
-                decided_at_ms,
-                queued_ms,
-                n_tokens,
-                request_blocks,
-                expected,
-                flags,
-            )
+            n = note_decision(column, terms, *rest)
         if not n:
             raise ValueError(f"the policy names the terms {names}, and has {terms.shape} of them")
         self.request_ids.append(request_id)
