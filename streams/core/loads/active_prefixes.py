@@ -90,32 +90,12 @@ class ActivePrefixes:
             at = above
         return n_ended
 
-    def match(self, chain: bytes) -> list[tuple[int, int]]:
-        """Return the leading blocks of a chain that are in use, as pairs of rows (bits) and number of blocks.
+    def match(self, chain: bytes) -> tuple[list[tuple[int, int]], list[tuple[int, int, int]]]:
+        """Return the leading blocks of a chain that are in use, and how many requests use them, on how many rows.
 
-        The rows of each pair are a subset of those of the pair before it.
-        """
-        found: list[tuple[int, int]] = []
-        node, at = self._root, 0
-        while at < len(chain):
-            child = node.children.get(chain[at : at + _BYTES_PER_BLOCK])
-            if child is None:
-                break
-            same = _common_length(child.chain, chain, at)
-            if found and found[-1][0] == child.bits:
-                found[-1] = (child.bits, found[-1][1] + same // _BYTES_PER_BLOCK)
-            else:
-                found.append((child.bits, same // _BYTES_PER_BLOCK))
-            if same < len(child.chain):
-                break
-            node = child
-            at += same
-        return found
-
-    def match_with_users(self, chain: bytes) -> tuple[list[tuple[int, int]], list[tuple[int, int, int]]]:
-        """Return what `match` returns, and how many requests use these blocks, on how many rows.
-
-        The latter is (blocks, requests, rows) for each run: so many requests use the blocks up to its end.
+        The former are pairs of rows (bits) and number of blocks. The rows of each pair are a subset of those of the
+        pair before it. The latter is (blocks, requests, rows) for each run: so many requests use the blocks up to its
+        end.
         """
         found: list[tuple[int, int]] = []
         users: list[tuple[int, int, int]] = []

@@ -605,11 +605,11 @@ class ActiveLoads:
 
     def shared_blocks(self, sequence: bytes) -> Int64Array:
         """How many leading blocks of a request each rank has in use, by row: int64[n_rows]. Read-only."""
-        return self._shared_in(self._prefixes.match(sequence))
+        return self._shared_in(self._prefixes.match(sequence)[0])
 
     def shared_and_users(self, sequence: bytes) -> tuple[Int64Array, list[tuple[int, int, int]]]:
-        """The same, and how many running requests use these blocks, as in ActivePrefixes.match_with_users."""
-        matched, users = self._prefixes.match_with_users(sequence)
+        """The same, and how many running requests use these blocks, as in ActivePrefixes.match."""
+        matched, users = self._prefixes.match(sequence)
         return self._shared_in(matched), users
 
     def _shared_in(self, matched: list[tuple[int, int]]) -> Int64Array:
@@ -626,7 +626,7 @@ class ActiveLoads:
     def decode_blocks_with(self, rank: RankId, sequence: bytes) -> int:
         """Distinct active blocks of a rank if a request with this chain joined it."""
         row = self._rows.get(rank, 0)
-        shared = sum(n_blocks for bits, n_blocks in self._prefixes.match(sequence) if bits >> row & 1)
+        shared = sum(n_blocks for bits, n_blocks in self._prefixes.match(sequence)[0] if bits >> row & 1)
         return self.load(rank).decode_blocks + len(sequence) // 8 - shared
 
     def check(self) -> None:
