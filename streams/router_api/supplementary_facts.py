@@ -47,9 +47,12 @@ class SupplementaryFacts:
         self._rows = PooledView(schema_ids)
         self._pooled = PooledIndex(new_sets(), self._rows.pools)
         self._labels = LabelIndex(new_sets())
-        # Rows of pooled blocks by the partition of their owner, which need not be registered any more.
-        self._rows_by_partition: Counter[int] = Counter()
-        self._partitions_with_rows: tuple[int, ...] = ()  # replaced, never changed: answers read it without a lock
+        # Rows of pooled blocks by their owner, which need not be registered any more, and what follows from it. Both
+        # tuples are replaced, never changed: answers read them without a lock.
+        self._rows_by_rank: Counter[RankId] = Counter()
+        self._ranks_with_rows: tuple[RankId, ...] = ()
+        self._partitions_with_rows: tuple[int, ...] = ()
+        self._had_rows = False  # whether there was ever one
         #: Whether any block is pooled or labelled. If none is, a decision reads nothing else here.
         self.has_any = False
 
@@ -72,11 +75,17 @@ class SupplementaryFacts:
                 self._pooled.replace(*change)
                 self._note_whether_any()
             if (change.before is None) != (change.after is None):
-                partition = partition_of(parse_block_key(key).owner.worker_id, self._n_partitions)
-                counts = self._rows_by_partition
-                counts[partition] += 1 if change.before is None else -1
-                if counts[partition] == (1 if change.before is None else 0):  # the first row, or the last one
-                    self._partitions_with_rows = tuple(number for number, n_rows in counts.items() if n_rows)
+                owner, counts = parse_block_key(key).owner, self._rows_by_rank
+                counts[owner] += 1 if change.before is None else -1
+                if counts[owner] == (1 if change.before is None else 0):  # the first row, or the last one
+                    self._note_owners()
+
+    def _note_owners(self) -> None:
+        self._rows_by_rank = +self._rows_by_rank
+        ranks = tuple(self._rows_by_rank)
+        partitions = {partition_of(rank.worker_id, self._n_partitions) for rank in ranks}
+        self._ranks_with_rows, self._partitions_with_rows = ranks, tuple(sorted(partitions))
+        self._had_rows = True
 
     def has_labels(self) -> bool:
         """Whether any record has labels, or had labels that are still to be removed."""
@@ -132,9 +141,9 @@ class SupplementaryFacts:
 
     def pooled_rows(self) -> PooledRows | None:
         """Return what limits the trust in answers that use pooled blocks; None if there was never a row."""
-        if not self._rows_by_partition:
+        if not self._had_rows:
             return None
-        return PooledRows(self.pooled_over_capacity(), self._partitions_with_rows)
+        return PooledRows(self.pooled_over_capacity(), self._partitions_with_rows, self._ranks_with_rows)
 
     def ranks_missing_labels(self) -> Set[RankId]:
         """Ranks of which labels were dropped. A live set: read it under the view's lock."""

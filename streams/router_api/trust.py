@@ -83,6 +83,9 @@ class DegradedReason(enum.StrEnum):
     POOLED_OVER_CAPACITY = "pooled_over_capacity"  # rows of pooled blocks were dropped
     POOLED_OWNER_SILENT = "pooled_owner_silent"
     POOLED_OWNER_BEHIND = "pooled_owner_behind"
+    # A rank that put blocks into a pool is itself `no_events_yet`, `bridge_silent`, `feed_behind` or `events_lost`, so
+    # that their evictions may be missing.
+    POOLED_RANK_UNKNOWN = "pooled_rank_unknown"
     BOOKINGS_NOT_IN_SYNC = "bookings_not_in_sync"  # Kafka is unreachable; routers lack each other's bookings
 
 
@@ -124,11 +127,13 @@ _POOLED = {
 class PooledRows:
     """What the trust in an answer that uses pooled blocks depends on.
 
-    n_over_capacity: rows that were dropped. partitions: those whose owners wrote the rows that there are.
+    n_over_capacity: rows that were dropped. ranks: those that put the blocks of the other rows into a pool. partitions:
+    those of these ranks.
     """
 
     n_over_capacity: int
     partitions: tuple[int, ...]
+    ranks: tuple[RankId, ...] = ()
 
 
 def _own_number(progress: Progress | None) -> int:
@@ -371,7 +376,8 @@ class TrustTracker:
 
         predicted: ranks whose score is a prediction. unfed: workers whose bridge is silent. ranks_missing_labels: ranks
         whose labels were dropped, if labels are used. pooled: given if pooled blocks are used; then the owner of each
-        partition that has such rows must be running, whether or not the ranks that wrote them are eligible.
+        partition that has such rows must be running, and the ranks that wrote them must be known as exactly as eligible
+        ones, whether or not they are eligible. Ranks that were removed write no evictions, and are not looked at.
         """
         base, at = base_of(ranks)
         if isinstance(base, tuple) and len(base) >= _COLUMNS_FROM:
@@ -387,7 +393,19 @@ class TrustTracker:
                     reason = DegradedReason.OWNER_BEHIND
                 if reason is not None:
                     return _DEGRADED[_POOLED[reason]]
+            if pooled.ranks and self._any_is_unknown(pooled.ranks, unfed):
+                return _DEGRADED[DegradedReason.POOLED_RANK_UNKNOWN]
         return trust
+
+    def _any_is_unknown(self, ranks: tuple[RankId, ...], unfed: Set[WorkerId]) -> bool:
+        """Whether any of these ranks makes answers degraded by its own state, without those that were removed."""
+        columns = self._columns_of(ranks)
+        if columns.version != self._version or columns.unfed is not unfed:
+            self._refresh(columns, unfed)
+        if columns.first == _NOWHERE:
+            return False
+        known = [self.progress.get(ranks[at]) for at in np.flatnonzero(columns.own >= _FIRST_REASON).tolist()]
+        return any(progress is not None and progress.health is not Health.REMOVED for progress in known)
 
     def _assess_columns(
         self,

@@ -10,9 +10,10 @@ import pytest
 
 from streams.core.block_facts import fact_sets as block_sets
 from streams.core.cxl_memory import CxlMemoryState
-from streams.core.events import MoeLabels
+from streams.core.events import FeedState, MoeLabels
 from streams.core.hashing import local_hashes, sequence_hashes
 from streams.core.ids import EngineHash, Incarnation, SequenceHash, WorkerId
+from streams.core.reducer.ordering import Health
 from streams.cxl import pooled_view
 from streams.cxl.events import CxlPool
 from streams.cxl.records import BlockKey, BlockRow, Placement, block_key, encode_block, encode_pool, pool_key
@@ -55,11 +56,11 @@ def alive(router: Router, worker_id: int, behind_ms: int = 0) -> None:
     caught_up(router.view, partition)
 
 
-def put(router: Router, *positions: int, placement: Placement = PLACED) -> None:
-    """Blocks of the request are pooled; their owner is a removed worker."""
+def put(router: Router, *positions: int, placement: Placement = PLACED, owner: int = DEAD) -> None:
+    """Blocks of the request are pooled; by default their owner is a removed worker."""
     for at in positions:
         row = BlockRow(placement, CHAIN[at - 1] if at else None, at, EngineHash(at))
-        router.view.fold_pooled(block_key(BlockKey(CHAIN[at], rank(DEAD), "p")), encode_block(row))
+        router.view.fold_pooled(block_key(BlockKey(CHAIN[at], rank(owner), "p")), encode_block(row))
 
 
 def hosts(router: Router, *workers: int) -> None:
@@ -300,6 +301,33 @@ def test_an_answer_is_as_good_as_the_worse_of_index_and_pooled_blocks() -> None:
     assert ask(router)["degraded_because"] == "pooled_owner_behind"
     router.view.fold_pooled(key, None)
     assert ask(router)["mode"] == "exact"
+
+
+@pytest.mark.parametrize(
+    ("health", "feed", "mode"),
+    [
+        (Health.EXACT, FeedState.LIVE, "exact"),
+        (Health.DEGRADED, FeedState.LIVE, "degraded"),
+        (Health.EXACT, FeedState.CATCHING_UP, "degraded"),
+        (Health.EXACT, FeedState.UNPROVEN, "degraded"),
+        (Health.REMOVED, FeedState.LIVE, "exact"),  # it writes no evictions any more, as docs/cxl.md says
+    ],
+)
+def test_an_answer_is_no_better_than_the_rank_that_pooled_the_blocks(
+    health: Health, feed: FeedState, mode: str
+) -> None:
+    """A rank that lost events, or whose feed is behind, may have evicted blocks from the pool unnoticed."""
+    router = router_of(2)
+    hold(router.view, rank(1), LOCAL[:1])
+    hold(router.view, rank(2), LOCAL[:1])
+    put(router, 1, 2, owner=2)
+    hosts(router, 1, 2)
+    progress = router.view.progress_of(WorkerId(2))[0]
+    router.view.fold_index(progress_key(rank(2)), encode_progress(replace(progress, health=health, feed=feed)))
+    answer = ask(router, allowed_worker_ids=[1])
+    assert answer["chosen_mode"] == mode
+    assert answer.get("chosen_degraded_because") == ("pooled_rank_unknown" if mode == "degraded" else None)
+    assert ask(router, {"cxl_score_weight": 0.0}, allowed_worker_ids=[1])["mode"] == "exact"
 
 
 def test_rows_have_a_limit_and_beyond_it_answers_are_degraded(monkeypatch: pytest.MonkeyPatch) -> None:
