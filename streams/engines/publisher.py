@@ -3,8 +3,9 @@
 What lives here: the writers, which combine a rank's ledger, names, sequence numbers and producer. What must not: any
 engine's message format.
 
-A CXL transition is written before the batch that it follows. Agents park a transition that arrives early. In the other
-order, a writer that crashed between the two and resumed after its last batch would never publish the transition.
+A CXL transition is on Kafka before the batch that it follows is sent. Agents park a transition that arrives early. In
+the other order, a writer that crashed between the two and resumed after its last batch would never publish the
+transition. Topics have different leaders, so the batch waits until Kafka has acknowledged the transition.
 """
 
 from __future__ import annotations
@@ -144,7 +145,9 @@ class RankWriter:
         self.delivered = 0
         self.failed: list[str] = []
         self._key = worker_key(rank.worker_id)
-        self._unsent: deque[tuple[str, bytes]] = deque()  # records of the last batch that the client had no space for
+        # Records of the last batch that the client had no space for, or that wait for its transitions.
+        self._unsent: deque[tuple[str, bytes]] = deque()
+        self._transitions_in_flight = 0
         #: If a caller sets a list here, the offsets in `cxl-events` of all later transitions are appended to it.
         self.transitions_at: list[int] | None = None
 
@@ -316,9 +319,13 @@ class RankWriter:
         try:
             while waiting:
                 topic, value = waiting[0]
+                is_transition = topic == self._cxl_topic
+                if self._transitions_in_flight and not is_transition:
+                    return False
                 self._kafka.produce(topic, key=self._key, value=value, on_delivery=self._on_delivery)
                 waiting.popleft()
                 self._in_flight[self.rank.worker_id] += 1
+                self._transitions_in_flight += is_transition
         except BufferError:
             return False
         return True
@@ -349,6 +356,7 @@ class RankWriter:
         self._in_flight[worker_id] -= 1
         if not self._in_flight[worker_id]:
             del self._in_flight[worker_id]
+        self._transitions_in_flight -= message.topic() == self._cxl_topic
         if error is None:
             self.delivered += 1
             if self.transitions_at is not None and message.topic() == self._cxl_topic:

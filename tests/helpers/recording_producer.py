@@ -5,20 +5,28 @@ What lives here: the double. What must not: a cluster's behaviour; tests of that
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
-from confluent_kafka import Producer
+from confluent_kafka import Message, Producer
 
 
 class RecordingProducer(Producer):
-    """A real client, configured for a port on which no broker listens, whose `produce` only records."""
+    """A real client, configured for a port on which no broker listens, whose `produce` only records.
 
-    def __init__(self) -> None:
+    acknowledges: report each record as delivered, in the next step of the running loop.
+    """
+
+    def __init__(self, *, acknowledges: bool = False) -> None:
         super().__init__({"bootstrap.servers": "127.0.0.1:1", "log_level": 0})
         self.records: list[tuple[str, dict[str, Any]]] = []
+        self._acknowledges = acknowledges
 
     def produce(self, topic: str, *_: Any, **record: Any) -> None:
         self.records.append((topic, record))
+        if self._acknowledges and "on_delivery" in record:
+            message = Message(topic=topic, partition=0, offset=len(self.records))
+            asyncio.get_running_loop().call_soon(record["on_delivery"], None, message)
 
     def values(self, topic_suffix: str) -> list[bytes]:
         """The values of all records of the topic with this suffix, in order."""

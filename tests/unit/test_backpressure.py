@@ -10,20 +10,24 @@ from typing import Any
 
 import aiohttp
 import msgpack
+import numpy as np
 import pytest
 import zmq.asyncio
 from confluent_kafka import KafkaError, Message, Producer
 
 from streams.codec import decode_batch
-from streams.core.events import EngineEvents, FeedState
-from streams.core.ids import DpRank, Incarnation, RankId, WorkerId
+from streams.core.cxl_memory import CxlMemoryState
+from streams.core.events import BlocksStored, EngineEvents, FeedState
+from streams.core.ids import DpRank, Incarnation, RankId, Tier, WorkerId
 from streams.core.workers import Worker
+from streams.cxl.events import CxlStateChanged
 from streams.engines.address import EngineAddress
 from streams.engines.connection import RECEIVE_HWM, RECEIVE_HWM_MIN, RECEIVE_HWM_OF_ALL, receive_hwm
 from streams.engines.feed import RankFeed
 from streams.engines.publisher import RankWriter
 from streams.engines.wiring import EngineWiring
 from streams.settings import Settings
+from streams.topics import topics
 from tests.helpers.engine_double import BLOCK_SIZE, EngineDouble
 from tests.helpers.recording_producer import RecordingProducer
 from tests.unit.test_feed import held_lease
@@ -136,6 +140,25 @@ def test_all_sockets_of_a_bridge_hold_a_bounded_number_of_batches() -> None:
     assert receive_hwm(0) == receive_hwm(1) == RECEIVE_HWM
     assert receive_hwm(200) * 200 == RECEIVE_HWM_OF_ALL
     assert receive_hwm(10_000) == RECEIVE_HWM_MIN
+
+
+def test_a_batch_is_sent_once_kafka_has_its_transitions() -> None:
+    """A writer that resumed after a batch whose transitions were lost would never publish them."""
+    producer, rank, topics_ = RecordingProducer(), RankId(WorkerId(7), DpRank(0)), topics(Settings())
+    writer = RankWriter(Settings(), producer, rank, "m", Incarnation(1), False)
+    names, local = np.array([11], dtype=np.uint64), np.array([5], dtype=np.uint64)
+    writer.write(0, 1, 0, [BlocksStored(None, names, local, Tier.DEVICE)])
+    pooled = (
+        CxlStateChanged(1, names, state, "p", ()) for state in (CxlMemoryState.IN_TRANSIT, CxlMemoryState.EVICTED)
+    )
+    writer.write(1, 2, 0, list(pooled))
+    events, transitions = topics_.kv_events.name, topics_.cxl_events.name
+    assert [topic for topic, _ in producer.records] == [events, transitions, transitions]
+    assert not writer.send()
+    for _, record in producer.records[1:]:
+        record["on_delivery"](None, Message(topic=transitions))
+    assert writer.send()
+    assert [topic for topic, _ in producer.records] == [events, transitions, transitions, events]
 
 
 def test_records_in_flight_are_counted_over_all_writers_of_a_worker() -> None:

@@ -116,7 +116,7 @@ def feeding(
 
     async def main() -> list[EngineBatch]:
         chosen = settings or Settings(bridge_lease_s=600.0)
-        context, producer = zmq.asyncio.Context(), RecordingProducer()
+        context, producer = zmq.asyncio.Context(), RecordingProducer(acknowledges=True)
         try:
             worker = Worker(address.worker_id, address.url, "m", 16)
             async with aiohttp.ClientSession() as http:
