@@ -305,7 +305,7 @@ class RankFeed:
         held_back = self._message_since_s is not None and self._doubt is not None
         if batches.is_behind(now_s) or held_back or waiting_s >= BACKLOG_S:
             return FeedState.CATCHING_UP
-        if self._link.is_behind(now_s, batches.answered_from_s):
+        if self._link.is_behind(now_s, batches.answered_from_s) or self._wiring.is_late(now_s):
             return FeedState.CATCHING_UP
         completed_at_s = self._connection.completed_at_s
         if self._doubt is not None or completed_at_s is None:
