@@ -396,7 +396,7 @@ class RankFeed:
                 break
             batch = self._read(self._connection.take())
             if batch is not None:
-                self._live = batch.sequence, time.time()
+                self._live = batch.sequence, time.monotonic()
                 await self._state.batches.offer(batch)
                 self._live = None
         if not self._connection.has_message:
@@ -432,7 +432,7 @@ class RankFeed:
             if not self._state.batches.pass_next(batch):
                 self._connection.put_back(frames)
                 return False
-            self._live = batch.sequence, time.time()
+            self._live = batch.sequence, time.monotonic()
             self._publish(batch)
             self._live = None
             if not self._connection.has_message:
@@ -734,7 +734,7 @@ class RankFeed:
         digest = state.batches.digests.add(batch)
         decoded = _decode(state.decoder, batch.payload)
         if self._live is not None and self._live[0] == batch.sequence and decoded.emitted_at_ms:
-            self._link.on_batch(decoded.emitted_at_ms / 1000, self._live[1], time.monotonic())
+            self._link.on_batch(decoded.emitted_at_ms / 1000, self._live[1])
         self._writer.feed = self._feed_state()
         if decoded.dialect is not None:
             self._note_dialect(decoded.dialect)
