@@ -3,13 +3,15 @@
 What lives here: evidence as values, and the decision that follows from it (pure). What must not: how evidence is
 obtained (process_start, replay).
 
-An incarnation is one process of an engine. If the engine's metrics page reports when the process started, the start
-time decides. Otherwise the bridge requests the rank's last known batch from the replay socket: identical bytes show
-that it is the same incarnation, since a payload contains the time at which it was made. Without either, a starting
-bridge begins a new incarnation. The index may then lack blocks that the rank still holds, but it never has blocks that
-the rank lost. A bridge that is already feeding continues the incarnation until evidence contradicts it, as long as its
-connection to the engine lasts: through one connection, all batches come from one process. After the connection broke,
-the incarnation continues only if evidence shows that it is the same one.
+An incarnation is one process of an engine. If the engine's metrics page reports another start time than the known one,
+another process runs. An equal start time may be that of a process that only serves HTTP, and outlived the one that
+publishes events. So the bridge also requests the rank's last known batch from the replay socket: identical bytes show
+that it is the same incarnation, since a payload contains the time at which it was made, and other bytes show that it is
+another one. Without an answer, an equal start time decides, unless a live batch contradicts a published one. Without
+either, a starting bridge begins a new incarnation. The index may then lack blocks that the rank still holds, but it
+never has blocks that the rank lost. A bridge that is already feeding continues the incarnation until evidence
+contradicts it, as long as its connection to the engine lasts: through one connection, all batches come from one
+process. After the connection broke, the incarnation continues only if evidence shows that it is the same one.
 """
 
 from __future__ import annotations
@@ -61,7 +63,14 @@ class Evidence:
         """Whether the engine answered anything."""
         return self.reachable or self.replay_check is not ReplayCheck.SILENT
 
+    @property
+    def shows_another(self) -> bool:
+        """Whether the engine showed that it did not send the last known batch."""
+        return self.replay_check in (ReplayCheck.OTHER, ReplayCheck.UNSENT)
+
     def __str__(self) -> str:
+        if self.started is not None and self.shows_another:
+            return f"it started at {self.started} us by its metrics, and {self.replay_check.value}"
         if self.started is not None:
             return f"its metrics report that the engine started at {self.started} us"
         metrics_text = (
@@ -102,11 +111,11 @@ Decision = SameIncarnation | NewIncarnation | Undecided
 def needs_replay_check(known: KnownIncarnation | None, evidence: Evidence) -> bool:
     """Return whether the replay socket must be queried.
 
-    A start time that equals the known one or is later decides alone. Without a known batch there is nothing to query.
+    A start time that is later than the known one decides alone. Without a known batch there is nothing to query.
     """
     if known is None or known.sequence == BEFORE_FIRST:
         return False
-    return evidence.started is None or evidence.started < known.incarnation
+    return evidence.started is None or evidence.started <= known.incarnation
 
 
 def decide_at_start(
@@ -121,12 +130,12 @@ def decide_at_start(
         if evidence.started is not None:
             return NewIncarnation(evidence.started)
         return NewIncarnation(Incarnation(now_us)) if evidence.shows_life or alone else Undecided()
-    if evidence.started == known.incarnation:
-        return SameIncarnation()
     if evidence.started is not None and evidence.started > known.incarnation:
         return NewIncarnation(evidence.started)
+    if evidence.started == known.incarnation and not evidence.shows_another:
+        return SameIncarnation()
     # The start time is missing, or earlier than the known incarnation. It is earlier if a bridge minted the incarnation
-    # while no start time was reported, or if the clock was set back.
+    # while no start time was reported, or after another one with the same start time, or if the clock was set back.
     if evidence.replay_check is ReplayCheck.SAME:
         return SameIncarnation()
     if not evidence.shows_life and not alone:
@@ -141,19 +150,22 @@ def decide_while_feeding(
     now_us: int,
     *,
     contradicted: bool = False,
+    stray: bool = False,
 ) -> Decision:
     """Decide for a bridge that is feeding.
 
     known: what it published itself. seen_start: the start time reported when this incarnation began, None if none was.
-    contradicted: a batch arrived that differs from the one published under its number.
+    contradicted: a batch arrived that differs from the one published under its number. stray: it is the only one, and
+    came through a connection that had brought known batches, so it may be a late one of another process.
     """
+    same_start = False
     if evidence.started is not None and seen_start is not None:
-        if evidence.started == seen_start:
-            return SameIncarnation()
-        return NewIncarnation(_after(known.incarnation, evidence.started))
+        if evidence.started != seen_start:
+            return NewIncarnation(_after(known.incarnation, evidence.started))
+        same_start = True
     if evidence.replay_check is ReplayCheck.SAME:
         return SameIncarnation()
-    if contradicted or evidence.replay_check in (ReplayCheck.OTHER, ReplayCheck.UNSENT):
+    if evidence.shows_another or (contradicted and not (stray and same_start)):
         if evidence.started is not None:
             return NewIncarnation(_after(known.incarnation, evidence.started))
         return NewIncarnation(mint_incarnation(known.incarnation, now_us))

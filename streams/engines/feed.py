@@ -109,8 +109,14 @@ class Doubt(enum.Enum):
     START = "which incarnation the engine is in; the rank has none yet"
     FIRST_CONNECTION = "whether the first connection is to the incarnation that was found out before it was complete"
     RECONNECTION = "whether the engine is still the same process after its connection broke"
+    STRAY = "whether a first batch that differs from the published one is from another process than the connection's"
     CONTRADICTED = "whether a batch that differs from the published one is from another process"
+    REPLAY_DIFFERS = "whether the replay socket, which contradicts what was published, is another process's"
     FOREIGN = "whether buffered batches were from another process"
+
+
+#: Doubts because of a live batch or a replay; in all others, the connection is what is not known yet.
+_OF_BATCHES = frozenset({Doubt.STRAY, Doubt.CONTRADICTED, Doubt.REPLAY_DIFFERS, Doubt.FOREIGN})
 
 
 @dataclass(slots=True)
@@ -167,7 +173,9 @@ class RankFeed:
         self._ask_at_s = float("-inf")  # when evidence is due
         self._catch_up_at_s = float("inf")  # when a catch-up is due
         self._message_since_s: float | None = None  # since when messages have been waiting in the socket
-        self._batch_seen = False  # whether a batch has arrived through this connection
+        self._batch_seen = False  # whether a batch of this incarnation has arrived through this connection
+        self._unexplained = False  # whether a batch did not fit, and none that fits has arrived since
+        self._contradicted_at_s = float("-inf")  # when the evidence about the last contradiction was due
         self._link = LinkDelay()
         self._live: tuple[int, float] | None = None  # number and time of the live batch that is being offered
         self._failure: Exception | None = None  # why a message that was taken on arrival is not published
@@ -303,9 +311,11 @@ class RankFeed:
         now_s, batches = time.monotonic(), self._state.batches
         waiting_s = 0.0 if self._message_since_s is None else now_s - self._message_since_s
         held_back = self._message_since_s is not None and self._doubt is not None
+        if self._unexplained:
+            return FeedState.CATCHING_UP
         if batches.is_behind(now_s) or held_back or waiting_s >= BACKLOG_S:
             return FeedState.CATCHING_UP
-        if self._link.is_behind(now_s, batches.answered_from_s):
+        if self._link.is_behind(now_s, batches.answered_from_s) or self._wiring.is_late(now_s):
             return FeedState.CATCHING_UP
         completed_at_s = self._connection.completed_at_s
         if self._doubt is not None or completed_at_s is None:
@@ -330,6 +340,12 @@ class RankFeed:
         self._evidence.close()
         self._ask_at_s = time.monotonic()
         self._state.batches.abort()
+        self._unexplained |= doubt in _OF_BATCHES
+
+    def _on_contradiction(self, doubt: Doubt) -> None:
+        """Doubt because of batches that do not fit; two processes may contradict each other for as long as both run."""
+        self._start_to_doubt(doubt)
+        self._ask_at_s = self._contradicted_at_s = max(self._ask_at_s, self._contradicted_at_s + RETRY_S)
 
     # -- the connection ------------------------------------------------------------------------------------------------
 
@@ -371,7 +387,7 @@ class RankFeed:
     def _reopen(self) -> None:
         """Give up the connection with everything that waits in its socket."""
         self._connection.reopen(time.monotonic())
-        self._message_since_s, self._batch_seen = None, False
+        self._message_since_s, self._batch_seen, self._unexplained = None, False, False
 
     async def _take_live(self) -> None:
         """Take the messages that have arrived."""
@@ -380,7 +396,7 @@ class RankFeed:
                 break
             batch = self._read(self._connection.take())
             if batch is not None:
-                self._live = batch.sequence, time.time()
+                self._live = batch.sequence, time.monotonic()
                 await self._state.batches.offer(batch)
                 self._live = None
         if not self._connection.has_message:
@@ -416,7 +432,7 @@ class RankFeed:
             if not self._state.batches.pass_next(batch):
                 self._connection.put_back(frames)
                 return False
-            self._live = batch.sequence, time.time()
+            self._live = batch.sequence, time.monotonic()
             self._publish(batch)
             self._live = None
             if not self._connection.has_message:
@@ -444,24 +460,30 @@ class RankFeed:
         if batch.sequence < batches.next:
             # Either a replay brought it already, or the engine restarted and numbers its batches from 0 again.
             if batches.digests.contradict(batch):
-                self._start_to_doubt(Doubt.CONTRADICTED)
+                is_first = self._batch_seen and not self._unexplained
+                self._connection.put_back(frames)  # the incarnation that it belongs to may begin with it
+                self._on_contradiction(Doubt.STRAY if is_first else Doubt.CONTRADICTED)
             elif batch.sequence not in batches.digests:
                 self._start_to_doubt(Doubt.FOREIGN)
             else:
-                self._batch_seen = True
+                self._note_known_batch()
                 self.counters.batches_repeated += 1
             return None
-        self._batch_seen = True
+        self._note_known_batch()
         return batch
+
+    def _note_known_batch(self) -> None:
+        """Note that a batch has arrived through this connection that the incarnation's process sent."""
+        self._batch_seen, self._unexplained = True, False
 
     def _on_finding(self, finding: ReplayFinding) -> None:
         match finding:
             case ReplayFinding.CONSISTENT:
                 pass
             case ReplayFinding.CONTRADICTED:
-                self._start_to_doubt(Doubt.CONTRADICTED)
+                self._on_contradiction(Doubt.REPLAY_DIFFERS)
             case ReplayFinding.FOREIGN:
-                self._start_to_doubt(Doubt.FOREIGN)
+                self._on_contradiction(Doubt.FOREIGN)
             case _:
                 assert_never(finding)
 
@@ -474,12 +496,15 @@ class RankFeed:
         return KnownIncarnation(self._writer.incarnation, self._writer.sequence, self._writer.digest)
 
     def _ask_for_evidence(self) -> None:
-        known, starting, seen_start = self._known(), self._doubt is Doubt.START, self._state.started
+        known, doubt, seen_start = self._known(), self._doubt, self._state.started
 
         def decides_alone(evidence: Evidence) -> bool:
-            if starting:
+            if doubt is Doubt.START:
                 return not needs_replay_check(known, evidence)
-            return evidence.started is not None and seen_start is not None
+            if evidence.started is None or seen_start is None:
+                return False
+            # While nothing is in doubt, the catch-ups compare the last batch as well.
+            return evidence.started != seen_start or doubt in (None, Doubt.FOREIGN)
 
         self._evidence.ask(known, decides_alone, at_once=self._doubt is not None)
 
@@ -502,7 +527,7 @@ class RankFeed:
         if doubt is None and isinstance(decision, SameIncarnation):
             self._note_start(evidence)
             return
-        if isinstance(decision, NewIncarnation) or doubt not in (Doubt.CONTRADICTED, Doubt.FOREIGN):
+        if isinstance(decision, NewIncarnation) or doubt not in _OF_BATCHES:
             log.info("rank %s: %s: %s", self.rank, decision, evidence)
         match decision:
             case NewIncarnation(incarnation):
@@ -511,14 +536,18 @@ class RankFeed:
                 await self._resume(evidence.started)
             case SameIncarnation():
                 self._note_start(evidence)
+                if doubt in (Doubt.STRAY, Doubt.CONTRADICTED):
+                    self._connection.take()  # the batch that was put back
+                    self.counters.batches_foreign += 1
             case _:
                 assert_never(decision)
         self._doubt = None
         if doubt in (Doubt.START, Doubt.FIRST_CONNECTION, Doubt.RECONNECTION):
             if not of_connection:
                 self._start_to_doubt(Doubt.FIRST_CONNECTION)
-        elif isinstance(decision, NewIncarnation):
-            # The connection was to the older process, and so are the batches that wait in its socket.
+        elif isinstance(decision, NewIncarnation) and not (doubt is Doubt.CONTRADICTED and not self._batch_seen):
+            # The connection was to the older process, and so are the batches that wait in its socket. One that has
+            # brought nothing but a contradiction is to the new process.
             self._reopen()
             self._start_to_doubt(Doubt.FIRST_CONNECTION)
         now_s = time.monotonic()
@@ -564,10 +593,12 @@ class RankFeed:
                 decision = decide_while_feeding(known, started, evidence, now_us)
                 if isinstance(decision, SameIncarnation):
                     return Undecided()
-            case Doubt.CONTRADICTED | Doubt.FOREIGN | None:
+            case Doubt.STRAY | Doubt.CONTRADICTED | Doubt.REPLAY_DIFFERS | Doubt.FOREIGN | None:
                 assert known is not None
-                contradicted = self._doubt is Doubt.CONTRADICTED
-                decision = decide_while_feeding(known, started, evidence, now_us, contradicted=contradicted)
+                stray, contradicted = self._doubt is Doubt.STRAY, self._doubt not in (Doubt.FOREIGN, None)
+                decision = decide_while_feeding(
+                    known, started, evidence, now_us, contradicted=contradicted, stray=stray
+                )
             case _:
                 assert_never(self._doubt)
         if alone and not evidence.reachable and not isinstance(decision, Undecided) and not self._fed_alone:
@@ -605,6 +636,7 @@ class RankFeed:
         self._wrong_block_size_reported = False
         self._state.batches.abort()
         self._state = self._incarnation_state(started)
+        self._unexplained = False
         self._link = LinkDelay()  # the process may run on another host, with another clock
         self._writer.begin_incarnation(incarnation)
         await self._publish_beginning()
@@ -702,7 +734,7 @@ class RankFeed:
         digest = state.batches.digests.add(batch)
         decoded = _decode(state.decoder, batch.payload)
         if self._live is not None and self._live[0] == batch.sequence and decoded.emitted_at_ms:
-            self._link.on_batch(decoded.emitted_at_ms / 1000, self._live[1], time.monotonic())
+            self._link.on_batch(decoded.emitted_at_ms / 1000, self._live[1])
         self._writer.feed = self._feed_state()
         if decoded.dialect is not None:
             self._note_dialect(decoded.dialect)

@@ -8,6 +8,9 @@ poller publishes on sockets of its own, which only this user can open: one batch
 own `event_id`. So an event that is lost is a gap in the numbers, whether the engine's queue was full, an answer was
 lost on its way, or another client has asked for events. There is no replay, so a gap stays.
 
+What the ranks hold is known as of the last answer. While that is too long ago, the feeds are behind, as they are when
+live batches arrive late.
+
 The engine is not asked before all ranks have subscribed. If the numbers begin again, the engine has restarted: the
 sockets are opened anew, and the feeds find out which incarnation it is before they publish anything.
 """
@@ -31,6 +34,7 @@ import zmq.asyncio
 
 from streams.engines.address import EngineAddress, is_polled, port_above
 from streams.engines.dialects.trtllm import events_of, rank_of_event
+from streams.engines.link_delay import LATE_S
 from streams.engines.process_start import read_body
 from streams.engines.replay import SEQUENCE
 from streams.engines.wiring import EngineWiring
@@ -45,7 +49,10 @@ POLL_EVERY_S = 0.05
 #: Pauses after requests that failed: the first one, doubled after each further one up to the last.
 BACKOFF_S_MIN, BACKOFF_S_MAX = 0.1, 5.0
 
-#: An answer may take this long. The engine waits up to 2 s for the first event.
+#: An engine without events waits this long for the first one before it answers.
+ENGINE_WAITS_S = 2.0
+
+#: An answer may take this long.
 ANSWER_TIMEOUT_S = 30.0
 
 #: Bytes of an answer; a longer one is lost, which the numbers show.
@@ -71,7 +78,7 @@ async def polled(wiring: EngineWiring) -> AsyncIterator[EngineWiring]:
         poller = Poller(wiring.http, wiring.context, engine, Path(folder))
         polling = asyncio.create_task(poller.run())
         try:
-            yield replace(wiring, engine=replace(engine, events=poller.address))
+            yield replace(wiring, engine=replace(engine, events=poller.address), is_late=poller.answers.are_late)
         finally:
             polling.cancel()
             await asyncio.wait({polling})
@@ -84,6 +91,37 @@ class _Publisher:
 
     socket: zmq.asyncio.Socket
     has_subscriber: bool = False
+
+
+class Answers:
+    """Whether an engine answers in time (pure; the clock is an argument)."""
+
+    def __init__(self) -> None:
+        self._answered_at_s: float | None = None  # when the events of the last answer had been passed on
+        self._asked_at_s: float | None = None  # when the request began that follows an answer
+
+    def asked(self, now_s: float) -> None:
+        """Note that a request begins."""
+        self._asked_at_s = now_s
+
+    def answered(self, now_s: float) -> None:
+        """Note that all events of an answer have been passed on."""
+        self._answered_at_s, self._asked_at_s = now_s, None
+
+    def failed(self) -> None:
+        """Note that the request failed."""
+        self._asked_at_s = None
+
+    def are_late(self, now_s: float) -> bool:
+        """Whether the engine may have reported events for too long that nobody has asked for.
+
+        Before the first answer, the feeds have received nothing, and say so themselves.
+        """
+        if self._answered_at_s is None:
+            return False
+        if self._asked_at_s is None:
+            return now_s - self._answered_at_s >= LATE_S
+        return now_s - self._asked_at_s >= ENGINE_WAITS_S + LATE_S
 
 
 class Poller:
@@ -102,6 +140,7 @@ class Poller:
         self._sockets: list[_Publisher] = []
         self._last: dict[int, int] = {}  # by rank, the number of its last event
         self._outage = Outage()
+        self.answers = Answers()
 
     def close(self) -> None:
         """Close the sockets; the feeds see that as a broken connection."""
@@ -111,13 +150,17 @@ class Poller:
 
     async def run(self) -> None:
         """Poll until cancelled."""
-        pause_s = BACKOFF_S_MIN
+        pause_s, failed = BACKOFF_S_MIN, False
         self._open()
         while True:
             await self._await_subscribers()
+            if not failed:  # otherwise the engine's events are late until it answers
+                self.answers.asked(time.monotonic())
             try:
                 events = await self._ask()
             except (aiohttp.ClientError, TimeoutError, KvStreamsError) as exc:
+                failed = True
+                self.answers.failed()
                 self._note_failure(exc)
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, BACKOFF_S_MAX)
@@ -125,9 +168,10 @@ class Poller:
             lasted_s = self._outage.answered(time.monotonic())
             if lasted_s is not None:
                 log.info("worker %d: %s answers after %.0f s", self._engine.worker_id, self._url, lasted_s)
-            pause_s = BACKOFF_S_MIN
+            pause_s, failed = BACKOFF_S_MIN, False
             for dp_rank, batches in numbered(events).items():
                 await self._publish(dp_rank, batches)
+            self.answers.answered(time.monotonic())
             await asyncio.sleep(POLL_EVERY_S)
 
     def _note_failure(self, exc: Exception) -> None:

@@ -27,6 +27,11 @@ async def _no_rows(_: WorkerId) -> Mapping[RankId, PooledRows]:
     return {}
 
 
+def _never(_: float) -> bool:
+    """Return that no event is late: the engine sends its events to the sockets itself."""
+    return False
+
+
 def _ignore(_: int | None) -> None:
     """Take a block size that no bridge needs."""
 
@@ -39,6 +44,7 @@ class EngineWiring:
     on_stored_block_size: takes it from an event that stores blocks. It is called with None when a rank begins another
     incarnation. receive_hwm: returns how many batches may wait in one rank's socket. read_pooled: reads a worker's rows
     from the agents' table of pooled blocks, by rank. in_flight: see RankWriter. watch: of all event sockets.
+    is_late: whether events of the engine may be late before they reach the sockets, at a monotonic time.
     """
 
     settings: Settings
@@ -56,3 +62,4 @@ class EngineWiring:
     read_pooled: Callable[[WorkerId], Awaitable[Mapping[RankId, PooledRows]]] = _no_rows
     in_flight: Counter[WorkerId] = field(default_factory=Counter)
     watch: SocketWatch = field(default_factory=SocketWatch)
+    is_late: Callable[[float], bool] = _never

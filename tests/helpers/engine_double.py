@@ -28,6 +28,9 @@ BLOCK_SIZE = 16
 #: How often the replay thread checks whether it must stop.
 _POLL_MS = 20
 
+#: ZMQ closes a socket within milliseconds.
+_BIND_TIMEOUT_S = 5.0
+
 
 class EngineDouble:
     """One engine process.
@@ -71,19 +74,37 @@ class EngineDouble:
         self._replays.set()
 
     def _start(self) -> None:
+        self._start_core()
+        self._http = _serve(self, self._ports[0])
+
+    def _start_core(self) -> None:
         self._stopping.clear()
         self._pub = self._context.socket(zmq.PUB)
-        self._pub.bind(self.events)
-        self._http = _serve(self, self._ports[0])
+        self._bind(self._pub, self.events)
         self._replaying = threading.Thread(target=self._answer)
         self._replaying.start()
 
-    def stop(self) -> None:
-        """End the process."""
+    def _bind(self, socket: zmq.Socket[bytes], address: str) -> None:
+        """Bind a socket as soon as ZMQ's thread has closed the one of the process before."""
+        deadline_s = time.monotonic() + _BIND_TIMEOUT_S
+        while True:
+            try:
+                socket.bind(address)
+                return
+            except zmq.ZMQError:
+                if time.monotonic() >= deadline_s:
+                    raise
+                time.sleep(_POLL_MS / 1000)
+
+    def _stop_core(self) -> None:
         self._stopping.set()
-        self.answers.set()
         self._replaying.join()
         self._pub.close(linger=0)
+
+    def stop(self) -> None:
+        """End the process."""
+        self.answers.set()
+        self._stop_core()
         self._http.shutdown()
         self._http.server_close()
 
@@ -94,11 +115,20 @@ class EngineDouble:
 
     def start_again(self) -> None:
         """Start the second process of `restart` after a call of `stop`."""
+        self._empty()
+        self.started_s = time.time()
+        self._start()
+
+    def replace_core(self) -> None:
+        """Replace only what publishes events; the HTTP server goes on, and reports the same start time."""
+        self._stop_core()
+        self._empty()
+        self._start_core()
+
+    def _empty(self) -> None:
         self._buffer.clear()
         self.held.clear()
         self.sequence = -1
-        self.started_s = time.time()
-        self._start()
 
     def publish(self, *events: Any, live: bool = True) -> int:
         """Publish one batch in vLLM's dialect; see `send`."""
@@ -112,6 +142,12 @@ class EngineDouble:
             if live:
                 self._pub.send_multipart([b"kv", SEQUENCE.pack(self.sequence), payload])
             return self.sequence
+
+    def send_stray(self, sequence: int) -> None:
+        """Send a batch that the engine does not know of, as if another process had sent it."""
+        payload = msgpack.packb([time.time(), [["AllBlocksCleared"]], 0])
+        with self._lock:
+            self._pub.send_multipart([b"kv", SEQUENCE.pack(sequence), payload])
 
     def store(self, first_token: int, n_blocks: int = 2, *, live: bool = True) -> int:
         """Store the blocks of a prompt that no other call uses, with engine hashes derived from its first token."""
@@ -146,7 +182,7 @@ class EngineDouble:
     def _answer(self) -> None:
         with self._context.socket(zmq.ROUTER) as socket:
             socket.setsockopt(zmq.LINGER, 0)
-            socket.bind(self.replay)
+            self._bind(socket, self.replay)
             while not self._stopping.is_set():
                 if not socket.poll(_POLL_MS):
                     continue

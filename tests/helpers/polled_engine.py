@@ -26,7 +26,8 @@ class PolledEngine:
         self.url = f"http://127.0.0.1:{self.port}"
         self.events = f"{self.url}/kv_cache_events"
         self.n_asked = 0
-        self.status = 200
+        self.status = 200  # of the answers that have events
+        self.hangs = False  # whether these answers are held back
         self._queue: deque[dict[str, Any]] = deque(maxlen=queue_max)
         self._next: dict[int, int] = {}
         self._started_s = time.time()
@@ -79,6 +80,8 @@ class PolledEngine:
 
     async def _events(self, _: web.Request) -> web.Response:
         self.n_asked += 1
+        while self.hangs:
+            await asyncio.sleep(0.02)
         if self.status != 200:
             return web.Response(status=self.status)
         found = list(self._queue)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 
+import pytest
+
 from tests.helpers.engine_double import BLOCK_SIZE
 from tests.helpers.polled_engine import PolledEngine
 from tests.helpers.trust import TrustFleet
@@ -34,6 +36,22 @@ def test_polled_events_are_exact_and_a_lost_one_is_a_gap(fleet: TrustFleet) -> N
         engine.report(removed(2), stored(BLOCKS[0]), stored(BLOCKS[0]))  # the first one is pushed out
         answer = fleet.wait_answer(model, TOKENS, lambda found: found["mode"] == "degraded", "the gap")
         assert answer["degraded_because"] == "events_lost"
+
+
+@pytest.mark.parametrize("hangs", [False, True], ids=["errors", "hangs"])
+def test_an_engine_whose_events_cannot_be_polled_is_behind(fleet: TrustFleet, hangs: bool) -> None:
+    """What it holds is known as of its last answer; its metrics page still works."""
+    model, worker_id = fleet.model(), fleet.worker_id()
+    with PolledEngine(model) as engine:
+        engine.report(created(), stored(*BLOCKS))
+        fleet.bridge(option(worker_id, engine))
+        fleet.wait_exact(model, TOKENS, N_BLOCKS)
+        engine.status, engine.hangs = (200, True) if hangs else (500, False)
+        engine.report(removed(3))
+        answer = fleet.wait_answer(model, TOKENS, lambda found: found["mode"] == "degraded", "the failed polls")
+        assert answer["degraded_because"] == "feed_behind"
+        engine.status, engine.hangs = 200, False
+        fleet.wait_exact(model, TOKENS, N_BLOCKS - 1)
 
 
 def test_an_engine_that_restarts_between_two_polls_keeps_no_credit(fleet: TrustFleet) -> None:

@@ -41,7 +41,10 @@ def begins(incarnation: int) -> NewIncarnation:
         (None, evidence(None), begins(NOW)),
         (None, evidence(None, reachable=False), Undecided()),
         (KNOWN, evidence(1_000), SameIncarnation()),
-        (KNOWN, evidence(1_000, ReplayCheck.OTHER), SameIncarnation()),  # the start time outweighs all other evidence
+        (KNOWN, evidence(1_000, ReplayCheck.FORGOTTEN), SameIncarnation()),
+        # The start time is that of the process that serves HTTP; the one that publishes was replaced.
+        (KNOWN, evidence(1_000, ReplayCheck.OTHER), begins(NOW)),
+        (KNOWN, evidence(1_000, ReplayCheck.UNSENT), begins(NOW)),
         (KNOWN, evidence(3_000), begins(3_000)),
         # An earlier start than the known one: that was minted without a start time, or the clock was set back.
         (KNOWN, evidence(500, ReplayCheck.SAME), SameIncarnation()),
@@ -59,7 +62,7 @@ def begins(incarnation: int) -> NewIncarnation:
     ],
 )
 def test_a_starting_bridge_decides(known: KnownIncarnation | None, found: Evidence, decision: Decision) -> None:
-    """The start time decides first, then the bytes of the last known batch; without either, an incarnation begins."""
+    """A later start time decides first, then the bytes of the last known batch, then an equal start time."""
     assert decide_at_start(known, found, NOW) == decision
 
 
@@ -67,7 +70,12 @@ def test_a_starting_bridge_decides(known: KnownIncarnation | None, found: Eviden
     ("seen", "found", "contradicted", "decision"),
     [
         (1_000, evidence(1_000), False, SameIncarnation()),
-        (1_000, evidence(1_000), True, SameIncarnation()),  # a late batch of an older incarnation
+        (1_000, evidence(1_000), True, begins(1_001)),  # another process publishes behind the same HTTP server
+        (1_000, evidence(1_000, ReplayCheck.SAME), True, SameIncarnation()),  # a late batch of an older incarnation
+        (1_000, evidence(1_000, ReplayCheck.FORGOTTEN), True, begins(1_001)),
+        (1_000, evidence(1_000, ReplayCheck.FORGOTTEN), False, SameIncarnation()),
+        (1_000, evidence(1_000, ReplayCheck.OTHER), False, begins(1_001)),
+        (1_000, evidence(1_000, ReplayCheck.UNSENT), False, begins(1_001)),
         (1_000, evidence(2_000), False, begins(2_000)),
         (1_000, evidence(900), False, begins(1_001)),  # restarted on a machine whose clock was set back
         (1_000, evidence(None, ReplayCheck.SILENT, reachable=False), False, SameIncarnation()),
@@ -88,11 +96,28 @@ def test_a_feeding_bridge_decides(seen: int | None, found: Evidence, contradicte
     assert decide_while_feeding(KNOWN, start, found, NOW, contradicted=contradicted) == decision
 
 
+@pytest.mark.parametrize(
+    ("seen", "found", "decision"),
+    [
+        (1_000, evidence(1_000), SameIncarnation()),
+        (1_000, evidence(1_000, ReplayCheck.OTHER), begins(1_001)),
+        (1_000, evidence(2_000), begins(2_000)),
+        (None, evidence(None), begins(NOW)),
+    ],
+)
+def test_a_stray_batch_ends_no_incarnation_whose_start_time_is_known(
+    seen: int | None, found: Evidence, decision: Decision
+) -> None:
+    """A single batch of an older incarnation may arrive late, through a connection that had brought known batches."""
+    start = None if seen is None else Incarnation(seen)
+    assert decide_while_feeding(KNOWN, start, found, NOW, contradicted=True, stray=True) == decision
+
+
 def test_the_replay_socket_is_asked_only_if_its_answer_matters() -> None:
-    """A bridge does not ask it if the start time is the known one or later, nor without a batch to compare with."""
+    """A bridge does not ask it if the start time is later than the known one, nor without a batch to compare with."""
     assert not needs_replay_check(None, evidence(None))
     assert not needs_replay_check(UNKNOWN_DIGEST, evidence(None))
-    assert not needs_replay_check(KNOWN, evidence(1_000))
+    assert needs_replay_check(KNOWN, evidence(1_000))
     assert not needs_replay_check(KNOWN, evidence(2_000))
     assert needs_replay_check(KNOWN, evidence(999))
     assert needs_replay_check(KNOWN, evidence(None))
@@ -125,6 +150,10 @@ def test_a_new_incarnation_is_always_greater_than_the_last(
     ("value", "text"),
     [
         (evidence(3_000), "its metrics report that the engine started at 3000 us"),
+        (
+            evidence(3_000, ReplayCheck.OTHER),
+            "it started at 3000 us by its metrics, and the engine has another batch of that number",
+        ),
         (
             evidence(None, ReplayCheck.UNSENT),
             "its metrics do not report when the engine started, and the engine has never sent that number",
