@@ -207,6 +207,16 @@ class Ledger:
         """Number of published blocks that a hit cannot end after, because of the model's further cache groups."""
         return 0 if self._groups is None else self._groups.n_between
 
+    def count_unindexed(self, n_reported: int, left_out_before: int) -> int:
+        """Return the number of blocks that are not indexed, or not exactly, after a batch; note if there are any.
+
+        n_reported: those that the decoder found in the batch. left_out_before: `left_out` as of the batch before. Call
+        it after the batch's events, since a clear may come before these blocks.
+        """
+        n_unindexed = n_reported + self.left_out - left_out_before + self.n_between
+        self.has_unindexed |= n_unindexed > 0
+        return n_unindexed
+
     def lost_events(self) -> None:
         """Note that events of the engine were lost, or could not be decoded."""
         self.complete = False
