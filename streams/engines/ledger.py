@@ -50,7 +50,7 @@ from streams.core.hashing import sequence_hashes
 from streams.core.ids import U64_MASK, EngineHash, SequenceHash, Tier
 from streams.cxl.events import BlockAddress
 from streams.engines.cache_groups import CacheGroups
-from streams.engines.dialects.interface import BlocksCopied, GroupChanged
+from streams.engines.dialects.interface import BlocksCopied, BlocksDropped, GroupChanged
 
 #: Stores that wait for their parent in one rank. An offloading connector completes some hundred chunks at a time.
 WAITING_STORES_MAX = 4096
@@ -58,6 +58,10 @@ WAITING_STORES_MAX = 4096
 
 #: Going through the enumeration itself takes 2 us, for each event.
 _TIERS = tuple(Tier)
+
+
+#: What changes which blocks of the indexed group a rank holds.
+_Change = KvEvent | BlocksCopied | BlocksDropped
 
 
 class _HeldBlock(NamedTuple):
@@ -134,7 +138,7 @@ class Ledger:
                 copies.clear()
         self._counts_copies = counts_copies
 
-    def apply(self, event: KvEvent | BlocksCopied | GroupChanged, *, may_wait: bool = False) -> list[KvEvent]:
+    def apply(self, event: _Change | GroupChanged, *, may_wait: bool = False) -> list[KvEvent]:
         """Take one event; return the events to publish, in order: those that change which blocks are held.
 
         An event that the ledger cannot place is returned unchanged, so that the agent counts it and degrades the rank.
@@ -150,7 +154,7 @@ class Ledger:
         changes = self._apply(event, may_wait)
         return self._grouped(self._groups, changes, event if self.unknown_parents > n_unknown else None)
 
-    def _apply(self, event: KvEvent | BlocksCopied, may_wait: bool) -> list[KvEvent]:
+    def _apply(self, event: _Change, may_wait: bool) -> list[KvEvent]:
         match event:
             case BlocksStored():
                 return self._store(event, may_wait=may_wait)
@@ -160,6 +164,8 @@ class Ledger:
                 if self._waiting:
                     self._stop_waiting(event)
                 return self._remove(event)
+            case BlocksDropped():
+                return [each for part in self._by_tier(event) for each in self._apply(part, may_wait)]
             case AllBlocksCleared():
                 for tier in _TIERS:
                     self._names[tier].clear()
@@ -314,9 +320,7 @@ class Ledger:
                 self._groups.store(tier, name, block, local, before, position, moe=moe, is_published=True)
         self._groups.change(event)
 
-    def _grouped(
-        self, groups: CacheGroups, changes: list[KvEvent], unplaced: KvEvent | BlocksCopied | None
-    ) -> list[KvEvent]:
+    def _grouped(self, groups: CacheGroups, changes: list[KvEvent], unplaced: _Change | None) -> list[KvEvent]:
         """Note changes of the blocks held; return those that no block is known for."""
         out: list[KvEvent] = []
         for change in changes:
@@ -350,6 +354,24 @@ class Ledger:
             local = np.array([held.local], dtype=np.uint64)
             out += self._store(BlocksStored(parent, np.array([engine], dtype=np.uint64), local, event.tier))
         return out
+
+    def _by_tier(self, event: BlocksDropped) -> list[BlocksRemoved]:
+        """Return the removals of blocks from each tier that holds them, or in which they wait for their parent.
+
+        Any other name is removed from the device tier, which counts it as unknown.
+        """
+        waiting = {
+            (store.tier, name)
+            for stores in self._waiting.values()
+            for store in stores
+            for name in store.engine.tolist()
+        }
+        by_tier: dict[Tier, list[int]] = {}
+        for name in event.engine.tolist():
+            tiers = [tier for tier in _TIERS if name in self._names[tier] or (tier, name) in waiting]
+            for tier in tiers or [Tier.DEVICE]:
+                by_tier.setdefault(tier, []).append(name)
+        return [BlocksRemoved(np.array(names, dtype=np.uint64), tier) for tier, names in by_tier.items()]
 
     def _name_of(self, block: int) -> EngineHash | None:
         """Return the name that a block was published under in some tier; None if no tier holds it."""

@@ -44,6 +44,16 @@ class BlocksCopied:
 
 
 @dataclass(frozen=True, slots=True)
+class BlocksDropped:
+    """Blocks are no longer held in any tier; the event names no tier. engine: uint64[n].
+
+    Only the ledger can say which tiers hold them: it outlives the decoder when a bridge restarts.
+    """
+
+    engine: HashArray
+
+
+@dataclass(frozen=True, slots=True)
 class GroupChanged:
     """A cache group other than the one that is indexed holds blocks, or no longer holds one copy of each.
 
@@ -59,7 +69,7 @@ class GroupChanged:
 
 
 #: What an engine can report: a change of its cache, or a change of state of blocks in CXL memory.
-EngineEvent = KvEvent | CxlStateChanged | BlocksCopied | GroupChanged
+EngineEvent = KvEvent | CxlStateChanged | BlocksCopied | BlocksDropped | GroupChanged
 
 
 @dataclass(frozen=True, slots=True)
