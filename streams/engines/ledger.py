@@ -50,7 +50,7 @@ from streams.core.hashing import sequence_hashes
 from streams.core.ids import U64_MASK, EngineHash, SequenceHash, Tier
 from streams.cxl.events import BlockAddress
 from streams.engines.cache_groups import CacheGroups
-from streams.engines.dialects.interface import BlocksCopied, BlocksDropped, GroupChanged
+from streams.engines.dialects.interface import BlocksCopied, BlocksDropped, BlocksOffloaded, GroupChanged
 
 #: Stores that wait for their parent in one rank. An offloading connector completes some hundred chunks at a time.
 WAITING_STORES_MAX = 4096
@@ -103,9 +103,11 @@ class Ledger:
     removed_early: whether a block was removed of which the engine may have further copies. has_unindexed: whether the
     engine reported blocks that no event can represent. Both are false again when the engine clears its cache.
     _waiting: stores whose parent is unknown, by the parent's name. n_waiting: their number. left_out: blocks that were
-    reported by name only and that no tier holds, and blocks of stores that waited too long.
+    reported by name only and that no tier holds, blocks of stores that waited too long, and offloaded blocks whose
+    salts, images and adapters are not known.
     _groups: the model's further cache groups, None until the engine reports one. is_adopted: whether there are blocks
-    of which it is not known whether those groups hold them.
+    from the table. It is not known what the engine reported before them: whether those groups hold them, and which
+    further blocks have a salt, an image or an adapter.
     """
 
     def __init__(self, counts_copies: bool) -> None:
@@ -148,6 +150,10 @@ class Ledger:
         if isinstance(event, GroupChanged):
             self._change_group(event)
             return []
+        if isinstance(event, BlocksOffloaded):
+            event = self._with_held_hashes(event)
+            if not len(event.engine):
+                return []
         if self._groups is None or isinstance(event, AllBlocksCleared):
             return self._apply(event, may_wait)
         n_unknown = self.unknown_parents
@@ -354,6 +360,24 @@ class Ledger:
             local = np.array([held.local], dtype=np.uint64)
             out += self._store(BlocksStored(parent, np.array([engine], dtype=np.uint64), local, event.tier))
         return out
+
+    def _with_held_hashes(self, event: BlocksOffloaded) -> BlocksStored:
+        """Return a store with the hashes that its blocks have in the tiers that hold them under the same names.
+
+        A block that no tier holds may have a salt, an image or an adapter that nobody reports again. So unless all
+        reports about it were read, it is left out with those after it: its hash could be that of other prompts.
+        """
+        is_whole = event.is_whole and self.complete and not self.is_adopted
+        local, n_kept = event.local.copy(), len(event.engine)
+        for at, name in enumerate(event.engine.tolist()):
+            tier = next((where for where in _TIERS if name in self._names[where]), None)
+            if tier is not None:
+                local[at] = self._held[tier][self._names[tier][name]][1]
+            elif not is_whole and name not in event.known:
+                n_kept = at
+                break
+        self.left_out += len(event.engine) - n_kept
+        return BlocksStored(event.parent, event.engine[:n_kept], local[:n_kept], event.tier, event.moe, event.cxl)
 
     def _by_tier(self, event: BlocksDropped) -> list[BlocksRemoved]:
         """Return the removals of blocks from each tier that holds them, or in which they wait for their parent.
