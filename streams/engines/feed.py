@@ -695,13 +695,14 @@ class RankFeed:
                     if decoded.dialect is not None:
                         ledger.count_copies(decoded.dialect.counts_copies)
                     self._note_refused(decoded.unusable)
+                    left_out_before = ledger.left_out
                     try:
                         for event in decoded.events:
                             names.apply(event, ledger)
                     except BadRecord:
                         ledger.lost_events()
                     ledger.end_batch()
-                    ledger.has_unindexed |= decoded.n_unindexed > 0
+                    ledger.count_unindexed(decoded.n_unindexed, left_out_before)
                     if decoded.is_incomplete:
                         ledger.lost_events()
                     following += 1

@@ -50,7 +50,7 @@ from streams.core.hashing import sequence_hashes
 from streams.core.ids import U64_MASK, EngineHash, SequenceHash, Tier
 from streams.cxl.events import BlockAddress
 from streams.engines.cache_groups import CacheGroups
-from streams.engines.dialects.interface import BlocksCopied, GroupChanged
+from streams.engines.dialects.interface import BlocksCopied, BlocksDropped, BlocksOffloaded, GroupChanged
 
 #: Stores that wait for their parent in one rank. An offloading connector completes some hundred chunks at a time.
 WAITING_STORES_MAX = 4096
@@ -58,6 +58,10 @@ WAITING_STORES_MAX = 4096
 
 #: Going through the enumeration itself takes 2 us, for each event.
 _TIERS = tuple(Tier)
+
+
+#: What changes which blocks of the indexed group a rank holds.
+_Change = KvEvent | BlocksCopied | BlocksDropped
 
 
 class _HeldBlock(NamedTuple):
@@ -99,9 +103,11 @@ class Ledger:
     removed_early: whether a block was removed of which the engine may have further copies. has_unindexed: whether the
     engine reported blocks that no event can represent. Both are false again when the engine clears its cache.
     _waiting: stores whose parent is unknown, by the parent's name. n_waiting: their number. left_out: blocks that were
-    reported by name only and that no tier holds, and blocks of stores that waited too long.
+    reported by name only and that no tier holds, blocks of stores that waited too long, and offloaded blocks whose
+    salts, images and adapters are not known.
     _groups: the model's further cache groups, None until the engine reports one. is_adopted: whether there are blocks
-    of which it is not known whether those groups hold them.
+    from the table. It is not known what the engine reported before them: whether those groups hold them, and which
+    further blocks have a salt, an image or an adapter.
     """
 
     def __init__(self, counts_copies: bool) -> None:
@@ -134,7 +140,7 @@ class Ledger:
                 copies.clear()
         self._counts_copies = counts_copies
 
-    def apply(self, event: KvEvent | BlocksCopied | GroupChanged, *, may_wait: bool = False) -> list[KvEvent]:
+    def apply(self, event: _Change | GroupChanged, *, may_wait: bool = False) -> list[KvEvent]:
         """Take one event; return the events to publish, in order: those that change which blocks are held.
 
         An event that the ledger cannot place is returned unchanged, so that the agent counts it and degrades the rank.
@@ -144,13 +150,17 @@ class Ledger:
         if isinstance(event, GroupChanged):
             self._change_group(event)
             return []
+        if isinstance(event, BlocksOffloaded):
+            event = self._with_held_hashes(event)
+            if not len(event.engine):
+                return []
         if self._groups is None or isinstance(event, AllBlocksCleared):
             return self._apply(event, may_wait)
         n_unknown = self.unknown_parents
         changes = self._apply(event, may_wait)
         return self._grouped(self._groups, changes, event if self.unknown_parents > n_unknown else None)
 
-    def _apply(self, event: KvEvent | BlocksCopied, may_wait: bool) -> list[KvEvent]:
+    def _apply(self, event: _Change, may_wait: bool) -> list[KvEvent]:
         match event:
             case BlocksStored():
                 return self._store(event, may_wait=may_wait)
@@ -160,6 +170,8 @@ class Ledger:
                 if self._waiting:
                     self._stop_waiting(event)
                 return self._remove(event)
+            case BlocksDropped():
+                return [each for part in self._by_tier(event) for each in self._apply(part, may_wait)]
             case AllBlocksCleared():
                 for tier in _TIERS:
                     self._names[tier].clear()
@@ -206,6 +218,16 @@ class Ledger:
     def n_between(self) -> int:
         """Number of published blocks that a hit cannot end after, because of the model's further cache groups."""
         return 0 if self._groups is None else self._groups.n_between
+
+    def count_unindexed(self, n_reported: int, left_out_before: int) -> int:
+        """Return the number of blocks that are not indexed, or not exactly, after a batch; note if there are any.
+
+        n_reported: those that the decoder found in the batch. left_out_before: `left_out` as of the batch before. Call
+        it after the batch's events, since a clear may come before these blocks.
+        """
+        n_unindexed = n_reported + self.left_out - left_out_before + self.n_between
+        self.has_unindexed |= n_unindexed > 0
+        return n_unindexed
 
     def lost_events(self) -> None:
         """Note that events of the engine were lost, or could not be decoded."""
@@ -304,9 +326,7 @@ class Ledger:
                 self._groups.store(tier, name, block, local, before, position, moe=moe, is_published=True)
         self._groups.change(event)
 
-    def _grouped(
-        self, groups: CacheGroups, changes: list[KvEvent], unplaced: KvEvent | BlocksCopied | None
-    ) -> list[KvEvent]:
+    def _grouped(self, groups: CacheGroups, changes: list[KvEvent], unplaced: _Change | None) -> list[KvEvent]:
         """Note changes of the blocks held; return those that no block is known for."""
         out: list[KvEvent] = []
         for change in changes:
@@ -340,6 +360,42 @@ class Ledger:
             local = np.array([held.local], dtype=np.uint64)
             out += self._store(BlocksStored(parent, np.array([engine], dtype=np.uint64), local, event.tier))
         return out
+
+    def _with_held_hashes(self, event: BlocksOffloaded) -> BlocksStored:
+        """Return a store with the hashes that its blocks have in the tiers that hold them under the same names.
+
+        A block that no tier holds may have a salt, an image or an adapter that nobody reports again. So unless all
+        reports about it were read, it is left out with those after it: its hash could be that of other prompts.
+        """
+        is_whole = event.is_whole and self.complete and not self.is_adopted
+        local, n_kept = event.local.copy(), len(event.engine)
+        for at, name in enumerate(event.engine.tolist()):
+            tier = next((where for where in _TIERS if name in self._names[where]), None)
+            if tier is not None:
+                local[at] = self._held[tier][self._names[tier][name]][1]
+            elif not is_whole and name not in event.known:
+                n_kept = at
+                break
+        self.left_out += len(event.engine) - n_kept
+        return BlocksStored(event.parent, event.engine[:n_kept], local[:n_kept], event.tier, event.moe, event.cxl)
+
+    def _by_tier(self, event: BlocksDropped) -> list[BlocksRemoved]:
+        """Return the removals of blocks from each tier that holds them, or in which they wait for their parent.
+
+        Any other name is removed from the device tier, which counts it as unknown.
+        """
+        waiting = {
+            (store.tier, name)
+            for stores in self._waiting.values()
+            for store in stores
+            for name in store.engine.tolist()
+        }
+        by_tier: dict[Tier, list[int]] = {}
+        for name in event.engine.tolist():
+            tiers = [tier for tier in _TIERS if name in self._names[tier] or (tier, name) in waiting]
+            for tier in tiers or [Tier.DEVICE]:
+                by_tier.setdefault(tier, []).append(name)
+        return [BlocksRemoved(np.array(names, dtype=np.uint64), tier) for tier, names in by_tier.items()]
 
     def _name_of(self, block: int) -> EngineHash | None:
         """Return the name that a block was published under in some tier; None if no tier holds it."""

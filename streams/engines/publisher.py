@@ -180,10 +180,9 @@ class RankWriter:
             except BadRecord as exc:
                 refused = refused or exc
         changes += self.ledger.end_batch()
-        n_unindexed += self.ledger.left_out - was_left_out + self.ledger.n_between
+        n_unindexed = self.ledger.count_unindexed(n_unindexed, was_left_out)
         if is_incomplete or refused:
             self.ledger.lost_events()
-        self.ledger.has_unindexed |= n_unindexed > 0  # after the events, since a clear may come before these blocks
         if self.ledger.removed_early and not was_early:
             log.info(
                 "rank %s is approximate from batch %d on: the engine may hold further copies of a removed block",

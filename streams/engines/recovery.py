@@ -124,6 +124,9 @@ class RecoveredRank:
                         if isinstance(event, AllBlocksCleared):
                             health = Health.APPROXIMATE if batch.n_unindexed else Health.EXACT
                             self.progress = replace(self.progress, health=health)
+                    if batch.incomplete:  # what is missing of the batch may have followed its clear
+                        self.ledger.lost_events()
+                        self.progress = replace(self.progress, health=Health.DEGRADED)
             case Heartbeat(lease_ms=lease_ms):
                 judgement = renew(self.progress, batch, lease_ms)
                 if judgement.verdict is not Verdict.STALE:

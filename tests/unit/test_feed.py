@@ -26,19 +26,23 @@ from streams.core.events import (
     RestatementChunk,
     ResyncRequest,
 )
-from streams.core.ids import Incarnation, RankId, SequenceHash, WorkerId
+from streams.core.ids import Epoch, Incarnation, RankId, SequenceHash, WorkerId
+from streams.core.reducer.ordering import Progress
 from streams.core.workers import Worker
 from streams.cxl.events import CxlTransition
 from streams.cxl.records import decode_transition
 from streams.engines import evidence as evidence_module
 from streams.engines import feed as feed_module
+from streams.engines import ledger as ledger_module
 from streams.engines import missing_events
 from streams.engines.address import EngineAddress
 from streams.engines.cxl_names import PooledRows
 from streams.engines.feed import RankFeed
 from streams.engines.lease import EngineLease
 from streams.engines.lease_handle import LeaseHandle
+from streams.engines.ledger import Ledger
 from streams.engines.publisher import RankWriter
+from streams.engines.recovery import RecoveredRank
 from streams.engines.wiring import EngineWiring
 from streams.local.ports import free_port
 from streams.settings import Settings
@@ -107,11 +111,13 @@ def feeding(
     act: Callable[[FeedUnderTest], Awaitable[None]],
     settings: Settings | None = None,
     may_end: bool = False,
+    recovered: RecoveredRank | None = None,
     **more: Any,
 ) -> list[EngineBatch]:
     """Feed an engine while `act` runs; return all records.
 
-    may_end: whether the feed may end by itself. more: further parts of its wiring.
+    may_end: whether the feed may end by itself. recovered: what the bridge has read from Kafka. more: further parts of
+    its wiring.
     """
 
     async def main() -> list[EngineBatch]:
@@ -134,7 +140,7 @@ def feeding(
                     lambda _: None,
                     **more,
                 )
-                under_test = FeedUnderTest(RankFeed(wiring, 0, None), producer)
+                under_test = FeedUnderTest(RankFeed(wiring, 0, recovered), producer)
                 under_test.running = running = asyncio.create_task(under_test.feed.run())
                 try:
                     await act(under_test)
@@ -222,6 +228,61 @@ def test_a_page_that_shows_another_process_is_followed_up_at_once(monkeypatch: p
             await fed.until(lambda: fed.batches[-1].incarnation > known, "the next incarnation")
 
         feeding(address_of(engine), act)
+
+
+@pytest.mark.parametrize("reason", ["cache_group", "unplaced"])
+def test_a_bridge_that_rebuilds_its_ledger_from_the_engine_restates_the_rank_as_approximate(
+    monkeypatch: pytest.MonkeyPatch, reason: str
+) -> None:
+    """A rank with blocks that are not indexed, or after which no hit can end, does not become exact by a restart."""
+    monkeypatch.setattr(ledger_module, "WAITING_STORES_MAX", 0)
+
+    def restated(batches: list[EngineBatch]) -> list[tuple[int, bool]]:
+        found = [(each, each.body) for each in batches if isinstance(each.body, RestatementChunk)]
+        return [(each.n_unindexed, chunk.exact) for each, chunk in found]
+
+    async def restate(fed: FeedUnderTest, last: int) -> None:
+        await fed.until(lambda: bool(fed.batches) and fed.state is LIVE, "a feed that is live")
+        request = ResyncRequest(fed.feed.rank, fed.batches[-1].incarnation, last, 1, "a test", 0)
+        fed.feed.request_restatement(request)
+        await fed.until(lambda: bool(restated(fed.batches)), "a restatement")
+
+    with EngineDouble() as engine:
+        if reason == "cache_group":
+            engine.publish(group_store(0, "full_attention", None), group_store(1, "sliding_window", 17))
+            last = engine.publish({"type": "BlockRemoved", "block_hashes": [102], "medium": "GPU", "group_idx": 1})
+        else:
+            last = engine.publish(["BlockStored", [9], 8, list(range(16)), 16, None, "CPU"])  # its parent is unknown
+
+        async def first(fed: FeedUnderTest) -> None:
+            await fed.until(lambda: fed.numbers()[-1:] == [last], "the batches")
+            await restate(fed, last)
+
+        batches = feeding(address_of(engine), first)
+        assert restated(batches) == [(1, True)]
+        published = batches[-1]
+        progress = Progress(published.rank, Epoch(published.incarnation, 0), last, published.digest)
+        batches = feeding(
+            address_of(engine), lambda fed: restate(fed, last), recovered=RecoveredRank(progress, Ledger(False))
+        )
+        assert restated(batches) == [(1, True)]
+
+
+def group_store(group: int, kind: str, window: int | None) -> dict[str, Any]:
+    """A store of four blocks in one cache group of a hybrid model."""
+    return {
+        "type": "BlockStored",
+        "block_hashes": [101, 102, 103, 104],
+        "parent_block_hash": None,
+        "token_ids": list(range(64)),
+        "block_size": 16,
+        "lora_id": None,
+        "medium": "GPU",
+        "lora_name": None,
+        "group_idx": group,
+        "kv_cache_spec_kind": kind,
+        "kv_cache_spec_sliding_window": window,
+    }
 
 
 def test_pooled_blocks_are_published_again_if_the_table_lacks_them() -> None:

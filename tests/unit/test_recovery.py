@@ -5,10 +5,20 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
-from streams.core.events import BEFORE_FIRST, AllBlocksCleared, EngineBatch, EngineEvents, Heartbeat, WorkerRemoved
+from streams.core.events import (
+    BEFORE_FIRST,
+    AllBlocksCleared,
+    BlocksStored,
+    EngineBatch,
+    EngineEvents,
+    Heartbeat,
+    WorkerRemoved,
+)
 from streams.core.ids import DpRank, Epoch, Incarnation, RankId, WorkerId
+from streams.core.reducer.holdings import plain_holdings
 from streams.core.reducer.ordering import Health, Progress
 from streams.engines.ledger import Ledger
 from streams.engines.recovery import RecoveredRank, fold_removal
@@ -27,6 +37,10 @@ def recovered_ranks(*, silent: bool) -> list[RecoveredRank]:
         RecoveredRank(Progress(rank, Epoch(Incarnation(1), 0), 10 - rank.dp_rank, silent=silent), Ledger(False))
         for rank in RANKS
     ]
+
+
+def stored() -> BlocksStored:
+    return BlocksStored(None, np.array([11], dtype=np.uint64), np.array([5], dtype=np.uint64))
 
 
 def expiry(seen: int) -> EngineBatch:
@@ -91,3 +105,17 @@ def test_a_ledger_is_incomplete_after_a_heartbeat_shows_a_lost_batch_until_the_e
         assert not rank.ledger.complete
         rank.fold(replace(clear, sequence=number + 1))
         assert rank.ledger.complete
+
+
+@pytest.mark.parametrize("incomplete", [False, True])
+def test_a_clear_in_an_incomplete_batch_leaves_the_ledger_incomplete(incomplete: bool) -> None:
+    """What is missing of a batch may have followed its clear, so agents and a starting bridge both count it as lost."""
+    rank, _ = recovered_ranks(silent=False)
+    holdings = plain_holdings()
+    holdings.apply(batch(RANKS[0], 10), ())
+    both = replace(batch(RANKS[0], 11), body=EngineEvents((AllBlocksCleared(), stored())), incomplete=incomplete)
+    holdings.apply(both, (AllBlocksCleared(), stored()))
+    rank.fold(both)
+    assert rank.progress.health is holdings.progress[RANKS[0]].health
+    ledger = rank.table_ledger(counts_copies=True)
+    assert (ledger.complete, len(ledger)) == (not incomplete, 1)

@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 
-from streams.core.events import AllBlocksCleared, BlocksRemoved, BlocksStored
+from streams.core.events import AllBlocksCleared, BlocksStored
 from streams.core.hashing import content_hash, hash_seed, request_hashes, salted_seed, with_pad_values
 from streams.core.ids import Tier
-from streams.engines.dialects.interface import DecodedBatch
+from streams.engines.dialects.interface import BlocksDropped, DecodedBatch
 from streams.engines.dialects.trtllm import TRTLLM, TrtllmDecoder
 from streams.engines.ledger import Ledger
 from streams.engines.polling import numbered
+from streams.engines.recovery import ledger_of
 from streams.errors import BadRecord
 from tests.helpers.reference import chain_hashes
 
@@ -113,6 +114,28 @@ def test_a_block_follows_its_tier_through_updates() -> None:
     rank.take(removed(3))
     assert rank.held() == {(Tier.DEVICE, one), (Tier.DEVICE, two)}
     assert rank.ledger.complete and not rank.ledger.left_out
+
+
+def test_a_restarted_bridge_removes_blocks_from_the_tier_that_they_are_in() -> None:
+    """Removals name no tier. The decoder begins anew with the bridge; the ledger comes from the table."""
+    rank = Rank()
+    rank.take(stored(*prompt([1, 2, 3])), updated(2, 0, 1), updated(3, 0, 2))
+    one, two, _ = chain(TOKENS)
+    rank.decoder = TrtllmDecoder(BLOCK)
+    rank.ledger = ledger_of(rank.ledger.restated(), True, counts_copies=TRTLLM.counts_copies)
+    rank.take(removed(3))
+    assert rank.held() == {(Tier.DEVICE, one), (Tier.HOST, two)}
+    rank.take(removed(2, 1))
+    assert rank.held() == set()
+    assert (rank.ledger.complete, rank.ledger.unknown_removals) == (True, 0)
+
+
+def test_a_removed_block_stops_waiting_for_its_parent_in_each_tier() -> None:
+    """A block in a lower tier waits if its parent is not known yet."""
+    rank = Rank()
+    rank.take(stored(block(2, TOKENS[4:8], cache_level=1), parent=1), removed(2))
+    rank.take(stored(block(1, TOKENS[:4])))
+    assert rank.held() == {(Tier.DEVICE, chain(TOKENS)[0])}
 
 
 def test_a_restored_block_is_not_a_copy() -> None:
@@ -245,7 +268,7 @@ def test_the_events_of_an_http_answer_are_divided_by_rank() -> None:
     decoder = TrtllmDecoder(BLOCK)
     zero, later = (decoder.decode(payload) for _, payload in parts[0])
     (one,) = (TrtllmDecoder(BLOCK).decode(payload) for _, payload in parts[1])
-    assert [type(each) for each in (*zero.events, *later.events)] == [BlocksStored, BlocksRemoved]
+    assert [type(each) for each in (*zero.events, *later.events)] == [BlocksStored, BlocksDropped]
     assert (zero.dp_rank, one.dp_rank, len(one.events)) == (0, 1, 1)
     mixed = TrtllmDecoder(BLOCK).decode(answer)
     assert [each.index for each in mixed.unusable] == [1]

@@ -17,9 +17,18 @@ from streams.core.hashing import content_hash, hash_seed, local_hashes, salted_s
 from streams.core.ids import U64_MASK, DpRank, EngineHash, Incarnation, RankId, Tier, WorkerId
 from streams.cxl.events import CxlStateChanged
 from streams.engines.dead_letters import of_payload
+from streams.engines.dialects import vllm as vllm_module
 from streams.engines.dialects.interface import DecodedBatch, UnusableEvent
-from streams.engines.dialects.vllm import PARTIAL_NAMES_MAX, PAYLOAD_BYTES_MAX, VllmDecoder, decode_payload, engine_hash
+from streams.engines.dialects.vllm import (
+    PARTIAL_NAMES_MAX,
+    PAYLOAD_BYTES_MAX,
+    VLLM,
+    VllmDecoder,
+    decode_payload,
+    engine_hash,
+)
 from streams.engines.ledger import Ledger
+from streams.engines.recovery import ledger_of
 from streams.errors import WRONG_BLOCK_SIZE, BadRecord
 from streams.sim.engine_messages import KvCleared, KvRemoved, KvReused, KvStored
 from streams.sim.event_publisher import BlockEvent, EventDialect, HashDialect, WireForm
@@ -47,6 +56,10 @@ def stored_event(**changes: Any) -> dict[str, Any]:
         "lora_name": None,
     }
     return event | changes
+
+
+def removed_event(*names: int, medium: str = "GPU") -> dict[str, Any]:
+    return {"type": "BlockRemoved", "block_hashes": list(names), "medium": medium}
 
 
 def only_stored(payload: DecodedBatch) -> BlocksStored:
@@ -290,6 +303,83 @@ def test_a_salted_block_keeps_its_hash_when_it_is_offloaded() -> None:
     offloaded = only_stored(decoder.decode(pack(stored_event(medium="CPU"))))
     assert offloaded.tier is Tier.HOST
     assert offloaded.local.tolist() == request_local(TOKENS, salt="a salt")
+
+
+class Rank:
+    """A decoder and its ledger."""
+
+    def __init__(self) -> None:
+        self.decoder = VllmDecoder(BLOCK)
+        self.ledger = Ledger(VLLM.counts_copies)
+
+    def take(self, *events: Any) -> int:
+        """Take one batch; return how many of its blocks are not indexed, or not exactly."""
+        before = self.ledger.left_out
+        batch = self.decoder.decode(pack(*events))
+        for each in batch.events:
+            assert not isinstance(each, CxlStateChanged)
+            self.ledger.apply(each, may_wait=True)
+        self.ledger.end_batch()
+        return self.ledger.count_unindexed(batch.n_unindexed, before)
+
+    def resume(self) -> None:
+        """Restart the bridge, which finds the table and no earlier batch of the engine."""
+        self.decoder = VllmDecoder(BLOCK)
+        self.ledger = ledger_of(self.ledger.restated(), True, counts_copies=True)
+
+    def held(self, tier: Tier) -> list[int]:
+        """The local hashes of the blocks in a tier, which are of one prompt."""
+        return [local for run in self.ledger.restated() if run.tier is tier for local in run.local.tolist()]
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+@pytest.mark.parametrize(
+    "first",
+    [{}, {"extra_keys": [["a salt"], None, None]}, {"lora_name": "poet", "lora_id": 1}],
+    ids=["ordinary", "salted", "adapter"],
+)
+def test_an_offloaded_block_has_the_hash_that_the_ledger_has_under_its_name(
+    first: dict[str, Any], resumed: bool
+) -> None:
+    """A bridge that restarted has the ledger of the table and a new decoder, which has read no salt."""
+    rank = Rank()
+    rank.take(stored_event(**first))
+    if resumed:
+        rank.resume()
+    assert rank.take(stored_event(medium="CPU")) == 0
+    assert rank.held(Tier.HOST) == rank.held(Tier.DEVICE)
+    assert len(rank.held(Tier.HOST)) == 3
+
+
+@pytest.mark.parametrize("why", ["resumed", "lost events", "too many salts"])
+def test_an_offloaded_block_whose_salt_may_be_unknown_is_not_indexed(monkeypatch: pytest.MonkeyPatch, why: str) -> None:
+    """No tier holds the block any more, and the bridge has not read or kept all salts; the rank is approximate."""
+    monkeypatch.setattr(vllm_module, "SPECIAL_NAMES_MAX", 1)
+    rank = Rank()
+    rank.take(stored_event(extra_keys=[["a salt"], None, None]), removed_event(11, 12, 13))
+    rank.take(stored_event(block_hashes=[21, 22, 23]))
+    assert rank.take(stored_event(medium="CPU")) == 0
+    rank.take(removed_event(11, 12, 13, medium="CPU"))
+    if why == "resumed":
+        rank.resume()
+    elif why == "lost events":
+        rank.ledger.lost_events()
+        rank.decoder = VllmDecoder(BLOCK)
+    else:
+        rank.take(stored_event(block_hashes=[31, 32, 33], extra_keys=[["another salt"], None, None]))
+    assert rank.take(stored_event(medium="CPU")) == 3
+    assert (rank.held(Tier.HOST), rank.ledger.has_unindexed) == ([], True)
+    rank.take(["AllBlocksCleared"])
+    assert rank.take(stored_event(), stored_event(medium="CPU")) == 0
+    assert rank.held(Tier.HOST) == LOCAL
+
+
+def test_a_block_of_unknown_content_is_not_indexed_when_it_is_offloaded() -> None:
+    """Its tokens alone are those of other prompts; no request can name its content, so the rank stays exact."""
+    rank = Rank()
+    rank.take(stored_event(extra_keys=[None, [b"an embedding"], None]))
+    assert rank.take(stored_event(medium="CPU")) == 0
+    assert rank.held(Tier.HOST) == LOCAL[:1]
 
 
 @pytest.mark.parametrize("locality", ["REMOTE", "remote", "NEARBY", 5])

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from streams.core.events import KvEvent
+from streams.core.events import BlocksStored, KvEvent
 from streams.core.ids import HashArray, Tier
 from streams.cxl.events import CxlStateChanged
 from streams.errors import BadRecord
@@ -44,6 +44,29 @@ class BlocksCopied:
 
 
 @dataclass(frozen=True, slots=True)
+class BlocksOffloaded(BlocksStored):
+    """A store that reports the tokens of its blocks, but not their salts, images and adapters.
+
+    Only the ledger can say what they are, if a tier holds the blocks: it outlives the decoder when a bridge restarts.
+    local: as if the blocks had none of them, except for `known`. known: names of blocks whose hashes the decoder has
+    kept. is_whole: whether it has kept those of all blocks with a salt, an image or an adapter that it has read.
+    """
+
+    known: frozenset[int] = frozenset()
+    is_whole: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksDropped:
+    """Blocks are no longer held in any tier; the event names no tier. engine: uint64[n].
+
+    Only the ledger can say which tiers hold them: it outlives the decoder when a bridge restarts.
+    """
+
+    engine: HashArray
+
+
+@dataclass(frozen=True, slots=True)
 class GroupChanged:
     """A cache group other than the one that is indexed holds blocks, or no longer holds one copy of each.
 
@@ -59,7 +82,7 @@ class GroupChanged:
 
 
 #: What an engine can report: a change of its cache, or a change of state of blocks in CXL memory.
-EngineEvent = KvEvent | CxlStateChanged | BlocksCopied | GroupChanged
+EngineEvent = KvEvent | CxlStateChanged | BlocksCopied | BlocksDropped | GroupChanged
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ A payload is one event or a list of them. An event is a map:
 |---|---|---|
 | created | num_blocks_per_cache_level | the engine's cache is new, so everything is cleared |
 | stored | parent_hash, blocks | see below |
-| removed | block_hashes | the blocks are removed from the tier that they are in |
+| removed | block_hashes | the blocks are removed from the tier that they are in, which only the ledger knows |
 | updated | block_hash, cache_level, priority | with a new cache_level, the block moves to another tier |
 
 | field of a stored block | what is done with it |
@@ -54,13 +54,10 @@ from streams.engines.dialects.fields import (
     shown_size,
     wrong_block_size,
 )
-from streams.engines.dialects.interface import BlocksCopied, DecodedBatch, Dialect
+from streams.engines.dialects.interface import BlocksCopied, BlocksDropped, DecodedBatch, Dialect
 from streams.engines.dialects.pages import Pages, Salting
 from streams.engines.dialects.sglang import check_tokens
 from streams.errors import BadRecord
-
-#: Blocks in lower tiers whose tier a decoder keeps, about 100 bytes each. Removals do not say it.
-LOWER_NAMES_MAX = 1 << 20
 
 #: Attention windows of an engine. Models have two or three.
 WINDOWS_MAX = 64
@@ -77,16 +74,15 @@ class TrtllmDecoder:
 
     window: the attention window that is indexed, None until an event has named one. It is the largest one of which the
     engine has reported the creation, or, if it has reported none, the largest one of any event. created: the windows of
-    which it has reported the creation; a second report means that the cache is new. lower: the tier of each block
-    that is not in the device tier. vocabulary: the number that image tokens are counted from, None until a block with
-    the beginning of an image shows it. has_stored: whether a block was indexed since the last clear.
+    which it has reported the creation; a second report means that the cache is new. vocabulary: the number that image
+    tokens are counted from, None until a block with the beginning of an image shows it. has_stored: whether a block was
+    indexed since the last clear.
     """
 
     block_size: int
     pages: Pages = field(init=False)
     window: int | None = None
     created: set[int] = field(default_factory=set)
-    lower: dict[int, Tier] = field(default_factory=dict)
     vocabulary: int | None = None
     has_stored: bool = False
 
@@ -145,7 +141,6 @@ class TrtllmDecoder:
 
     def _clear(self, batch: BatchBuilder) -> None:
         self.pages.clear()
-        self.lower.clear()
         self.has_stored = False
         batch.events.append(AllBlocksCleared())
         batch.is_incomplete = False  # an empty cache is known, whatever was lost before
@@ -203,7 +198,6 @@ class TrtllmDecoder:
                 if self.block_size % len(tokens):
                     batch.count("tail", 1)
                 stored += self.pages.store(parent, names, tokens, tier, salting)
-            self._note_tier(name, tier)
             parent = name
         self.has_stored |= bool(stored)
         batch.events += _joined(stored)
@@ -240,29 +234,19 @@ class TrtllmDecoder:
             return isinstance(token, str)
         return self.vocabulary is not None and token == self.vocabulary + offset
 
-    def _note_tier(self, name: int, tier: Tier) -> None:
-        if tier is Tier.DEVICE:
-            self.lower.pop(name, None)
-            return
-        self.lower[name] = tier
-        if len(self.lower) > LOWER_NAMES_MAX:
-            del self.lower[next(iter(self.lower))]
-
     def _remove(self, batch: BatchBuilder, values: Any) -> None:
         if not isinstance(values, list):
             raise BadRecord("bad_event", f"block_hashes is a {type(values).__name__}, not a list")
         names = [block_name(value) for value in values]
-        by_tier: dict[Tier, list[int]] = {}
+        pages: dict[Tier, list[int]] = {}
         for name in names:
-            for tier in self.pages.tiers_of(name) or [self.lower.get(name, Tier.DEVICE)]:
-                by_tier.setdefault(tier, []).append(name)
-        for tier, of_tier in by_tier.items():
-            removed, unknown = self.pages.remove(_array(of_tier), tier)
-            batch.events += removed
-            if unknown:
-                batch.events.append(BlocksRemoved(_array(unknown), tier))
-        for name in names:
-            self.lower.pop(name, None)
+            for tier in self.pages.tiers_of(name):
+                pages.setdefault(tier, []).append(name)
+        dropped = [name for name in names if name not in self.pages]
+        for tier, of_tier in pages.items():
+            batch.events += self.pages.remove(_array(of_tier), tier)[0]
+        if dropped:
+            batch.events.append(BlocksDropped(_array(dropped)))
 
     def _move(self, batch: BatchBuilder, data: dict[str, Any]) -> None:
         """Move a block to another tier: it is stored there before it is removed, so that the ledger knows it."""
@@ -276,7 +260,6 @@ class TrtllmDecoder:
             batch.events += removed
             return
         batch.events += [BlocksCopied(_array([name]), new), BlocksRemoved(_array([name]), old)]
-        self._note_tier(name, new)
 
 
 #: A repeated store changes nothing.

@@ -35,6 +35,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -75,7 +76,14 @@ from streams.engines.dialects.fields import (
     tier_of,
     wrong_block_size,
 )
-from streams.engines.dialects.interface import BlocksCopied, DecodedBatch, Dialect, GroupChanged, UnusableEvent
+from streams.engines.dialects.interface import (
+    BlocksCopied,
+    BlocksOffloaded,
+    DecodedBatch,
+    Dialect,
+    GroupChanged,
+    UnusableEvent,
+)
 from streams.engines.dialects.token_lists import as_list, is_tokens, unpack
 from streams.errors import BadRecord
 
@@ -84,7 +92,7 @@ __all__ = ["PARTIAL_NAMES_MAX", "PAYLOAD_BYTES_MAX", "VLLM", "VllmDecoder", "dec
 #: Engine hashes of partial blocks that a decoder keeps. Blocks of a prompt follow each other closely.
 PARTIAL_NAMES_MAX = 1024
 
-#: Blocks with a salt or an image whose local hash a decoder keeps, about 150 bytes each.
+#: Blocks with a salt, an image or an adapter whose local hash a decoder keeps, about 150 bytes each.
 SPECIAL_NAMES_MAX = 65_536
 
 #: What a group with full attention needs of a prefix: more blocks than any has.
@@ -145,8 +153,9 @@ class _State:
     needed: for each other group, how many blocks before its end a hit needs of it. main: the group that
     is indexed: the first with full attention. None until a store shows which one it is; group 0 is indexed until then.
     is_provisional: whether a block of group 0 was indexed although that group has not full attention.
-    special: local hashes of the last blocks with a salt or an image, by engine hash. Offloading connectors report such
-    blocks again, in a lower tier, without their extra keys.
+    special: local hashes of the last blocks with a salt, an image or an adapter, by engine hash; None for unknown
+    content. Offloading connectors report such blocks again, in a lower tier, without their extra keys. has_all_special:
+    whether none of them was dropped because of the limit.
     """
 
     partial: dict[int, None] = field(default_factory=dict)
@@ -154,7 +163,8 @@ class _State:
     needed: dict[int, int] = field(default_factory=dict)
     main: int | None = None
     is_provisional: bool = False
-    special: dict[int, int] = field(default_factory=dict)
+    special: dict[int, int | None] = field(default_factory=dict)
+    has_all_special: bool = True
 
     def forget_groups(self) -> None:
         """Forget which group is indexed, after a clear: a damaged event may have named the wrong one."""
@@ -377,11 +387,16 @@ def _store_blocks(
         if contents.n_known < keep:
             keep, reason = contents.n_known, "content_unknown"
     local = hash_blocks(tokens, block_size, lora, salt, at_root=parent is None)
+    names = hashes.tolist()
+    known: frozenset[int] | None = None
     if extra_keys:
-        _note_special(state, hashes[:keep].tolist(), local[:keep].tolist(), extra_keys)
-    elif tier is not Tier.DEVICE and state.special:
-        for at, name in enumerate(hashes.tolist()):
-            local[at] = state.special.get(name, local[at])
+        n_noted = len(names) if reason == "content_unknown" else keep
+        _note_special(state, names[:n_noted], local[:keep].tolist(), extra_keys)
+    elif tier is not Tier.DEVICE:
+        known = frozenset(state.special.keys() & names)
+        n_known = _take_special(state, names[:keep], local, known)
+        if n_known < keep:
+            keep, reason = n_known, "content_unknown"
     if keep:
         stored = BlocksStored(
             parent=None if parent is None else engine_hash(parent),
@@ -391,7 +406,7 @@ def _store_blocks(
             moe=_moe_labels(get("moe")),
             cxl=_cxl_metadata(get("cxl_metadata")),
         )
-        batch.events.append(stored)
+        batch.events.append(stored if known is None else _offloaded(stored, known, state))
     if reason == "content_unknown":
         batch.count(reason, len(hashes) - keep)  # no request can name the content either, so no answer lacks anything
     else:
@@ -403,14 +418,34 @@ def _store_blocks(
     return keep
 
 
+def _take_special(state: _State, names: list[int], local: HashArray, known: frozenset[int]) -> int:
+    """Replace the hashes of the blocks in `known` by those that were kept; return how many blocks have a known content.
+
+    They are the ones before the first block of unknown content.
+    """
+    for at, name in enumerate(names):
+        if name in known:
+            own = state.special[name]
+            if own is None:
+                return at
+            local[at] = own
+    return len(names)
+
+
+def _offloaded(stored: BlocksStored, known: frozenset[int], state: _State) -> BlocksOffloaded:
+    parent, engine, local, tier = stored.parent, stored.engine, stored.local, stored.tier
+    return BlocksOffloaded(parent, engine, local, tier, stored.moe, stored.cxl, known, state.has_all_special)
+
+
 def _note_special(state: _State, names: list[int], local: list[int], extra_keys: Sequence[Any]) -> None:
-    """Keep the hashes of the blocks that have extra keys."""
-    for name, own, keys in zip(names, local, extra_keys, strict=False):
-        if keys:
+    """Keep the hashes of the blocks that have extra keys. Blocks after the last hash are of unknown content."""
+    for name, own, keys in zip_longest(names, local, extra_keys[: len(names)]):
+        if keys or own is None:
             state.special.pop(name, None)
             state.special[name] = own
     while len(state.special) > SPECIAL_NAMES_MAX:
         del state.special[next(iter(state.special))]
+        state.has_all_special = False
 
 
 def _is_beginning(
