@@ -15,6 +15,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Self
 
 import numpy as np
@@ -52,6 +53,7 @@ from streams.cxl.events import (
 from streams.cxl.pool_registry import PoolDirectory
 from streams.cxl.records import encode_transition
 from streams.cxl.states import stored_as
+from streams.engines.acknowledgements import Acknowledgements, tolerated_s
 from streams.engines.cxl_names import CxlNames, PooledRows, announced_states
 from streams.engines.dialects.interface import EngineEvent
 from streams.engines.held_lease import HeldLease
@@ -145,6 +147,9 @@ class RankWriter:
         self.failed: list[str] = []
         self._key = worker_key(rank.worker_id)
         self._unsent: deque[tuple[str, bytes]] = deque()  # records of the last batch that the client had no space for
+        self._tolerated_s = tolerated_s(settings)
+        self._acknowledgements = {topic: Acknowledgements() for topic in (self._topic, self._cxl_topic)}
+        self._on_delivery_of = {topic: partial(self._on_delivery, topic) for topic in self._acknowledgements}
         #: If a caller sets a list here, the offsets in `cxl-events` of all later transitions are appended to it.
         self.transitions_at: list[int] | None = None
 
@@ -316,7 +321,7 @@ class RankWriter:
         try:
             while waiting:
                 topic, value = waiting[0]
-                self._kafka.produce(topic, key=self._key, value=value, on_delivery=self._on_delivery)
+                self._kafka.produce(topic, key=self._key, value=value, on_delivery=self._on_delivery_of[topic])
                 waiting.popleft()
                 self._in_flight[self.rank.worker_id] += 1
         except BufferError:
@@ -344,14 +349,19 @@ class RankWriter:
         self.failed.clear()
         self._unsent.clear()
 
-    def _on_delivery(self, error: KafkaError | None, message: Message) -> None:
+    def is_read(self, now_s: float) -> bool:
+        """Whether this writer's first record has been read by each router whose answers may be exact."""
+        return self._acknowledgements[self._topic].is_first_read(now_s, self._tolerated_s)
+
+    def _on_delivery(self, topic: str, error: KafkaError | None, message: Message) -> None:
         worker_id = self.rank.worker_id
         self._in_flight[worker_id] -= 1
         if not self._in_flight[worker_id]:
             del self._in_flight[worker_id]
         if error is None:
             self.delivered += 1
-            if self.transitions_at is not None and message.topic() == self._cxl_topic:
+            self._acknowledgements[topic].acknowledged(time.monotonic())
+            if self.transitions_at is not None and topic == self._cxl_topic:
                 self.transitions_at.append(message.offset() or 0)
         else:
             self.failed.append(error.str())
