@@ -81,8 +81,11 @@ class EventlessFeed:
             heartbeats.retire(reason)
 
     def passes_on(self, now_s: float) -> bool:
-        """Whether routers know this feed's first record of each rank; see RankFeed."""
-        return all(number not in self._replaced or writer.is_read(now_s) for number, writer in enumerate(self._writers))
+        """Whether Kafka takes the ranks' records, and routers know the first one of each rank; see RankFeed."""
+        return all(
+            not writer.is_late(now_s) and (number not in self._replaced or writer.is_read(now_s))
+            for number, writer in enumerate(self._writers)
+        )
 
     def restate(self, request: ResyncRequest) -> None:
         """Publish again that a rank may hold blocks that no event represents, which is all that is known of it."""

@@ -220,11 +220,11 @@ class RankFeed:
         return self._writer.feed is FeedState.LIVE and self._connection.has_message
 
     def passes_on(self, now_s: float) -> bool:
-        """Whether routers know the state of this feed.
+        """Whether Kafka takes the rank's records, and routers know the state of this feed.
 
         Until then they have the last record of a former feed, which may say that it is live.
         """
-        return not self._replaces_state or self._writer.is_read(now_s)
+        return not self._writer.is_late(now_s) and (not self._replaces_state or self._writer.is_read(now_s))
 
     def has_waited_for_kafka(self, now_s: float, longer_than_s: float) -> bool:
         """Whether a record has waited for space in Kafka's client for so long."""

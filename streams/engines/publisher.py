@@ -309,6 +309,7 @@ class RankWriter:
 
     def _produce(self, topic: str, value: bytes) -> None:
         self._unsent.append((topic, value))
+        self._acknowledgements[topic].written(time.monotonic())
         self.send()
 
     def send(self) -> bool:
@@ -347,20 +348,26 @@ class RankWriter:
         self.sequence, self.digest, self.ledger = sequence, digest, ledger
         self.names = names or CxlNames()
         self.failed.clear()
-        self._unsent.clear()
+        while self._unsent:
+            topic, _ = self._unsent.pop()
+            self._acknowledgements[topic].withdrawn()
+
+    def is_late(self, now_s: float) -> bool:
+        """Whether Kafka has not taken a record for longer than an exact answer may lag behind the log."""
+        return any(each.are_late(now_s, self._tolerated_s) for each in self._acknowledgements.values())
 
     def is_read(self, now_s: float) -> bool:
         """Whether this writer's first record has been read by each router whose answers may be exact."""
         return self._acknowledgements[self._topic].is_first_read(now_s, self._tolerated_s)
 
     def _on_delivery(self, topic: str, error: KafkaError | None, message: Message) -> None:
+        self._acknowledgements[topic].ended(time.monotonic(), acknowledged=error is None)
         worker_id = self.rank.worker_id
         self._in_flight[worker_id] -= 1
         if not self._in_flight[worker_id]:
             del self._in_flight[worker_id]
         if error is None:
             self.delivered += 1
-            self._acknowledgements[topic].acknowledged(time.monotonic())
             if self.transitions_at is not None and topic == self._cxl_topic:
                 self.transitions_at.append(message.offset() or 0)
         else:

@@ -2,9 +2,10 @@
 
 What lives here: when a pulse is written. What must not: what a reader concludes from it (core.bridge_pulses).
 
-A pulse lists the workers whose events are passed on. It is withheld while a message of an engine waits in its socket,
-and after the process was stopped for a while, until the feeds have had their turn. Only one pulse is on its way at a
-time: pulses that Kafka takes late, after an outage, would say that the bridge had kept up.
+A pulse lists the workers whose events are passed on. Kafka may take pulses, but not the records of another partition,
+so a worker whose records have been on their way for too long is not listed. The pulse is withheld while a message of an
+engine waits in its socket, and after the process was stopped for a while, until the feeds have had their turn. Only one
+pulse is on its way at a time: pulses that Kafka takes late, after an outage, would say that the bridge had kept up.
 """
 
 from __future__ import annotations

@@ -13,17 +13,19 @@ import aiohttp
 import pytest
 import zmq.asyncio
 
-from streams.codec import decode_worker
+from streams.codec import decode_batch, decode_worker
 from streams.core.events import FeedState
 from streams.core.ids import DpRank, Epoch, Incarnation, RankId, WorkerId
 from streams.core.reducer.ordering import Progress
 from streams.engines import bridged_engine as bridged_engine_module
 from streams.engines import feed as feed_module
+from streams.engines.acknowledgements import Acknowledgements
 from streams.engines.address import EngineAddress
 from streams.engines.bridged_engine import BridgedEngine, BridgeParts
 from streams.engines.connection import RECEIVE_HWM
 from streams.engines.feed_counters import RankCounters
 from streams.engines.ledger import Ledger
+from streams.engines.publisher import RankWriter
 from streams.engines.recovery import RecoveredRank
 from streams.engines.socket_watch import SocketWatch
 from streams.local.ports import free_port
@@ -180,8 +182,12 @@ def test_an_engine_without_a_former_state_is_fed_at_once() -> None:
     """No record says anything about it that could be out of date; answers say that there are no events yet."""
 
     async def act(engine: EngineUnderTest) -> None:
+        def is_fed() -> bool:
+            engine.producer.acknowledge()
+            return engine.bridged.is_fed(time.monotonic() - MUCH_LATER_S)
+
         engine.table.is_read.set()
-        await engine.until(engine.is_fed_later, "the feed")
+        await engine.until(is_fed, "the feed")
 
     with EngineDouble() as double:
         bridging(address_of(double), act)
@@ -195,16 +201,18 @@ def test_an_engine_whose_feeds_failed_is_not_fed_until_they_run_again(monkeypatc
         raise RuntimeError("a fault of this test")
 
     async def act(engine: EngineUnderTest) -> None:
+        def is_unfed() -> bool:
+            engine.producer.acknowledge()  # what the feed published before it failed
+            return not engine.is_fed_later()
+
         engine.table.is_read.set()
         await engine.until(lambda: bool(engine.producer.values("kv-events")), "a record of the feed")
-        engine.producer.acknowledge()
-        assert engine.is_fed_later()
+        assert not is_unfed()
         engine.table.is_read.clear()
         with monkeypatch.context() as patched:
             patched.setattr(feed_module, "_decode", fail)
             double.store(1)
-            await engine.until(lambda: not engine.is_fed_later(), "the feed to fail")
-        engine.producer.acknowledge()  # what the feed published before it failed
+            await engine.until(is_unfed, "the feed to fail")
         n_records = len(engine.producer.values("kv-events"))
         engine.table.is_read.set()
         await engine.until(lambda: len(engine.producer.values("kv-events")) > n_records, "a record of the next feed")
@@ -214,3 +222,62 @@ def test_an_engine_whose_feeds_failed_is_not_fed_until_they_run_again(monkeypatc
 
     with EngineDouble() as double:
         bridging(address_of(double), act, recovered_live())
+
+
+@pytest.mark.parametrize("dp_size", [1, 2])
+def test_an_engine_is_not_fed_while_kafka_does_not_take_a_record_of_it(dp_size: int) -> None:
+    """A record that is on its way for longer than answers may lag counts, and each rank; Kafka takes the pulse."""
+
+    async def act(engine: EngineUnderTest) -> None:
+        engine.table.is_read.set()
+        published = dict.fromkeys(range(dp_size), 0)
+
+        def all_published() -> bool:
+            engine.producer.acknowledge()
+            for value in engine.producer.values("kv-events"):
+                published[int(decode_batch(value).rank.dp_rank)] += 1
+            return all(published.values())
+
+        await engine.until(all_published, "the feeds")
+        assert engine.is_fed_later()
+        before_s = time.monotonic()
+        n_records = len(engine.producer.values("kv-events"))
+        double.store(1)
+        await engine.until(lambda: len(engine.producer.values("kv-events")) > n_records, "the next record")
+        assert engine.bridged.is_fed(before_s)
+        assert not engine.is_fed_later()
+        engine.producer.acknowledge()
+        assert engine.is_fed_later()
+
+    with EngineDouble() as double:
+        bridging(replace(address_of(double), dp_size=dp_size), act)
+
+
+def test_the_oldest_record_on_its_way_decides_whether_one_is_late() -> None:
+    """Kafka takes the records of one topic in order; a refused one is on its way no longer, but no router reads it."""
+    acknowledgements = Acknowledgements()
+    acknowledgements.written(10.0)
+    acknowledgements.written(11.0)
+    acknowledgements.written(11.5)
+    acknowledgements.withdrawn()
+    assert not acknowledgements.are_late(10.75, 0.75) and acknowledgements.are_late(10.76, 0.75)
+    acknowledgements.ended(12.0, acknowledged=False)
+    assert not acknowledgements.is_first_read(99.0, 0.75)
+    assert not acknowledgements.are_late(11.75, 0.75) and acknowledgements.are_late(11.76, 0.75)
+    acknowledgements.ended(13.0, acknowledged=True)
+    assert not acknowledgements.are_late(99.0, 0.75)
+    assert not acknowledgements.is_first_read(13.74, 0.75) and acknowledgements.is_first_read(13.75, 0.75)
+
+
+def test_records_that_a_writer_gives_up_are_not_late() -> None:
+    """A client without space took none of them, and the writer starts over."""
+
+    class Full(RecordingProducer):
+        def produce(self, *_: Any, **__: Any) -> None:
+            raise BufferError
+
+    writer = RankWriter(Settings(), Full(), RANK, "m", Incarnation(1), False)
+    writer.heartbeat("b", 1000, 0)
+    assert writer.is_late(time.monotonic() + MUCH_LATER_S)
+    writer.begin_incarnation(Incarnation(2))
+    assert not writer.is_late(time.monotonic() + MUCH_LATER_S)
