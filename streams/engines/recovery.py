@@ -124,6 +124,8 @@ class RecoveredRank:
                         if isinstance(event, AllBlocksCleared):
                             health = Health.APPROXIMATE if batch.n_unindexed else Health.EXACT
                             self.progress = replace(self.progress, health=health)
+                else:
+                    self.progress = judgement.progress  # a duplicate may say that the feed is behind
             case Heartbeat(lease_ms=lease_ms):
                 judgement = renew(self.progress, batch, lease_ms)
                 if judgement.verdict is not Verdict.STALE:
