@@ -505,12 +505,16 @@ def pulse_key(bridge: str) -> bytes:
 
 def encode_pulse(pulse: BridgePulse) -> bytes:
     """Encode one pulse of worker-metrics."""
-    return codec("bridge-pulses").encode(asdict(pulse))
+    fed = None if pulse.fed is None else [to_long(worker_id) for worker_id in pulse.fed]
+    return codec("bridge-pulses").encode({"bridge": pulse.bridge, "number": pulse.number, "fed": fed})
 
 
 def decode_pulse(raw: bytes | None, schema_ids: Mapping[str, int] | None = None) -> BridgePulse:
     """Decode one pulse of worker-metrics; raises BadRecord."""
-    return BridgePulse(**codec("bridge-pulses").decode(raw, schema_ids))
+    datum = codec("bridge-pulses").decode(raw, schema_ids)
+    listed = datum["fed"]
+    fed = None if listed is None else tuple(WorkerId(from_long(worker_id)) for worker_id in listed)
+    return BridgePulse(datum["bridge"], datum["number"], fed)
 
 
 _METRIC_COUNTS = (

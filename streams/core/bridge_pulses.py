@@ -1,4 +1,4 @@
-"""Pulses of bridges: since when a bridge was not heard from.
+"""Pulses of bridges: since when a bridge was not heard from, and which workers it feeds.
 
 What lives here: a pulse, how often it is written, and which bridges are silent. What must not: Kafka, clocks (times are
 arguments), and what a silent bridge means for an answer (router_api.trust).
@@ -6,12 +6,17 @@ arguments), and what a silent bridge means for an answer (router_api.trust).
 A bridge's heartbeats say for seconds ahead that a rank is being fed; they decide whether the rank gets requests at all.
 A pulse says that everything the bridge has received is on its way to Kafka. Without pulses, answers for the bridge's
 ranks would be exact until the lease ends, although a bridge that was killed or stopped passes on nothing.
+
+A bridge that has claimed the lease of an engine reads the ranks' state from Kafka first, and may not reach the engine.
+Until its feeds have stated their own states, the last records of the former bridge may say that all is well. So a pulse
+lists the workers that are fed.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from streams.core.ids import WorkerId
 from streams.errors import BadRecord
 
 #: Time between two pulses.
@@ -24,16 +29,24 @@ SILENT_AFTER_MS_MIN = 3 * PULSE_EVERY_MS
 #: Bridges that are kept. The limit keeps a foreign writer from filling memory.
 BRIDGES_MAX = 4096
 
+#: Workers that a pulse lists: as many as a bridge has engines (`ENGINES_MAX`).
+FED_MAX = 4096
+
 #: A bridge that has been silent for this long is forgotten; its name is never used again.
 FORGET_AFTER_MS = 60_000
 
 
 @dataclass(frozen=True, slots=True)
 class BridgePulse:
-    """One pulse. number: counts the pulses of the process, from 1."""
+    """One pulse. number: counts the pulses of the process, from 1.
+
+    fed: the workers whose events the bridge passes on. None if the pulse does not list them: then it passes on those of
+    all workers whose leases it holds.
+    """
 
     bridge: str
     number: int
+    fed: tuple[WorkerId, ...] | None = None
 
 
 class BridgePulses:
@@ -42,20 +55,34 @@ class BridgePulses:
     def __init__(self, silent_after_ms: int) -> None:
         self._silent_after_ms = max(silent_after_ms, SILENT_AFTER_MS_MIN)
         self._heard_ms: dict[str, int] = {}
+        self._fed: dict[str, frozenset[WorkerId] | None] = {}
 
-    def note(self, pulse: BridgePulse, now_ms: int) -> None:
-        """Take in a pulse. Raises BadRecord if too many bridges are known."""
+    def note(self, pulse: BridgePulse, now_ms: int) -> bool:
+        """Take in a pulse; return whether its bridge feeds other workers than before.
+
+        Raises BadRecord if too many bridges are known, or if the pulse lists too many workers.
+        """
+        if pulse.fed is not None and len(pulse.fed) > FED_MAX:
+            raise BadRecord("over_capacity", f"the pulse lists {len(pulse.fed)} workers, at most {FED_MAX} are allowed")
         if pulse.bridge not in self._heard_ms and len(self._heard_ms) >= BRIDGES_MAX:
             self._forget(now_ms)
             if len(self._heard_ms) >= BRIDGES_MAX:
                 raise BadRecord("over_capacity", f"pulses of {BRIDGES_MAX} bridges are already kept")
         self._heard_ms[pulse.bridge] = now_ms
+        before = self._fed.get(pulse.bridge)
+        after = self._fed[pulse.bridge] = None if pulse.fed is None else frozenset(pulse.fed)
+        return before != after
 
     def silent_from_ms(self, bridge: str) -> int:
         """Return the time from which a bridge counts as silent unless it is heard from again; -1 without a pulse."""
         heard_ms = self._heard_ms.get(bridge)
         return -1 if heard_ms is None else heard_ms + self._silent_after_ms + 1
 
+    def feeds(self, bridge: str, worker_id: WorkerId) -> bool:
+        """Whether a bridge passes on the events of a worker whose lease it holds, according to its last pulse."""
+        fed = self._fed.get(bridge)
+        return fed is None or worker_id in fed
+
     def _forget(self, now_ms: int) -> None:
         for name in [name for name, heard_ms in self._heard_ms.items() if now_ms - heard_ms > FORGET_AFTER_MS]:
-            del self._heard_ms[name]
+            del self._heard_ms[name], self._fed[name]

@@ -87,7 +87,7 @@ class Bridge:
         self._slow_kafka = Outage()
         self._watch = SocketWatch()
         self._context = shared_context()
-        self._pulse = Pulse(self._kafka, topics(settings).worker_metrics.name, self.name, self._keeps_up)
+        self._pulse = Pulse(self._kafka, topics(settings).worker_metrics.name, self.name, self._keeps_up, self._fed)
         self._registry_sources = [source for source in sources if isinstance(source, RegistryEngines)]
         for source in self._registry_sources:
             source.name_bridge(self.name)
@@ -263,6 +263,11 @@ class Bridge:
         if self._watch.is_cut_short:
             return False
         return not any(bridged.has_backlog for bridged in self._engines.values())
+
+    def _fed(self) -> list[WorkerId]:
+        """Return the workers whose events are passed on, for the pulse."""
+        now_s = time.monotonic()
+        return [worker_id for worker_id, bridged in self._engines.items() if bridged.is_fed(now_s)]
 
     async def _tick(self) -> None:
         while True:

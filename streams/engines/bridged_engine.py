@@ -121,6 +121,14 @@ class BridgedEngine:
         """Whether a message waits in a socket, except where the rank's records say so themselves."""
         return any(feed.has_backlog for feed in self._feeds.values())
 
+    def is_fed(self, now_s: float) -> bool:
+        """Whether each rank has a feed that passes its events on (see RankFeed.passes_on).
+
+        None has while this bridge waits for the lease, reads the ranks' state from Kafka, or waits after a failure.
+        """
+        feeds = [self._eventless] if self._eventless is not None else list(self._feeds.values())
+        return bool(feeds) and all(feed.passes_on(now_s) for feed in feeds)
+
     def is_refused_by_kafka(self, now_s: float) -> bool:
         """Whether Kafka does not take the engine's events."""
         refused = self._refused_at_s is not None and now_s - self._refused_at_s < REFUSED_FOR_S

@@ -42,6 +42,7 @@ class EventlessFeed:
         """recovered_ranks: their state as read from Kafka, by number. counters: one for each rank."""
         self._wiring = wiring
         self._recovered = recovered_ranks
+        self._replaced = {number for number, rank in recovered_ranks.items() if not rank.is_removed}
         self._counters = counters
         self._writers = [
             RankWriter(
@@ -78,6 +79,13 @@ class EventlessFeed:
         """Let the ranks get no requests from now on. The caller then ends the feed."""
         for heartbeats in self._heartbeats:
             heartbeats.retire(reason)
+
+    def passes_on(self, now_s: float) -> bool:
+        """Whether Kafka takes the ranks' records, and routers know the first one of each rank; see RankFeed."""
+        return all(
+            not writer.is_late(now_s) and (number not in self._replaced or writer.is_read(now_s))
+            for number, writer in enumerate(self._writers)
+        )
 
     def restate(self, request: ResyncRequest) -> None:
         """Publish again that a rank may hold blocks that no event represents, which is all that is known of it."""

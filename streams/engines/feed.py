@@ -138,6 +138,7 @@ class RankFeed:
         """recovered: the rank's state as read from Kafka. counters: the rank's counters, which outlive this feed."""
         self._wiring = wiring
         self._recovered = recovered
+        self._replaces_state = recovered is not None and not recovered.is_removed
         self.rank = RankId(wiring.engine.worker_id, DpRank(dp_rank))
         assert wiring.engine.events is not None  # an engine without events has another feed (eventless_feed)
         self._events = port_above(wiring.engine.events, dp_rank)
@@ -225,6 +226,13 @@ class RankFeed:
     def has_backlog(self) -> bool:
         """Whether a message waits in the socket although the rank's last record says that its feed is live."""
         return self._writer.feed is FeedState.LIVE and self._connection.has_message
+
+    def passes_on(self, now_s: float) -> bool:
+        """Whether Kafka takes the rank's records, and routers know the state of this feed.
+
+        Until then they have the last record of a former feed, which may say that it is live.
+        """
+        return not self._writer.is_late(now_s) and (not self._replaces_state or self._writer.is_read(now_s))
 
     def has_waited_for_kafka(self, now_s: float, longer_than_s: float) -> bool:
         """Whether a record has waited for space in Kafka's client for so long."""

@@ -16,6 +16,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Self
 
 import numpy as np
@@ -53,6 +54,7 @@ from streams.cxl.events import (
 from streams.cxl.pool_registry import PoolDirectory
 from streams.cxl.records import encode_transition
 from streams.cxl.states import stored_as
+from streams.engines.acknowledgements import Acknowledgements, tolerated_s
 from streams.engines.cxl_names import CxlNames, PooledRows, announced_states
 from streams.engines.dialects.interface import EngineEvent
 from streams.engines.held_lease import HeldLease
@@ -147,7 +149,9 @@ class RankWriter:
         self._key = worker_key(rank.worker_id)
         # Records of the last batch that the client had no space for, or that wait for its transitions.
         self._unsent: deque[tuple[str, bytes]] = deque()
-        self._transitions_in_flight = 0
+        self._tolerated_s = tolerated_s(settings)
+        self._acknowledgements = {topic: Acknowledgements() for topic in (self._topic, self._cxl_topic)}
+        self._on_delivery_of = {topic: partial(self._on_delivery, topic) for topic in self._acknowledgements}
         #: If a caller sets a list here, the offsets in `cxl-events` of all later transitions are appended to it.
         self.transitions_at: list[int] | None = None
 
@@ -306,6 +310,7 @@ class RankWriter:
 
     def _produce(self, topic: str, value: bytes) -> None:
         self._unsent.append((topic, value))
+        self._acknowledgements[topic].written(time.monotonic())
         self.send()
 
     def send(self) -> bool:
@@ -318,13 +323,11 @@ class RankWriter:
         try:
             while waiting:
                 topic, value = waiting[0]
-                is_transition = topic == self._cxl_topic
-                if self._transitions_in_flight and not is_transition:
+                if topic == self._topic and self._acknowledgements[self._cxl_topic].are_missing:
                     return False
-                self._kafka.produce(topic, key=self._key, value=value, on_delivery=self._on_delivery)
+                self._kafka.produce(topic, key=self._key, value=value, on_delivery=self._on_delivery_of[topic])
                 waiting.popleft()
                 self._in_flight[self.rank.worker_id] += 1
-                self._transitions_in_flight += is_transition
         except BufferError:
             return False
         return True
@@ -348,17 +351,27 @@ class RankWriter:
         self.sequence, self.digest, self.ledger = sequence, digest, ledger
         self.names = names or CxlNames()
         self.failed.clear()
-        self._unsent.clear()
+        while self._unsent:
+            topic, _ = self._unsent.pop()
+            self._acknowledgements[topic].withdrawn()
 
-    def _on_delivery(self, error: KafkaError | None, message: Message) -> None:
+    def is_late(self, now_s: float) -> bool:
+        """Whether Kafka has not taken a record for longer than an exact answer may lag behind the log."""
+        return any(each.are_late(now_s, self._tolerated_s) for each in self._acknowledgements.values())
+
+    def is_read(self, now_s: float) -> bool:
+        """Whether this writer's first record has been read by each router whose answers may be exact."""
+        return self._acknowledgements[self._topic].is_first_read(now_s, self._tolerated_s)
+
+    def _on_delivery(self, topic: str, error: KafkaError | None, message: Message) -> None:
+        self._acknowledgements[topic].ended(time.monotonic(), acknowledged=error is None)
         worker_id = self.rank.worker_id
         self._in_flight[worker_id] -= 1
         if not self._in_flight[worker_id]:
             del self._in_flight[worker_id]
-        self._transitions_in_flight -= message.topic() == self._cxl_topic
         if error is None:
             self.delivered += 1
-            if self.transitions_at is not None and message.topic() == self._cxl_topic:
+            if self.transitions_at is not None and topic == self._cxl_topic:
                 self.transitions_at.append(message.offset() or 0)
         else:
             self.failed.append(error.str())

@@ -2,21 +2,23 @@
 
 What lives here: when a pulse is written. What must not: what a reader concludes from it (core.bridge_pulses).
 
-A pulse is withheld while a message of an engine waits in its socket, and after the process was stopped for a while,
-until the feeds have had their turn. Only one pulse is on its way at a time: pulses that Kafka takes late, after an
-outage, would say that the bridge had kept up.
+A pulse lists the workers whose events are passed on. Kafka may take pulses, but not the records of another partition,
+so a worker whose records have been on their way for too long is not listed. The pulse is withheld while a message of an
+engine waits in its socket, and after the process was stopped for a while, until the feeds have had their turn. Only one
+pulse is on its way at a time: pulses that Kafka takes late, after an outage, would say that the bridge had kept up.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from confluent_kafka import KafkaError, KafkaException, Message, Producer
 
 from streams.codec import encode_pulse, pulse_key
 from streams.core.bridge_pulses import PULSE_EVERY_MS, BridgePulse
+from streams.core.ids import WorkerId
 
 _EVERY_S = PULSE_EVERY_MS / 1000
 
@@ -27,12 +29,23 @@ _LATE_S = 2 * _EVERY_S
 class Pulse:
     """Writes one bridge's pulses to `worker-metrics`."""
 
-    def __init__(self, kafka: Producer, topic: str, bridge: str, keeps_up: Callable[[], bool]) -> None:
-        """keeps_up: whether no message of any engine waits. The producer's owner polls it for delivery reports."""
+    def __init__(
+        self,
+        kafka: Producer,
+        topic: str,
+        bridge: str,
+        keeps_up: Callable[[], bool],
+        fed: Callable[[], Iterable[WorkerId]],
+    ) -> None:
+        """keeps_up: whether no message of any engine waits. fed: returns the workers whose events are passed on.
+
+        The producer's owner polls it for delivery reports.
+        """
         self._kafka = kafka
         self._topic = topic
         self._bridge = bridge
         self._keeps_up = keeps_up
+        self._fed = fed
         self._in_flight = False
         self.number = 0
 
@@ -48,7 +61,7 @@ class Pulse:
 
     def _write(self) -> None:
         self.number += 1
-        value = encode_pulse(BridgePulse(self._bridge, self.number))
+        value = encode_pulse(BridgePulse(self._bridge, self.number, tuple(self._fed())))
         try:
             self._kafka.produce(self._topic, key=pulse_key(self._bridge), value=value, on_delivery=self._on_delivery)
             self._in_flight = True

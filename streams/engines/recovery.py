@@ -127,6 +127,8 @@ class RecoveredRank:
                     if batch.incomplete:  # what is missing of the batch may have followed its clear
                         self.ledger.lost_events()
                         self.progress = replace(self.progress, health=Health.DEGRADED)
+                else:
+                    self.progress = judgement.progress  # a duplicate may say that the feed is behind
             case Heartbeat(lease_ms=lease_ms):
                 judgement = renew(self.progress, batch, lease_ms)
                 if judgement.verdict is not Verdict.STALE:

@@ -1,8 +1,8 @@
 """What engines and bridges report about themselves: the fold of `worker-metrics`, by the time of receipt.
 
 What lives here: the last report of each rank, the gauges that routing policies read, and which workers have a bridge
-that is silent. What must not: scraping (engines.scraping), and what follows from the numbers (core.routing.policies,
-trust).
+that is silent or does not feed them. What must not: scraping (engines.scraping), and what follows from the numbers
+(core.routing.policies, trust).
 """
 
 from __future__ import annotations
@@ -84,12 +84,12 @@ class EngineReports:
             raise BadRecord("wrong_key", f"key {key!r} is not the key of bridge {pulse.bridge!r}")
         now_ms = self._now_ms()
         with self._lock:
-            if self._unfed and self._pulses.silent_from_ms(pulse.bridge) <= now_ms:
-                self._unfed_until_ms = -1  # it may have been silent
-            self._pulses.note(pulse, now_ms)
+            may_have_been_silent = self._unfed and self._pulses.silent_from_ms(pulse.bridge) <= now_ms
+            if self._pulses.note(pulse, now_ms) or may_have_been_silent:
+                self._unfed_until_ms = -1
 
     def unfed(self) -> frozenset[WorkerId]:
-        """The workers whose bridge is silent, so that events of theirs may not have been passed on.
+        """The workers whose bridge is silent or does not feed them: their events may not have been passed on.
 
         A worker that has never had a bridge is not among them. It is the same set as long as nothing changes.
         """
@@ -104,6 +104,8 @@ class EngineReports:
                     unfed.update(worker_ids)
                 else:
                     next_ms = min(next_ms, silent_from_ms)
+                    feeds = self._pulses.feeds
+                    unfed.update(worker_id for worker_id in worker_ids if not feeds(bridge, worker_id))
             if unfed != self._unfed:
                 self._unfed = frozenset(unfed)
             self._unfed_until_ms = next_ms

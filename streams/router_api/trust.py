@@ -70,7 +70,7 @@ class DegradedReason(enum.StrEnum):
     __hash__ = str.__hash__  # that of Enum is a Python function, which every look-up by a member would call
 
     NO_EVENTS_YET = "no_events_yet"  # no event of the rank is known to have arrived, so its cache is unknown
-    BRIDGE_SILENT = "bridge_silent"  # the rank's bridge was not heard from, so that it may have passed on nothing
+    BRIDGE_SILENT = "bridge_silent"  # the rank's bridge was not heard from, or does not feed the rank yet
     FEED_BEHIND = "feed_behind"  # the rank's engine published batches that its bridge has not passed on yet
     EVENTS_LOST = "events_lost"  # a batch was lost, or a stored block's parent was never seen
     REMOVED = "removed"  # the rank was removed, and its worker is still registered, or registered again
@@ -374,10 +374,11 @@ class TrustTracker:
     ) -> Trust:
         """Return the least trust that any of these ranks deserves.
 
-        predicted: ranks whose score is a prediction. unfed: workers whose bridge is silent. ranks_missing_labels: ranks
-        whose labels were dropped, if labels are used. pooled: given if pooled blocks are used; then the owner of each
-        partition that has such rows must be running, and the ranks that wrote them must be known as exactly as eligible
-        ones, whether or not they are eligible. Ranks that were removed write no evictions, and are not looked at.
+        predicted: ranks whose score is a prediction. unfed: workers whose bridge is silent or does not feed them.
+        ranks_missing_labels: ranks whose labels were dropped, if labels are used. pooled: given if pooled blocks are
+        used; then the owner of each partition that has such rows must be running, and the ranks that wrote them must be
+        known as exactly as eligible ones, whether or not they are eligible. Ranks that were removed write no evictions,
+        and are not looked at.
         """
         base, at = base_of(ranks)
         if isinstance(base, tuple) and len(base) >= _COLUMNS_FROM:

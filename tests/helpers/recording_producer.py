@@ -21,6 +21,7 @@ class RecordingProducer(Producer):
         super().__init__({"bootstrap.servers": "127.0.0.1:1", "log_level": 0})
         self.records: list[tuple[str, dict[str, Any]]] = []
         self._acknowledges = acknowledges
+        self._n_acknowledged = 0
 
     def produce(self, topic: str, *_: Any, **record: Any) -> None:
         self.records.append((topic, record))
@@ -31,3 +32,10 @@ class RecordingProducer(Producer):
     def values(self, topic_suffix: str) -> list[bytes]:
         """The values of all records of the topic with this suffix, in order."""
         return [record["value"] for topic, record in self.records if topic.endswith(topic_suffix)]
+
+    def acknowledge(self) -> None:
+        """Report every record so far as written to the log, to the callbacks that wait for it."""
+        begin, self._n_acknowledged = self._n_acknowledged, len(self.records)
+        for _, record in self.records[begin : self._n_acknowledged]:
+            if record.get("on_delivery") is not None:
+                record["on_delivery"](None, Message())

@@ -5,7 +5,8 @@ histories with common and adversarial events (`random_history`). What must not: 
 (reference_index); any code under test except the events and ids that it takes, so no hashing, runs or index.
 
 The rules of docs/architecture.md, as sets:
-- A batch of an older incarnation or of a removed worker is stale. A sequence number that was applied is a duplicate.
+- A batch of an older incarnation or of a removed worker is stale. A sequence number that was applied is a duplicate,
+  which changes nothing, except that it may say that the feed is not live.
 - A newer incarnation ends everything older. `cleared` removes everything of its rank.
 - A store whose parent the rank does not hold is rejected.
 - Within a rank and tier, a block has one engine name and a name has one block; the later store wins.
@@ -190,6 +191,7 @@ class ReferenceFleet:
         if begins is None:
             return "stale"
         if not begins and batch.sequence <= rank.sequence:
+            rank.feed = batch.feed or rank.feed
             return "duplicate"
         gap = batch.sequence > rank.sequence + 1 or batch.incomplete
         rank.sequence, rank.lossy, rank.silent = batch.sequence, rank.lossy or gap, False
@@ -228,6 +230,7 @@ class ReferenceFleet:
         if begins:
             rank.lossy = True
         elif batch.sequence < rank.sequence:
+            rank.feed = batch.feed or rank.feed
             return "duplicate"
         rank.silent, rank.feed = False, batch.feed
         ids = {(each.body.restatement_id, each.sequence) for each in rank.parked}  # type: ignore[union-attr]

@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 
 from streams.codec import encode_pulse, pulse_key
-from streams.core.bridge_pulses import BRIDGES_MAX, FORGET_AFTER_MS, SILENT_AFTER_MS_MIN, BridgePulse, BridgePulses
+from streams.core.bridge_pulses import (
+    BRIDGES_MAX,
+    FED_MAX,
+    FORGET_AFTER_MS,
+    SILENT_AFTER_MS_MIN,
+    BridgePulse,
+    BridgePulses,
+)
 from streams.core.ids import WorkerId
 from streams.core.workers import BridgeLease, Worker
 from streams.errors import BadRecord
@@ -31,8 +38,9 @@ def reports(clock: Clock, *workers: Worker, silent_after_ms: int = 0) -> EngineR
     return EngineReports({each.worker_id: each for each in workers}, {}, clock, silent_after_ms)
 
 
-def pulse(of: EngineReports, bridge: str, number: int = 1) -> None:
-    of.fold(pulse_key(bridge), encode_pulse(BridgePulse(bridge, number)))
+def pulse(of: EngineReports, bridge: str, number: int = 1, fed: tuple[int, ...] | None = None) -> None:
+    listed = None if fed is None else tuple(map(WorkerId, fed))
+    of.fold(pulse_key(bridge), encode_pulse(BridgePulse(bridge, number, listed)))
 
 
 def test_workers_of_a_bridge_without_a_pulse_are_unfed_and_others_are_not() -> None:
@@ -75,6 +83,35 @@ def test_a_lease_that_moves_to_another_bridge_follows_that_bridges_pulses() -> N
     assert known.unfed() == {1}
     pulse(known, "new")
     assert known.unfed() == frozenset()
+
+
+def test_a_bridge_that_takes_over_a_worker_feeds_it_once_its_pulse_says_so() -> None:
+    """Its pulses before and during the takeover do not list the worker, and degrade none of the others."""
+    clock = Clock()
+    workers = {WorkerId(number): worker(number, bridge) for number, bridge in ((1, "old"), (2, "new"))}
+    known = EngineReports(workers, {}, clock, 0)
+    pulse(known, "old", 1, (1,))
+    pulse(known, "new", 1, (2,))
+    assert known.unfed() == frozenset()
+    workers[WorkerId(1)] = worker(1, "new")
+    known.lease_changed(workers[WorkerId(1)])
+    unfed = known.unfed()
+    assert unfed == {1}
+    pulse(known, "new", 2, (2,))
+    assert known.unfed() is unfed
+    pulse(known, "new", 3, (2, 1))
+    assert known.unfed() == frozenset()
+    pulse(known, "new", 4, ())
+    assert known.unfed() == {1, 2}
+
+
+def test_a_pulse_lists_a_limited_number_of_workers() -> None:
+    """A foreign writer cannot fill memory with them; the list before stays in effect."""
+    pulses = BridgePulses(0)
+    pulses.note(BridgePulse("a", 1, (WorkerId(1),)), 0)
+    with pytest.raises(BadRecord, match="at most"):
+        pulses.note(BridgePulse("a", 2, tuple(map(WorkerId, range(FED_MAX + 1)))), 0)
+    assert pulses.feeds("a", WorkerId(1)) and not pulses.feeds("a", WorkerId(2))
 
 
 def test_a_renewed_lease_changes_nothing_and_a_moved_one_counts_at_once() -> None:

@@ -373,6 +373,7 @@ RENDER = RenderParity(
 )
 AVOIDANCE = Avoidance(WorkerId(U64_MASK), 9, 5_000)
 MODEL = ServedModel("modèle", 16, "bridge host:1", 9)
+PULSE = BridgePulse("host:1:ab", 7, (WorkerId(7), WorkerId(U64_MASK)))
 METRICS = MetricsReport(RANK, WorkerMetrics(0.5, 1, 2, 3, 4, 5), 3000, 6, 7)
 BOOKING = Booking(RANK, "model", 100, pack_hashes([1, U64_MASK]), 2, 9, 50, 1)
 BOOKING_ID = BookingId("request", "router", 3)
@@ -450,7 +451,7 @@ GOOD: dict[str, tuple[str, bytes, Callable[[bytes | None], Any]]] = {
     ),
     "model": ("models", encode_model(MODEL), lambda raw: decode_model(model_key(MODEL.name), raw)),
     "metrics": ("worker-metrics", encode_metrics(METRICS), decode_metrics),
-    "pulse": ("bridge-pulses", encode_pulse(BridgePulse("host:1:ab", 7)), decode_pulse),
+    "pulse": ("bridge-pulses", encode_pulse(PULSE), decode_pulse),
     "add": ("router-loads", encode_load(BOOKING_ID, BookingPhase.ADD, BOOKING, 1)[1], decode_load),
     "free": ("router-loads", encode_load(BOOKING_ID, BookingPhase.FREE, None, 1)[1], decode_load),
     "run": ("prefix-index-run", encode_run(RUN), lambda raw: decode_run(run_key(RUN.key), raw or b"")),
@@ -566,6 +567,13 @@ def test_workers_come_back_as_they_were(worker: Worker) -> None:
     raw = encode_worker(worker)
     assert decode_worker(raw) == worker
     assert witnessed("workers", raw)["role"] == worker.role.value
+
+
+@pytest.mark.parametrize("fed", [None, (), PULSE.fed])
+def test_pulses_come_back_as_they_were(fed: tuple[WorkerId, ...] | None) -> None:
+    """A pulse that lists no worker feeds none, which differs from one without a list."""
+    pulse = replace(PULSE, fed=fed)
+    assert decode_pulse(encode_pulse(pulse)) == pulse
 
 
 @settings(max_examples=60, deadline=None)

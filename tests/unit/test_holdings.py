@@ -19,6 +19,7 @@ from streams.core.events import (
     BlocksStored,
     EngineBatch,
     EngineEvents,
+    FeedState,
     Heartbeat,
     KvEvent,
     MoeLabels,
@@ -192,6 +193,28 @@ def test_a_sequence_number_is_judged_against_the_last_one_applied(sequence: int,
         assert (after.health, after.n_gaps) == (
             (Health.EXACT, 0) if verdict is Verdict.APPLIED else (Health.DEGRADED, 1)
         )
+
+
+def test_late_records_of_a_former_bridge_do_not_hide_that_the_next_one_is_catching_up(fleet: Fleet) -> None:
+    """They say that the feed is live. Duplicates of them that the next bridge writes say that it is not."""
+    live, behind = FeedState.LIVE, FeedState.CATCHING_UP
+    for sequence, feed in [(0, live), (1, behind), (2, live), (3, live)]:
+        judge(fleet.holdings, replace(batch(sequence), feed=feed))
+    fleet.holdings.take_changes(ALL_TOMBSTONES)
+    assert fleet.progress().feed is live
+    assert judge(fleet.holdings, replace(batch(2), feed=behind)) is Verdict.DUPLICATE
+    assert [each.feed for each in fleet.holdings.take_changes(ALL_TOMBSTONES).progress] == [behind]
+    assert judge(fleet.holdings, replace(batch(3), feed=live)) is Verdict.DUPLICATE
+    assert not fleet.holdings.take_changes(ALL_TOMBSTONES).progress
+    assert judge(fleet.holdings, replace(batch(4), feed=live)) is Verdict.APPLIED
+    assert fleet.progress().feed is live
+
+
+def test_a_duplicate_of_an_unknown_rank_does_not_create_it(fleet: Fleet) -> None:
+    """The first record of incarnation 0 looks like one that was applied before."""
+    start = replace(batch(BEFORE_FIRST, incarnation=0), feed=FeedState.UNPROVEN)
+    assert judge(fleet.holdings, start) is Verdict.DUPLICATE
+    assert RANK not in fleet.holdings.progress
 
 
 def test_a_first_batch_above_the_engines_first_is_a_gap() -> None:

@@ -81,6 +81,7 @@ class Holdings(Generic[Events, Change]):
         judgement = self._judged(judge(self._progress_of(rank), batch))
         progress = judgement.progress
         if judgement.verdict in (Verdict.STALE, Verdict.DUPLICATE):
+            self._keep_feed(judgement)
             return judgement.verdict
         self._begin(judgement)
         self.parking.drop(rank)  # a restatement would not include this batch
@@ -133,6 +134,7 @@ class Holdings(Generic[Events, Change]):
         rank = batch.rank
         judgement = self._judged(judge_chunk(self._progress_of(rank), batch))
         if judgement.verdict is not Verdict.PARKED:
+            self._keep_feed(judgement)
             return judgement.verdict
         self._begin(judgement)
         self._keep(judgement.progress)
@@ -252,6 +254,11 @@ class Holdings(Generic[Events, Change]):
         if self.progress.get(progress.rank) != progress:
             self.progress[progress.rank] = progress
             self.touched[progress.rank] = None
+
+    def _keep_feed(self, judgement: Judgement) -> None:
+        """Keep the feed's state of a duplicate; see `judge`. A rank may be unknown if its incarnation is 0."""
+        if judgement.verdict is Verdict.DUPLICATE and judgement.progress.rank in self.progress:
+            self._keep(judgement.progress)
 
     def _end(self, progress: Progress) -> None:
         """End everything that a rank holds, and set its new progress."""

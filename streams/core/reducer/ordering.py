@@ -32,7 +32,7 @@ class Progress:
 
     sequence: the last applied batch, BEFORE_FIRST for none. lease_ms: the time within which the rank's bridge must be
     heard from, 0 without a lease. silent: the lease has expired; no request goes to the rank until it is heard from.
-    feed: state of the rank's feed according to its last record that was not stale or a duplicate.
+    feed: state of the rank's feed according to its last record that was not stale, except for duplicates that say LIVE.
     """
 
     rank: RankId
@@ -75,13 +75,13 @@ class Judgement:
 
 
 def judge(progress: Progress, batch: EngineBatch) -> Judgement:
-    """Judge a batch of events by its incarnation and sequence number."""
+    """Judge a batch of events by its incarnation and sequence number. A duplicate can change nothing but the feed."""
     fenced = fence(progress, batch)
     if fenced is None:
         return Judgement(Verdict.STALE, progress)
     progress, begins = fenced
     if batch.sequence <= progress.sequence and not begins:
-        return Judgement(Verdict.DUPLICATE, progress)
+        return Judgement(Verdict.DUPLICATE, _unless_live(progress, batch))
     gap = batch.sequence > progress.sequence + 1 or batch.incomplete
     health = progress.health
     if gap:
@@ -104,6 +104,17 @@ def judge(progress: Progress, batch: EngineBatch) -> Judgement:
         feed=batch.feed,
     )
     return Judgement(Verdict.GAP if gap else Verdict.APPLIED, after, begins)
+
+
+def _unless_live(progress: Progress, batch: EngineBatch) -> Progress:
+    """Return a rank's progress after a duplicate, which may say that the feed is behind, but not that it is live.
+
+    Late records of a former bridge may say that the feed is live, and make duplicates of the batches that the next
+    bridge publishes while it catches up.
+    """
+    if not batch.feed or batch.feed is progress.feed:
+        return progress
+    return replace(progress, feed=batch.feed)
 
 
 def judge_unusable(progress: Progress, batch: EngineBatch) -> Judgement:
@@ -169,7 +180,8 @@ def judge_chunk(progress: Progress, batch: EngineBatch) -> Judgement:
             block_size=batch.block_size,
         )
     elif batch.sequence < progress.sequence:
-        return Judgement(Verdict.DUPLICATE, progress)  # it lacks batches that have been applied
+        # It lacks batches that have been applied.
+        return Judgement(Verdict.DUPLICATE, _unless_live(progress, batch))
     if progress.silent or progress.feed is not batch.feed:
         progress = replace(progress, silent=False, feed=batch.feed)
     return Judgement(Verdict.PARKED, progress, begins)
