@@ -77,8 +77,10 @@ _ERRORS = {kind.code: kind for kind in API_ERRORS}
 #: The code of a refusal that came after the caller's own deadline.
 _DEADLINE = "queue_timeout"
 
-#: The longest time that routers let a request wait in their queue; their setting queue_timeout_s is 30 s by default.
-QUEUE_WAIT_S_MAX = 3600.0
+#: How long a call with queue=on may wait if it does not say so itself: the default of the routers'
+#: router_queue_timeout_s. It is sent with the call, so that a router which answers has the last word; one that does not
+#: answer by then, and by the end of the call's own time, has failed.
+QUEUE_TIMEOUT_S = 30.0
 
 JSON, OCTET_STREAM = "application/json", "application/octet-stream"
 AUTHORIZATION, TENANT_HEADER = "Authorization", "X-Tenant"
@@ -105,6 +107,7 @@ class KvRouterClient(KvRouter):
         call_timeout_s: float = CALL_TIMEOUT_S,
         connections_max: int = CONNECTIONS_MAX,
         waiting_max: int = WAITING_MAX,
+        queue_timeout_s: float = QUEUE_TIMEOUT_S,
     ) -> None:
         """urls: addresses of routers, such as http://127.0.0.1:8000. token: sent as a bearer token; a function is
         called for each request, so that it may read a file that changes. ssl: for https, in place of the system's
@@ -120,6 +123,7 @@ class KvRouterClient(KvRouter):
         self._call_timeout_s = call_timeout_s
         self._connections = asyncio.Semaphore(connections_max)
         self._waiting_max = waiting_max
+        self._queue_timeout_s = queue_timeout_s
         self._n_waiting = [0] * len(self.urls)
         self._routers: PlainHttp | None = None
         self._turn = 0
@@ -192,7 +196,7 @@ class KvRouterClient(KvRouter):
         headers |= {name: fields.pop(name) for name in TRACE_HEADERS if name in fields}
         wait_s = 0.0
         if fields.get("queue") == "on":
-            wait_s = fields["queue_timeout_ms"] / 1000.0 if "queue_timeout_ms" in fields else QUEUE_WAIT_S_MAX
+            wait_s = fields.setdefault("queue_timeout_ms", max(1, int(self._queue_timeout_s * 1000))) / 1000.0
         # Packed tokens save most of the time that a router needs to parse a long prompt.
         query = query_of(fields)
         if query is not None:

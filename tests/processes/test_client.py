@@ -30,6 +30,7 @@ from streams.errors import (
     NoEligibleWorker,
     NotReady,
     QueueFull,
+    QueueTimeout,
     RouterUnavailable,
     UnknownModel,
 )
@@ -898,6 +899,34 @@ def test_a_client_keeps_no_queue_of_its_own_in_front_of_the_routers() -> None:
                 await until(lambda: active(local) == 0)
 
     assert Settings().router_queue_requests_max == http.WAITING_MAX
+    live(scenario)
+
+
+def test_a_router_that_hangs_does_not_keep_the_requests_that_would_wait_in_its_queue() -> None:
+    """After the time that a router may let them wait, they go to the next one, as other calls do."""
+
+    async def scenario() -> None:
+        asked: list[bytes] = []
+
+        async def hang(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            asked.append(await reader.readuntil(b"\r\n\r\n"))
+            await reader.read()
+            writer.close()
+
+        hung = await asyncio.start_server(hang, "127.0.0.1", 0)
+        urls = [f"http://127.0.0.1:{hung.sockets[0].getsockname()[1]}"]
+        with local_router(QUEUEING, n_workers=1) as local:
+            async with KvRouterClient([local.api.url, *urls], call_timeout_s=0.2, queue_timeout_s=0.1) as client:
+                async with await client.book(PROMPT, queue="on") as booking:
+                    assert booking.worker_id == 1
+                (head,) = asked
+                assert b"queue_timeout_ms=100" in head
+            async with KvRouterClient(local.api.url, queue_timeout_s=0.1) as client, await client.book(COLD):
+                with pytest.raises(QueueTimeout):
+                    await client.book(PROMPT, queue="on")
+        hung.close()
+
+    assert Settings().router_queue_timeout_s == http.QUEUE_TIMEOUT_S
     live(scenario)
 
 
