@@ -31,7 +31,7 @@ from streams.client.payloads import query_of, unpack_tokens
 from streams.client.plain_http import ConnectFailed, PlainHttp
 from streams.client.reports import BookingKey, Report
 from streams.client.trace_context import add_trace_context
-from streams.errors import API_ERRORS, InvalidRequest, KvStreamsError, RouterUnavailable
+from streams.errors import API_ERRORS, InvalidRequest, KvStreamsError, QueueFull, RouterUnavailable
 
 #: Time for one call, connection included. A decision takes about a millisecond; a router that drains or waits for a
 #: processor may take longer.
@@ -40,8 +40,16 @@ CALL_TIMEOUT_S = 5.0
 #: Time for a connection. A router whose host vanished must not hold each request for as long as a slow answer may take.
 CONNECT_TIMEOUT_S = 1.0
 
-#: Open connections to all routers. Calls beyond that wait for one.
+#: Open connections to all routers, for calls that do not wait in a router's queue. Calls beyond that wait for one.
 CONNECTIONS_MAX = 128
+
+#: Calls with queue=on at one router, each with a connection of its own: they wait for the reports that the other calls
+#: make. It is the default of the routers' router_queue_requests_max. A call beyond it is refused as the router would
+#: refuse it, since a queue in the client would be outside the router's order and limits.
+WAITING_MAX = 1024
+
+#: Pause after such a refusal: the least that routers ask for.
+_QUEUE_FULL_RETRY_AFTER_S = 1.0
 
 #: Connections to routers that no call uses are closed after this time.
 KEEPALIVE_S = 15.0
@@ -69,8 +77,10 @@ _ERRORS = {kind.code: kind for kind in API_ERRORS}
 #: The code of a refusal that came after the caller's own deadline.
 _DEADLINE = "queue_timeout"
 
-#: The longest time that routers let a request wait in their queue; their setting queue_timeout_s is 30 s by default.
-QUEUE_WAIT_S_MAX = 3600.0
+#: How long a call with queue=on may wait if it does not say so itself: the default of the routers'
+#: router_queue_timeout_s. It is sent with the call, so that a router which answers has the last word; one that does not
+#: answer by then, and by the end of the call's own time, has failed.
+QUEUE_TIMEOUT_S = 30.0
 
 JSON, OCTET_STREAM = "application/json", "application/octet-stream"
 AUTHORIZATION, TENANT_HEADER = "Authorization", "X-Tenant"
@@ -96,6 +106,8 @@ class KvRouterClient(KvRouter):
         retry_timeout_s: float = RETRY_TIMEOUT_S,
         call_timeout_s: float = CALL_TIMEOUT_S,
         connections_max: int = CONNECTIONS_MAX,
+        waiting_max: int = WAITING_MAX,
+        queue_timeout_s: float = QUEUE_TIMEOUT_S,
     ) -> None:
         """urls: addresses of routers, such as http://127.0.0.1:8000. token: sent as a bearer token; a function is
         called for each request, so that it may read a file that changes. ssl: for https, in place of the system's
@@ -110,6 +122,9 @@ class KvRouterClient(KvRouter):
         self._ssl = ssl
         self._call_timeout_s = call_timeout_s
         self._connections = asyncio.Semaphore(connections_max)
+        self._waiting_max = waiting_max
+        self._queue_timeout_s = queue_timeout_s
+        self._n_waiting = [0] * len(self.urls)
         self._routers: PlainHttp | None = None
         self._turn = 0
         self._penalised_until_s = [float("-inf")] * len(self.urls)
@@ -181,7 +196,7 @@ class KvRouterClient(KvRouter):
         headers |= {name: fields.pop(name) for name in TRACE_HEADERS if name in fields}
         wait_s = 0.0
         if fields.get("queue") == "on":
-            wait_s = fields["queue_timeout_ms"] / 1000.0 if "queue_timeout_ms" in fields else QUEUE_WAIT_S_MAX
+            wait_s = fields.setdefault("queue_timeout_ms", max(1, int(self._queue_timeout_s * 1000))) / 1000.0
         # Packed tokens save most of the time that a router needs to parse a long prompt.
         query = query_of(fields)
         if query is not None:
@@ -247,11 +262,7 @@ class KvRouterClient(KvRouter):
         for router in self._in_order(attempt.router):
             url = self.urls[router]
             try:
-                if self._connections.locked():
-                    async with asyncio.timeout(timeout_s):
-                        await self._connections.acquire()
-                else:
-                    await self._connections.acquire()  # at once
+                await self._take_place(router, timeout_s, may_wait=wait_s > 0.0)
                 try:
                     # Only a POST may be a booking, which is repeated elsewhere with the same request id.
                     response = await http.request(
@@ -262,7 +273,10 @@ class KvRouterClient(KvRouter):
                     finally:
                         response.close()
                 finally:
-                    self._connections.release()
+                    self._leave_place(router, may_wait=wait_s > 0.0)
+            except QueueFull as exc:
+                last, retry_after_s = exc, max(retry_after_s, _QUEUE_FULL_RETRY_AFTER_S)
+                continue
             except ConnectFailed as exc:
                 self._penalise(router)
                 last = _unavailable(url, exc)
@@ -292,6 +306,24 @@ class KvRouterClient(KvRouter):
             last, retry_after_s = error, max(retry_after_s, pause_s)
         assert last is not None  # there is at least one router
         raise Refused(last, retry_after_s)
+
+    async def _take_place(self, router: int, timeout_s: float, *, may_wait: bool) -> None:
+        """Take the place of a call, which may wait in the router's queue. Raises QueueFull, TimeoutError."""
+        if may_wait:
+            if self._n_waiting[router] >= self._waiting_max:
+                raise QueueFull(f"{self._waiting_max} requests of this client wait at {self.urls[router]}")
+            self._n_waiting[router] += 1
+        elif self._connections.locked():
+            async with asyncio.timeout(timeout_s):
+                await self._connections.acquire()
+        else:
+            await self._connections.acquire()  # at once
+
+    def _leave_place(self, router: int, *, may_wait: bool) -> None:
+        if may_wait:
+            self._n_waiting[router] -= 1
+        else:
+            self._connections.release()
 
     def _in_order(self, first: int | None) -> list[int]:
         """Return the routers in the order in which a call tries them: by turns, and those that failed recently last."""

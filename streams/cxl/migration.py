@@ -340,7 +340,7 @@ def _stop_characters(body: Mapping[str, Any]) -> int:
 
 def obstacle(body: Mapping[str, Any]) -> str | None:
     """Return why the answer to a request cannot be resumed, or None if it can."""
-    if any((body.get(name) or 1) != 1 for name in ("n", "best_of")):
+    if any((body.get(name) or 1) != 1 for name in ("n", "best_of")) or _has_several_prompts(body.get("prompt")):
         return "requests for several answers cannot be resumed"
     if body.get("use_beam_search"):
         return "beam search cannot be resumed"
@@ -359,6 +359,11 @@ def obstacle(body: Mapping[str, Any]) -> str | None:
         if value and not (isinstance(value, Mapping) and value.get("type") == "text"):
             return f"{name} constrains the whole answer, and its state is lost"
     return None
+
+
+def _has_several_prompts(prompt: Any) -> bool:
+    """Whether a completion has a list of prompts, each of which gets an answer, and not one list of token ids."""
+    return isinstance(prompt, list) and len(prompt) > 1 and isinstance(prompt[0], str | list)
 
 
 def _has_media(messages: Any) -> bool:

@@ -68,6 +68,9 @@ NOTE_FAILED_S = 0.05
 #: Statuses with which an engine refuses a request that has a field it does not know.
 _UNKNOWN_FIELD = (400, 422)
 
+#: Fields with which the engine's prompt is another one than the front's.
+_CHANGE_THE_PROMPT = ("chat_template", "truncate_prompt_tokens")
+
 #: What follows in the stream was resumed from text. Clients ignore lines of this form.
 _BY_TEXT = b": resumed from text, since the engine reports no token ids\n\n"
 
@@ -78,10 +81,10 @@ ENGINE_FAILURES = (aiohttp.ClientError, TimeoutError, OSError)
 class Moving:
     """What is needed to resume one request's answer.
 
-    relay: the stream. body: the client's request. headers: for engines. prompt: the tokens of the prompt as the front
-    knows them, u32 LE; None if it does not. heard_s: when the last byte of an engine came. fields: of the body without
-    its prompt, from the first move on. failed: the incarnations of workers that failed the request, None if they are
-    not known.
+    relay: the stream. body: the client's request. headers: for engines. prompt: the tokens of the whole prompt as the
+    front knows them, u32 LE; None if it does not. heard_s: when the last byte of an engine came. fields: of the body
+    without its prompt, from the first move on. failed: the incarnations of workers that failed the request, None if
+    they are not known.
     """
 
     def __init__(
@@ -268,13 +271,15 @@ class Mover:
         migration = relay.migration
         if not moving.fields:  # a long prompt takes a millisecond to read
             moving.fields = orjson.loads(moving.body)
+            reason = obstacle(moving.fields)
+            if reason is not None:
+                migration.note_obstacle(reason)
             moving.fields.pop("prompt", None)
-        reason = obstacle(moving.fields)
-        if reason is not None:
-            migration.note_obstacle(reason)
+            if any(moving.fields.get(name) is not None for name in _CHANGE_THE_PROMPT):
+                moving.prompt = None
         prompt = self._prompt(moving)
         if prompt is None:
-            migration.note_obstacle("neither the engine nor the front knows the token ids of the prompt")
+            migration.note_obstacle("neither the engine nor the front knows the token ids of the whole prompt")
         else:
             migration.note_prompt(len(prompt))
         if migration.unmovable or not relay.by_text:

@@ -225,7 +225,7 @@ class Proxy:
         if booking.phase is not None:
             remote = await self._prefilling.begin(booking, self._session(), request.kind, body, known, options, sent)
         if self._settings.front_migration and request.stream:
-            exchange.moving = Moving(request.kind, body, sent, model, known)
+            exchange.moving = Moving(request.kind, body, sent, model, prompt.tokens if prompt.whole else None)
         refusal: _Refusal | EngineFailed | None = None
         for attempt in range(self._settings.front_attempts_max):
             if attempt and not await self._moved(booking):

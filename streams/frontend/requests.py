@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+import orjson
 
 from streams.errors import InvalidRequest
 from streams.security.tokens import PRIORITY_MAX, Grant
@@ -111,6 +112,8 @@ def read_request(kind: Kind, body: bytes) -> FrontRequest:
     except (msgspec.DecodeError, UnicodeDecodeError) as exc:
         # Without the decoder's message, which may quote the body.
         raise InvalidRequest("the body is not JSON") from exc
+    except RecursionError as exc:
+        raise InvalidRequest("the body is nested too deeply") from exc
     model = read.model if isinstance(read.model, str) and read.model else None
     if model is not None and len(model) > NAME_CHARS_MAX:
         raise InvalidRequest(f"model has more than {NAME_CHARS_MAX} characters")
@@ -135,10 +138,11 @@ def route_options(request: FrontRequest, headers: Mapping[str, str], grant: Gran
         "model": request.model,
         "expected_output_tokens": request.expected_output_tokens,
         "cache_salt": request.cache_salt,
-        "session_id": _name(headers, SESSION),
+        "session_id": _utf_8(SESSION, _name(headers, SESSION)),
         "tenant": grant.tenant or _name(headers, TENANT),
     }
-    taints = [each.strip() for each in headers.get(TAINTS, "").split(",") if each.strip()]
+    required = _utf_8(TAINTS, headers.get(TAINTS)) or ""
+    taints = [each.strip() for each in required.split(",") if each.strip()]
     if len(taints) > TAINTS_MAX or any(len(each) > NAME_CHARS_MAX for each in taints):
         raise InvalidRequest(f"{TAINTS} has more than {TAINTS_MAX} taints, or one of over {NAME_CHARS_MAX} characters")
     options["required_taints"] = taints or None
@@ -176,6 +180,15 @@ def _name(headers: Mapping[str, str], header: str) -> str | None:
     return value or None
 
 
+def _utf_8(header: str, value: str | None) -> str | None:
+    """Return a header's value, which routers get as text. Bytes of other encodings have become surrogates."""
+    try:
+        (value or "").encode()
+    except UnicodeEncodeError as exc:
+        raise InvalidRequest(f"{header} is not UTF-8") from exc
+    return value
+
+
 def _moe_query(headers: Mapping[str, str]) -> Any:
     """Read the experts that a request will use; the router checks the fields."""
     text = headers.get(MOE_QUERY)
@@ -183,7 +196,8 @@ def _moe_query(headers: Mapping[str, str]) -> Any:
         return None
     try:
         query = msgspec.json.decode(text) if len(text) <= MOE_QUERY_CHARS_MAX else None
-    except (msgspec.DecodeError, UnicodeEncodeError):
+        orjson.dumps([[query]])  # as deep as in a route request
+    except (msgspec.DecodeError, UnicodeEncodeError, RecursionError, TypeError):
         query = None
     if not isinstance(query, dict):
         raise InvalidRequest(f"{MOE_QUERY} is not a JSON object of at most {MOE_QUERY_CHARS_MAX} characters")

@@ -122,7 +122,10 @@ class Front:
         self._access = access
         self._secrets = Secrets(options)
         self.router = KvRouterClient(
-            options.router_urls, token=self._secrets.token if self._secrets.has_token else None
+            options.router_urls,
+            token=self._secrets.token if self._secrets.has_token else None,
+            waiting_max=settings.router_queue_requests_max,
+            queue_timeout_s=settings.router_queue_timeout_s,
         )
         cache_bytes = settings.front_tokenizer_cache_mb << 20
         self.tokenizing = Tokenizing(options.tokenizers, settings.front_tokenizer_processes, cache_bytes)

@@ -59,10 +59,15 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt's tokens as u32 LE, and where they came from."""
+    """A prompt's tokens as u32 LE, and where they came from.
+
+    whole: whether they are the whole prompt. Otherwise they are its beginning, or stand for unknown tokens, and serve
+    only to choose a worker.
+    """
 
     tokens: bytes
     source: str
+    whole: bool = True
 
 
 class Tokenizing:
@@ -131,7 +136,7 @@ class Tokenizing:
         Never raises for what a client sent: what cannot be tokenized is routed by load.
         """
         found = await self._found(request, body, model, engine, http, key)
-        prompt = found or Prompt(UNKNOWN_TOKENS, NONE)
+        prompt = found or Prompt(UNKNOWN_TOKENS, NONE, whole=False)
         self.sources[prompt.source] += 1
         return prompt
 
@@ -164,7 +169,7 @@ class Tokenizing:
                 found = await self._by_files(request.kind, name, body)
                 self.characters["cached"] += found.n_cached
                 self.characters["encoded"] += found.n_characters - found.n_cached
-                return _known(found.tokens, FILES)
+                return _known(found.tokens, FILES, whole=found.whole)
             if engine is not None:
                 return _known(await self._by_engine(request, body, engine, http, key), ENGINE)
         except InvalidRequest:
@@ -272,6 +277,6 @@ def _load(paths: Mapping[str, Path], cache_bytes: int) -> dict[str, LoopTokenize
     return {model: LoopTokenizer(ModelTokenizer(path, share)) for model, path in paths.items()}
 
 
-def _known(tokens: bytes, source: str) -> Prompt | None:
+def _known(tokens: bytes, source: str, *, whole: bool = True) -> Prompt | None:
     """Return a prompt; one without tokens cannot be routed by them."""
-    return Prompt(tokens, source) if tokens else None
+    return Prompt(tokens, source, whole) if tokens else None

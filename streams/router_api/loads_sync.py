@@ -24,7 +24,15 @@ from typing import Literal, NamedTuple
 from confluent_kafka import KafkaError, KafkaException, Message, Producer
 
 from streams.core.ids import RankId
-from streams.core.loads.bookings import BOOKINGS_MAX, ActiveLoads, Booking, BookingId, BookingPhase, with_output
+from streams.core.loads.bookings import (
+    BOOKINGS_MAX,
+    ActiveLoads,
+    Booking,
+    BookingId,
+    BookingPhase,
+    Renewal,
+    with_output,
+)
 from streams.core.loads.log_clock import LogClock
 from streams.core.routing.policies import MODES as POLICY_MODES
 from streams.core.routing.selection import NAMED_MODES
@@ -37,6 +45,10 @@ from streams.settings import Settings
 from streams.topics import TopicSpec
 
 log = logging.getLogger(__name__)
+
+#: A report of output that fills no more blocks renews a booking whose last record is older than this share of its TTL.
+#: A front reports at least once per minute, so a booking of 10 minutes is renewed by one report in five.
+_RENEWED_AFTER = 0.5
 
 #: Calls that are buffered because their booking, made by another router, may still be on its way.
 BUFFERED_CALLS_MAX = 10_000
@@ -320,7 +332,7 @@ class LoadsSync:
         """Update bookings with the number of tokens generated so far; returns False if the call is buffered.
 
         Bookings are found, and calls are buffered, as in `report_phase`. A number that fills no more blocks than before
-        changes nothing and is not published.
+        is not published, unless half of a booking's TTL has passed since its last record: then it renews the booking.
         """
         with self._lock:
             live = self._live_ids(request_id, phase)
@@ -503,9 +515,19 @@ class LoadsSync:
         if booking is None:
             return  # a buffered call whose booking had ended before it arrived
         grown = with_output(booking, output_tokens, self._block_size_of(booking.model))
-        if grown is not booking:
-            self._loads.add(booking_id, grown, self._local_time())
-            self._publish(booking_id, BookingPhase.ADD, grown)
+        if grown is booking:
+            renewal = self._loads.renewal(booking_id)
+            # Without output, the add would let a prompt wait again that has aged (rank_times).
+            if renewal is None or not booking.output_blocks or not self._is_due(renewal):
+                return
+            grown = renewal.booking
+        self._loads.add(booking_id, grown, self._local_time())
+        self._publish(booking_id, BookingPhase.ADD, grown)
+
+    def _is_due(self, renewal: Renewal) -> bool:
+        """Whether a booking ends soon enough, by the clock that ends it."""
+        now_ms = self._stream_ms[renewal.clock] if self._shared else self._now_ms()
+        return now_ms - renewal.last_record_ms >= self._ttl_ms * _RENEWED_AFTER
 
     def _apply(self, booking_id: BookingId, phase: BookingPhase, at_ms: int | None, clock: int = 0) -> None:
         if phase is BookingPhase.PREFILL:

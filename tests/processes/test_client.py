@@ -29,6 +29,8 @@ from streams.errors import (
     KvStreamsError,
     NoEligibleWorker,
     NotReady,
+    QueueFull,
+    QueueTimeout,
     RouterUnavailable,
     UnknownModel,
 )
@@ -39,6 +41,7 @@ from streams.settings import Settings
 from streams.sim.engine_config import EngineConfig
 from streams.sim.server import SimServer, SimServerConfig, serve
 from streams.sim.synthetic_tokens import greedy_tokens
+from tests.helpers.api import metrics
 from tests.helpers.local_router import LocalRouter, hold, local_router, rank
 
 PATIENCE_S = 60.0
@@ -847,6 +850,84 @@ def test_the_token_is_sent_with_every_call_and_read_for_each(router: LocalRouter
 
     live(scenario)
     assert seen == ["Bearer first", "Bearer second"]
+
+
+QUEUEING = Settings(block_size=BLOCK_SIZE, router_queue_backlog_ms=1.0, router_queue_timeout_s=PATIENCE_S)
+
+
+async def queue_has(local: LocalRouter, n: int) -> None:
+    """Wait until this many requests wait in a router."""
+    name = "kvstreams_flow_control_queue_size/"
+    await until(lambda: sum(value for key, value in metrics(local.api).items() if key.startswith(name)) == n)
+
+
+def test_requests_that_wait_in_a_routers_queue_do_not_block_the_reports_that_they_wait_for() -> None:
+    """They have connections of their own, however few the others are."""
+
+    async def scenario() -> None:
+        with local_router(QUEUEING, n_workers=1) as local:
+            async with KvRouterClient(local.api.url, connections_max=2) as client:
+                running = await client.book(COLD)
+                waiting = [asyncio.create_task(client.book(PROMPT, queue="on")) for _ in range(4)]
+                await queue_has(local, 4)
+                assert len(await client.workers()) == 1
+                running.prefill_complete()
+                for each in asyncio.as_completed(waiting):
+                    (await each).end()
+                running.end()
+                await until(lambda: active(local) == 0)
+
+    live(scenario)
+
+
+def test_a_client_keeps_no_queue_of_its_own_in_front_of_the_routers() -> None:
+    """Calls beyond its limit are refused as a full queue refuses them; others are not affected."""
+
+    async def scenario() -> None:
+        with local_router(QUEUEING, n_workers=1) as local:
+            async with KvRouterClient(local.api.url, retry_timeout_s=0.0, waiting_max=2) as client:
+                running = await client.book(COLD)
+                waiting = [asyncio.create_task(client.book(PROMPT, queue="on")) for _ in range(2)]
+                await queue_has(local, 2)
+                with pytest.raises(QueueFull, match="2 requests of this client wait"):
+                    await client.book(PROMPT, queue="on")
+                (await client.book(PROMPT)).end()
+                running.end()
+                for each in asyncio.as_completed(waiting):
+                    (await each).end()
+                (await client.book(PROMPT, queue="on")).end()
+                await until(lambda: active(local) == 0)
+
+    assert Settings().router_queue_requests_max == http.WAITING_MAX
+    live(scenario)
+
+
+def test_a_router_that_hangs_does_not_keep_the_requests_that_would_wait_in_its_queue() -> None:
+    """After the time that a router may let them wait, they go to the next one, as other calls do."""
+
+    async def scenario() -> None:
+        asked: list[bytes] = []
+
+        async def hang(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            asked.append(await reader.readuntil(b"\r\n\r\n"))
+            await reader.read()
+            writer.close()
+
+        hung = await asyncio.start_server(hang, "127.0.0.1", 0)
+        urls = [f"http://127.0.0.1:{hung.sockets[0].getsockname()[1]}"]
+        with local_router(QUEUEING, n_workers=1) as local:
+            async with KvRouterClient([local.api.url, *urls], call_timeout_s=0.2, queue_timeout_s=0.1) as client:
+                async with await client.book(PROMPT, queue="on") as booking:
+                    assert booking.worker_id == 1
+                (head,) = asked
+                assert b"queue_timeout_ms=100" in head
+            async with KvRouterClient(local.api.url, queue_timeout_s=0.1) as client, await client.book(COLD):
+                with pytest.raises(QueueTimeout):
+                    await client.book(PROMPT, queue="on")
+        hung.close()
+
+    assert Settings().router_queue_timeout_s == http.QUEUE_TIMEOUT_S
+    live(scenario)
 
 
 def test_a_router_that_failed_is_tried_last_for_a_while(router: LocalRouter) -> None:

@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -25,6 +26,7 @@ from streams.kafka import worker_key
 from streams.local.processes import Children
 from streams.local.stack import Engine, Stack
 from streams.settings import Settings
+from streams.sim.chat_template import tokenizer_files
 from streams.sim.engine_config import EngineConfig
 from streams.tables.records import encode_progress, progress_key
 from tests.helpers.byte_engine import CHAT_PROMPT, ByteEngine, Plan
@@ -304,6 +306,56 @@ def test_without_token_ids_the_text_is_resumed_and_the_answer_says_so(backend: B
     run(backend, scenario, without, Plan(TEXT, has_ids=False))
     strict = replace(without, is_strict=True)
     run(backend, scenario, strict, strict, replace(strict, dies_at=None), replace(strict, dies_at=None))
+
+
+@pytest.mark.parametrize("has_ids", [False, True])
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "refusal", "refusal": "I cannot help with that."},
+        {"type": "output_text", "text": "Yes."},
+        {"type": "thinking", "thinking": "Hm."},
+    ],
+)
+def test_a_stream_whose_prompt_is_known_in_part_moves_only_with_the_engines_ids(
+    backend: Backend, tmp_path: Path, part: dict[str, str], has_ids: bool
+) -> None:
+    """The front's tokens end before a part that it cannot render, so they only choose the worker."""
+    for name, text in tokenizer_files().items():
+        (tmp_path / name).write_text(text)
+    messages = [
+        {"role": "user", "content": "How do I do it?"},
+        {"role": "assistant", "content": [part]},
+        {"role": "user", "content": "Why not?"},
+    ]
+
+    async def scenario(stage: Stage, ask: Ask) -> None:
+        answer = await ask({**CHAT, "messages": messages})
+        assert stage.front.tokenizing.sources == {"files": 1}
+        if has_ids:
+            assert (answer.text, answer.ended, answer.error) == (TEXT, True, None)
+        else:
+            assert answer.ended and "whole prompt" in answer.error["message"]
+            assert len(asked_of(stage)) == 1
+
+    options = {"tokenizers": {"": tmp_path}}
+    run(backend, scenario, Plan(TEXT, has_ids=has_ids, dies_at=13), Plan(TEXT, has_ids=has_ids), options=options)
+
+
+@pytest.mark.parametrize("fields", [{"chat_template": "{{ messages }}"}, {"truncate_prompt_tokens": 3}])
+def test_a_stream_with_a_field_that_changes_the_prompt_moves_only_with_the_engines_ids(
+    backend: Backend, fields: dict[str, Any]
+) -> None:
+    """The front's own tokens are those of another prompt."""
+
+    async def scenario(stage: Stage, ask: Ask) -> None:
+        answer = await ask({**CHAT, **fields})
+        assert answer.ended and "whole prompt" in answer.error["message"]
+        assert len(asked_of(stage)) == 1
+        share(stage.engines, Plan(TEXT, dies_at=13), Plan(TEXT))
+        assert (await ask({**CHAT, **fields})).text == TEXT
+
+    run(backend, scenario, Plan(TEXT, has_ids=False, dies_at=13))
 
 
 def test_a_client_that_asks_for_token_ids_gets_each_once(backend: Backend) -> None:

@@ -40,6 +40,12 @@ def test_a_body_that_is_not_a_json_object_is_refused_without_quoting_it(body: by
     assert "prompt" not in str(refused.value)
 
 
+def test_a_body_that_is_nested_too_deeply_is_refused() -> None:
+    """The decoder counts levels also in fields that it skips."""
+    with pytest.raises(InvalidRequest, match="nested too deeply"):
+        read_request(Kind.COMPLETION, b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}")
+
+
 def test_fields_of_wrong_types_are_left_to_the_engine() -> None:
     """The front reads what it can use; an engine refuses the rest with its own error."""
     request = read(model=7, stream="yes", max_tokens="many", cache_salt=[1], prompt={"a": 1}, other=[{}])
@@ -101,7 +107,17 @@ def test_a_token_limits_priority_and_decides_the_tenant(asked: str | None, given
 
 @pytest.mark.parametrize(
     "headers",
-    [{"X-Priority": "high"}, {"X-Priority": str(1 << 40)}, {"X-Tenant": "t" * 513}, {"X-Required-Taints": "a," * 65}],
+    [
+        {"X-Priority": "high"},
+        {"X-Priority": str(1 << 40)},
+        {"X-Tenant": "t" * 513},
+        {"X-Required-Taints": "a," * 65},
+        {"X-Required-Taints": "gold,\udcff"},
+        {"X-Session-Id": "\udcff"},
+        {"X-Moe-Query": "{" + '"a":' + "[" * 252 + "]" * 252 + "}"},
+        {"X-Moe-Query": "[" * 2000},
+        {"X-Moe-Query": '{"layer_id": 1' + "0" * 40 + "}"},
+    ],
 )
 def test_a_header_that_cannot_be_used_is_refused(headers: dict[str, str]) -> None:
     """The message names the header."""

@@ -25,6 +25,7 @@ from streams.codec import decode_load, load_key
 from streams.core.hashing import pack_hashes
 from streams.core.ids import RankId
 from streams.core.loads.bookings import ENDED_BOOKING_BYTES, Booking, BookingId, BookingPhase
+from streams.core.loads.observations import NO_FORECAST, Forecast
 from streams.errors import BookingConflict
 from streams.kafka import Record, producer
 from streams.load_records import request_partition
@@ -509,6 +510,43 @@ def test_generated_tokens_make_a_booking_grow_for_all() -> None:
     assert world.same() == {}
 
 
+@pytest.mark.parametrize("forecast", [NO_FORECAST, Forecast(40_000, 500, 0)])
+def test_reports_of_the_same_length_keep_a_booking_alive(forecast: Forecast) -> None:
+    """They renew it everywhere with one record per half of its TTL, and change no load, no prefill and no time."""
+    world = World()
+    first, second, _ = world.replicas
+    first.sync.book("r", booking(1)._replace(forecast=forecast))
+    world.settle()
+    first.sync.report_output("r", 1)
+    first.sync.report_phase("r", BookingPhase.PREFILL)
+    world.settle()
+    n_falls = [replica.falls for replica in world.replicas]
+    times = [times_of(replica) for replica in world.replicas]
+    n_adds = sum(b"add" in each.key for each in world.log.written)
+    for minute in range(100):
+        world.pass_time(TTL_MS // 10)
+        world.settle()
+        (first, second)[minute % 2].sync.report_output("r", 1)
+        assert world.same() == {rank_of(1): (0, 2, 1)}
+        if minute == 25:  # the records of prefills are deleted after two TTLs
+            for records in world.log.partitions:
+                records[:] = [each for each in records if b"prefill" not in each.key]
+            late = Replica(world.log, world.clock)
+            for partition in range(TOPIC.partitions):
+                late.fold(partition)
+            assert late.loads == {rank_of(1): (0, 2, 1)}
+    assert 10 <= sum(b"add" in each.key for each in world.log.written) - n_adds <= 20
+    assert [replica.falls for replica in world.replicas] == n_falls
+    assert [times_of(replica) for replica in world.replicas] == times
+    second.sync.report_phase("r", BookingPhase.FREE)
+    assert world.same() == {}
+
+
+def times_of(replica: Replica) -> list[list[int]]:
+    with replica.sync.locked() as active:
+        return [row[:4] for row in active.times.table.tolist()]
+
+
 def test_generated_tokens_told_too_soon_wait_for_their_booking() -> None:
     """Early reports are buffered, the greatest number applies, and a booking that has already ended does not grow."""
     world = World()
@@ -862,6 +900,12 @@ def test_without_replica_sync_nothing_is_said_and_bookings_end_by_our_clock() ->
     clock[0] += 1
     alone.sync.poll()
     assert (len(alone), log.written) == (0, [])
+    alone.sync.book("r", booking(1))
+    for _ in range(20):
+        alone.sync.report_output("r", 1)
+        clock[0] += TTL_MS // 4
+        alone.sync.poll()
+        assert alone.loads == {rank_of(1): (16, 2, 1)}
 
 
 def test_a_started_router_sends_without_being_asked() -> None:

@@ -110,14 +110,26 @@ def with_output(booking: Booking, output_tokens: int, block_size: int) -> Bookin
     return booking if output_blocks <= booking.output_blocks else booking._replace(output_blocks=output_blocks)
 
 
-def _lowers_load(before: Booking | None, after: Booking) -> bool:
+def _lowers_load(before: Booking | None, counted_prefill: int, after: Booking) -> bool:
     """Whether any number of any rank's load may be lower after a booking was replaced."""
     return before is not None and (
         before.rank != after.rank
-        or before.prefill_tokens > after.prefill_tokens
+        or counted_prefill > after.prefill_tokens
         or before.output_blocks > after.output_blocks
         or before.sequence != after.sequence
     )
+
+
+class Renewal(NamedTuple):
+    """What an add must contain so that it changes nothing of an active booking but its time.
+
+    booking: without prefill tokens if its prefill was reported, since a renewed booking may last longer than the record
+    of that report. clock, last_record_ms: the time of its newest record.
+    """
+
+    booking: Booking
+    clock: int
+    last_record_ms: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,7 +250,7 @@ class ActiveLoads:
             return
         state.since_ms = self.times.now_ms if at_ms is None else at_ms
         if state.booking is not None:
-            if _lowers_load(state.booking, booking):
+            if _lowers_load(state.booking, state.counted_prefill, booking):
                 self.n_falls += 1
             if state.timed is not None:
                 self.times.ended(state.timed, state.since_ms)
@@ -528,6 +540,16 @@ class ActiveLoads:
         """The active booking with this id, or None."""
         state = self._states.get(booking_id)
         return state.booking if state is not None and state.live else None
+
+    def renewal(self, booking_id: BookingId) -> Renewal | None:
+        """What renewing an active booking takes; None if there is none, or the log has not given it a time yet."""
+        state = self._states.get(booking_id)
+        if state is None or state.booking is None or state.expires_ms is None:
+            return None
+        booking = state.booking
+        if state.prefilled and booking.prefill_tokens:
+            booking = booking._replace(prefill_tokens=0)
+        return Renewal(booking, state.clock, state.expires_ms - self._ttl_ms)
 
     def knows(self, request_id: str, phase: str | None = None) -> bool:
         """Whether a booking of this request id is kept, active or ended. phase: None stands for every phase."""
