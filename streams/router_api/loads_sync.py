@@ -128,8 +128,7 @@ class LoadsSync:
         self._shared = settings.router_replica_sync
         self._reads_metrics = settings.router_mode in POLICY_MODES  # or a request's own mode is one of these
         self._learns = settings.router_mode in NAMED_MODES
-        # Without a log, bookings have this router's own time.
-        self._log_clock = LogClock(time.time_ns() // 1_000_000 - now_ms() if self._shared else 0)
+        self._log_clock = LogClock()  # without a log, bookings have this router's own time
         self._lock = threading.RLock()
         self._locked = _Locked(self._enter, self._lock.release)
         self._outbox: Outbox[_Unsent] = Outbox(kafka, topic.name, now_ms, lambda: self._lock, self._encode)
@@ -353,8 +352,8 @@ class LoadsSync:
         self, records: Sequence[tuple[bytes, bytes | None, int, int]], *, live: bool = True
     ) -> list[tuple[int, BadRecord]]:
         """records: keys, values, append times and partitions."""
-        if live and records:
-            self._log_clock.note(max(each[2] for each in records), self._now_ms())
+        if records:
+            self._note_time(max(each[2] for each in records), live=live)
         bad = []
         for start in range(0, len(records), _FOLDED_TOGETHER_MAX):
             together = records[start : start + _FOLDED_TOGETHER_MAX]
@@ -569,6 +568,18 @@ class LoadsSync:
         return values
 
     # -- time ----------------------------------------------------------------------------------------------------------
+
+    def _note_time(self, append_ms: int, *, live: bool) -> None:
+        """Take in the append time of a record that was read now."""
+        now_ms = self._now_ms()
+        with self._lock:
+            jumped_ms = self._log_clock.note(append_ms, now_ms, live=live)
+            if not jumped_ms:
+                return
+            self._expired_ms = -1  # what is not due at this local time by the former estimate may be due by this one
+            if self._unlogged:
+                self._loads.shift(self._unlogged, jumped_ms)
+                self._loads.advance(self._log_clock.now_ms(now_ms))
 
     def _expire(self) -> None:
         now_ms = self._now_ms()
