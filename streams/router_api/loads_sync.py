@@ -108,9 +108,10 @@ class _Locked(AbstractContextManager[ActiveLoads]):
 
 
 class _BufferedCall(NamedTuple):
-    """A call that waits for its booking. output_tokens: 0 for a phase."""
+    """A call that waits for its booking. number: of the calls that were ever buffered. output_tokens: 0 for a phase."""
 
     since_ms: int
+    number: int
     output_tokens: int
 
 
@@ -142,6 +143,7 @@ class LoadsSync:
         self._ticking: dict[int, int] = {}  # partitions whose tick Kafka has not acknowledged, and since when
         self._sync_was_read = False  # whether `in_sync` was read since the last check for quiet partitions
         self._counter = 0
+        self.calls_buffered = 0  # since the start
         self.unknown_calls = 0
         self._listeners: tuple[Callable[[], None], ...] = ()
         self._falls_announced = 0
@@ -245,11 +247,14 @@ class LoadsSync:
                     return False
             return self._outbox.oldest_ms() <= self._stale_after_ms
 
-    def book(self, request_id: str, booking: Booking) -> BookingId:
+    def book(self, request_id: str, booking: Booking, calls_before: int = 0) -> BookingId:
         """Book here at once, and publish the booking.
 
         An existing booking of the same id and phase is replaced, except that the output blocks that were reported for
         it stay. Raises BookingConflict if that one is on another rank.
+
+        calls_before: `calls_buffered` when the request arrived. Calls that were buffered before cannot be about this
+        booking: they are dropped, so that they do not end it. Later ones have overtaken it, and apply.
         """
         with self._lock:
             live = self._loads.live(request_id, booking.phase)
@@ -267,6 +272,8 @@ class LoadsSync:
                 booking_id = BookingId(request_id, self.router_id, self._counter)
                 if self._shared:
                     self._unlogged[booking_id] = self._now_ms()
+                if self._buffered and calls_before:
+                    self._drop_buffered(request_id, booking.phase, calls_before)
             self._add(booking_id, booking, self._local_time())
             self._publish(booking_id, BookingPhase.ADD, booking)
             self._release_buffered(booking_id, booking.phase)
@@ -526,10 +533,21 @@ class LoadsSync:
         before = self._buffered.pop((request_id, call, phase), None)
         if before is not None:
             output_tokens = max(output_tokens, before.output_tokens)
-        self._buffered[request_id, call, phase] = _BufferedCall(self._now_ms(), output_tokens)
+        self.calls_buffered += 1
+        self._buffered[request_id, call, phase] = _BufferedCall(self._now_ms(), self.calls_buffered, output_tokens)
         if len(self._buffered) > BUFFERED_CALLS_MAX:
             self._buffered.popitem(last=False)
             self.unknown_calls += 1
+
+    def _drop_buffered(self, request_id: str, phase: str | None, last: int) -> None:
+        """Drop the calls up to this number that a booking of this id and phase would get."""
+        calls: tuple[_Call, ...] = ("output", BookingPhase.PREFILL, BookingPhase.FREE)
+        for each in {None, phase}:
+            for call in calls:
+                buffered = self._buffered.get((request_id, call, each))
+                if buffered is not None and buffered.number <= last:
+                    del self._buffered[request_id, call, each]
+                    self.unknown_calls += 1
 
     def _release_buffered(self, booking_id: BookingId, phase: str | None) -> None:
         """Apply the calls that waited for this booking: those of its phase, and those that named none."""

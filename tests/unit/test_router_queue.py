@@ -437,3 +437,28 @@ def test_requests_that_come_together_begin_in_the_order_of_the_queue(
             return done
 
         assert asyncio.run(together())[0] == ("long", "short")[first]
+
+
+def active_requests(served: Served) -> int:
+    number: int = served.api.call("GET", "/loads").given()["loads"][0]["active_requests"]
+    return number
+
+
+def test_a_request_that_is_repeated_after_it_left_the_queue_stays_booked(served: Served) -> None:
+    """The DELETE of a request that was never booked does not end the booking of its repetition under the same id."""
+    assert Asking(served.api, request_id="repeated", queue_timeout_ms=1).ended().status == 503
+    assert served.api.call("DELETE", "/loads/repeated").status == 202
+    served.free(served.full)
+    served.api.route(request_id="repeated", model="m", token_ids=prompt(LONG), queue="on")
+    assert active_requests(served) == 1
+    served.free("repeated")
+    assert active_requests(served) == 0
+
+
+def test_a_delete_ends_the_booking_of_a_request_that_still_waits(served: Served) -> None:
+    """A DELETE that arrives while its request waits in the queue applies as soon as the request is booked."""
+    asking = served.asks()
+    assert served.api.call("DELETE", f"/loads/{asking.name}").status == 202
+    served.free(served.full)
+    assert asking.ended().status == 200
+    assert active_requests(served) == 0
