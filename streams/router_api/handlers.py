@@ -182,18 +182,18 @@ class Handlers:
                 self._metrics.route_seconds.observe(time.perf_counter() - started)
                 return _json(found)
             elif len(body) <= LARGE_BODY_BYTES:
-                asked = parse_with_tokens(parse_route, body, self._tokens_max)
-                prepared = router.prepare(*asked, calls_before=calls_before)
+                prepared = self._prepare_short(body, calls_before)
             else:
                 prepared = await self._bodies.on_thread(self._prepare_large, body, calls_before)
         if may_wait(prepared):
-            del body  # a waiting request keeps only what it needs
             grant = grant_of(request)
-            answer = await self._admission.route(
+            waiting = self._admission.route(
                 _with_priority_of(prepared, grant),
                 grant.tenant_of(request.headers.get("X-Tenant", "")),
                 lambda: request.transport is None,
             )
+            del body, prepared  # while a request waits, only the queue has it, without what it does not count
+            answer = await waiting
         else:
             answer = router.try_book(prepared)
         self._metrics.route_seconds.observe(time.perf_counter() - started - (answer.queued_ms or 0.0) / 1000.0)
@@ -208,8 +208,7 @@ class Handlers:
         for item in items:
             try:
                 if len(item) <= LARGE_BODY_BYTES:
-                    asked = parse_with_tokens(parse_route, item, self._tokens_max)
-                    prepared = self._router.prepare(*asked, calls_before=calls_before)
+                    prepared = self._prepare_short(item, calls_before)
                 else:
                     prepared = await self._bodies.on_thread(self._prepare_large, item, calls_before)
                 if may_wait(prepared):
@@ -226,6 +225,10 @@ class Handlers:
             log.error("an item of POST /route failed", exc_info=exc)
         self._metrics.errors[reported.code] += 1
         return error_json(reported.code, str(exc), exc.detail)
+
+    def _prepare_short(self, body: bytes, calls_before: int) -> PreparedRequest:
+        asked = parse_with_tokens(parse_route, body, self._tokens_max)
+        return self._router.prepare(*asked, calls_before=calls_before)
 
     def _prepare_large(self, body: bytes, calls_before: int) -> PreparedRequest:
         asked = parse_large(_LARGE_ROUTE, parse_route, body, self._tokens_max)
