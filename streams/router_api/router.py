@@ -408,6 +408,7 @@ class Router:
         reported = self.view.reports_received_ms(prepared.ranks) if prepared.policy.reads_metrics else None
         fleet = self.view.fleet() if prepared.policy.reads_fleet else _NOTHING_REPORTED
         decision: Decision | None = None
+        candidates: tuple[RankTerms, ...] | None = None
         with self.loads.locked() as loads:
             # A client that retries must not book twice. Another router's booking of this id counts as well.
             existing, moves = None, False
@@ -423,6 +424,8 @@ class Router:
                 )
                 if decision is None:
                     return None
+                if request.explain:  # before the booking, which changes the loads that some terms are read from
+                    candidates = decision.candidates
                 if moves:
                     self.loads.end(prepared.request_id, _booked_phase(request.phase))
                 if request.update_states:
@@ -466,7 +469,7 @@ class Router:
             trust,
             chosen_trust,
             prepared.moe_filter_applied,
-            decision.candidates if request.explain else None,
+            candidates,
             pooled_blocks=chosen.cxl_accessible_scores,
             block_size=prepared.block_size if request.explain else None,
         )
