@@ -16,6 +16,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextvars import Context, copy_context
 from dataclasses import dataclass
 
 import msgspec
@@ -88,13 +89,17 @@ def may_wait(prepared: PreparedRequest) -> bool:
 
 @dataclass(slots=True)
 class _Entry:
-    """A waiting request. changes: of the view, when the request was last matched; matched_ms: the time of that."""
+    """A waiting request. changes: of the view, when the request was last matched; matched_ms: the time of that.
+
+    context: of its task, so that a trace of its decision belongs to it and not to the task that serves the queue.
+    """
 
     prepared: PreparedRequest
     answer: asyncio.Future[RouteAnswer]
     is_gone: Callable[[], bool]
     changes: int
     matched_ms: float
+    context: Context
 
 
 class Admission:
@@ -261,7 +266,7 @@ class Admission:
         )
         slim = msgspec.structs.replace(request, token_ids=None, block_hashes=None)
         answer = asyncio.get_running_loop().create_future()
-        entry = _Entry(prepared._replace(request=slim), answer, is_gone, -1, now_ms)
+        entry = _Entry(prepared._replace(request=slim), answer, is_gone, -1, now_ms, copy_context())
         self._entries[number] = entry
         if self._pumping is None:
             self._pumping = asyncio.create_task(self._pump_while_waiting())
@@ -349,7 +354,7 @@ class Admission:
             return
         if entry.changes != router.view.changes:
             self._match(number, entry, now_ms)
-        answer = router.try_admit(entry.prepared, self._gate)
+        answer = entry.context.run(router.try_admit, entry.prepared, self._gate)
         if answer is None:
             return
         del self._entries[number]

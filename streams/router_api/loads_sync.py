@@ -120,9 +120,10 @@ class _Locked(AbstractContextManager[ActiveLoads]):
 
 
 class _BufferedCall(NamedTuple):
-    """A call that waits for its booking. output_tokens: 0 for a phase."""
+    """A call that waits for its booking. number: of the calls that were ever buffered. output_tokens: 0 for a phase."""
 
     since_ms: int
+    number: int
     output_tokens: int
 
 
@@ -140,8 +141,7 @@ class LoadsSync:
         self._shared = settings.router_replica_sync
         self._reads_metrics = settings.router_mode in POLICY_MODES  # or a request's own mode is one of these
         self._learns = settings.router_mode in NAMED_MODES
-        # Without a log, bookings have this router's own time.
-        self._log_clock = LogClock(time.time_ns() // 1_000_000 - now_ms() if self._shared else 0)
+        self._log_clock = LogClock()  # without a log, bookings have this router's own time
         self._lock = threading.RLock()
         self._locked = _Locked(self._enter, self._lock.release)
         self._outbox: Outbox[_Unsent] = Outbox(kafka, topic.name, now_ms, lambda: self._lock, self._encode)
@@ -155,6 +155,7 @@ class LoadsSync:
         self._ticking: dict[int, int] = {}  # partitions whose tick Kafka has not acknowledged, and since when
         self._sync_was_read = False  # whether `in_sync` was read since the last check for quiet partitions
         self._counter = 0
+        self.calls_buffered = 0  # since the start
         self.unknown_calls = 0
         self._listeners: tuple[Callable[[], None], ...] = ()
         self._falls_announced = 0
@@ -258,11 +259,14 @@ class LoadsSync:
                     return False
             return self._outbox.oldest_ms() <= self._stale_after_ms
 
-    def book(self, request_id: str, booking: Booking) -> BookingId:
+    def book(self, request_id: str, booking: Booking, calls_before: int = 0) -> BookingId:
         """Book here at once, and publish the booking.
 
         An existing booking of the same id and phase is replaced, except that the output blocks that were reported for
         it stay. Raises BookingConflict if that one is on another rank.
+
+        calls_before: `calls_buffered` when the request arrived. Calls that were buffered before cannot be about this
+        booking: they are dropped, so that they do not end it. Later ones have overtaken it, and apply.
         """
         with self._lock:
             live = self._loads.live(request_id, booking.phase)
@@ -280,6 +284,8 @@ class LoadsSync:
                 booking_id = BookingId(request_id, self.router_id, self._counter)
                 if self._shared:
                     self._unlogged[booking_id] = self._now_ms()
+                if self._buffered and calls_before:
+                    self._drop_buffered(request_id, booking.phase, calls_before)
             self._add(booking_id, booking, self._local_time())
             self._publish(booking_id, BookingPhase.ADD, booking)
             self._release_buffered(booking_id, booking.phase)
@@ -365,8 +371,8 @@ class LoadsSync:
         self, records: Sequence[tuple[bytes, bytes | None, int, int]], *, live: bool = True
     ) -> list[tuple[int, BadRecord]]:
         """records: keys, values, append times and partitions."""
-        if live and records:
-            self._log_clock.note(max(each[2] for each in records), self._now_ms())
+        if records:
+            self._note_time(max(each[2] for each in records), live=live)
         bad = []
         for start in range(0, len(records), _FOLDED_TOGETHER_MAX):
             together = records[start : start + _FOLDED_TOGETHER_MAX]
@@ -549,10 +555,21 @@ class LoadsSync:
         before = self._buffered.pop((request_id, call, phase), None)
         if before is not None:
             output_tokens = max(output_tokens, before.output_tokens)
-        self._buffered[request_id, call, phase] = _BufferedCall(self._now_ms(), output_tokens)
+        self.calls_buffered += 1
+        self._buffered[request_id, call, phase] = _BufferedCall(self._now_ms(), self.calls_buffered, output_tokens)
         if len(self._buffered) > BUFFERED_CALLS_MAX:
             self._buffered.popitem(last=False)
             self.unknown_calls += 1
+
+    def _drop_buffered(self, request_id: str, phase: str | None, last: int) -> None:
+        """Drop the calls up to this number that a booking of this id and phase would get."""
+        calls: tuple[_Call, ...] = ("output", BookingPhase.PREFILL, BookingPhase.FREE)
+        for each in {None, phase}:
+            for call in calls:
+                buffered = self._buffered.get((request_id, call, each))
+                if buffered is not None and buffered.number <= last:
+                    del self._buffered[request_id, call, each]
+                    self.unknown_calls += 1
 
     def _release_buffered(self, booking_id: BookingId, phase: str | None) -> None:
         """Apply the calls that waited for this booking: those of its phase, and those that named none."""
@@ -591,6 +608,18 @@ class LoadsSync:
         return values
 
     # -- time ----------------------------------------------------------------------------------------------------------
+
+    def _note_time(self, append_ms: int, *, live: bool) -> None:
+        """Take in the append time of a record that was read now."""
+        now_ms = self._now_ms()
+        with self._lock:
+            jumped_ms = self._log_clock.note(append_ms, now_ms, live=live)
+            if not jumped_ms:
+                return
+            self._expired_ms = -1  # what is not due at this local time by the former estimate may be due by this one
+            if self._unlogged:
+                self._loads.shift(self._unlogged, jumped_ms)
+                self._loads.advance(self._log_clock.now_ms(now_ms))
 
     def _expire(self) -> None:
         now_ms = self._now_ms()

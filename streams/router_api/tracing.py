@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Awaitable, Callable
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from importlib.metadata import version
 from typing import Any
 
@@ -23,7 +25,8 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from streams.errors import KvStreamsError, api_error
+from streams.core.routing.admission import Gate
+from streams.errors import AllWorkersBusy, KvStreamsError, api_error
 from streams.otlp import LAST_SPANS_S, exporting_provider
 from streams.router_api.answer import RouteAnswer
 from streams.router_api.registry import PUBLISH_TIMEOUT_S
@@ -49,21 +52,34 @@ class TracedRouter(Router):
         self._provider = exporting_provider(SERVICE_NAME) if provider is None else provider
         self.tracer = self._provider.get_tracer("kvstreams", version("kvstreams"))
 
-    def try_book(self, prepared: PreparedRequest) -> RouteAnswer:
-        """Choose and book as any router does, within a span."""
+    def try_admit(self, prepared: PreparedRequest, gate: Gate | None) -> RouteAnswer | None:
+        """Choose and book as any router does, with a span unless the request has to wait."""
+        started_ns = time.time_ns()
+        try:
+            answer = super().try_admit(prepared, gate)
+        except KvStreamsError as exc:
+            if gate is None or not isinstance(exc, AllWorkersBusy):
+                with self._span(prepared, started_ns) as span:
+                    _note_error(span, exc)
+            raise
+        if answer is not None:
+            with self._span(prepared, started_ns) as span:
+                if span.is_recording():
+                    span.set_attributes(_answered(prepared, answer))
+        return answer
+
+    @contextmanager
+    def _span(self, prepared: PreparedRequest, started_ns: int) -> Iterator[Span]:
+        """The span of a decision that has been made. One that lets a request wait is not known before, and has none."""
         with self.tracer.start_as_current_span(
-            f"route {prepared.model}".rstrip(), record_exception=False, set_status_on_exception=False
+            f"route {prepared.model}".rstrip(),
+            start_time=started_ns,
+            record_exception=False,
+            set_status_on_exception=False,
         ) as span:
             if span.is_recording():
                 span.set_attributes(_asked(prepared))
-            try:
-                answer = super().try_book(prepared)
-            except KvStreamsError as exc:
-                _note_error(span, exc)
-                raise
-            if span.is_recording():
-                span.set_attributes(_answered(prepared, answer))
-            return answer
+            yield span
 
     def stop(self, timeout_s: float = PUBLISH_TIMEOUT_S) -> int:
         """Stop as any router does, and send the last spans."""

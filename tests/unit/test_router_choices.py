@@ -372,6 +372,22 @@ def test_a_prepared_request_can_be_booked_once_a_rank_is_free_again() -> None:
     assert router.try_book(prepared).cost is None  # the same id again gets the existing choice
 
 
+@pytest.mark.parametrize("mode", ["kv", "expected-time"])
+def test_explained_loads_are_those_of_earlier_requests(mode: str) -> None:
+    """The terms of the candidates leave out what the request itself is charged, in every mode."""
+    router = router_of(1, router_mode=RouterMode(mode))
+
+    def explained(name: str) -> list[float]:
+        body = orjson.dumps({"request_id": name, "token_ids": TOKENS, "explain": True})
+        (candidate,) = answer_json(router.route(parse_route(body)))["candidates"]
+        return [candidate["active_prefill_blocks"], candidate["decode_blocks"]]
+
+    n_blocks = len(TOKENS) // BLOCK_SIZE
+    assert explained("first") == [0, n_blocks]
+    router.report_phase("first", BookingPhase.FREE)
+    assert explained("second") == [0, n_blocks]
+
+
 def test_a_request_that_no_rank_may_serve_is_refused_when_it_is_booked() -> None:
     """Preparation does not raise, since the request may repeat the id of a booking on a rank that is cordoned now."""
     router = router_of(1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -27,6 +28,8 @@ from streams.router_api.server import make_router
 from streams.router_api.tracing import SERVICE_NAME, TracedRouter
 from streams.router_api.wire import RouteRequest
 from streams.settings import Settings
+from streams.waiting import wait_for
+from tests.helpers.api import PATIENCE_S, metrics
 from tests.helpers.local_router import LocalRouter, hold, local_router, random_blocks, rank
 from tests.helpers.posting import collector, posting_server
 
@@ -106,6 +109,42 @@ def test_a_decision_is_a_span_in_the_trace_of_its_request(traced: Traced) -> Non
         "kvstreams.cost": 4.0,
     }
     assert not decision.events
+
+
+def test_a_decision_for_a_request_that_waits_is_one_span_in_its_own_trace() -> None:
+    """With queue=on a decision has a span, at once or after waiting, and each is a child of its own request's call."""
+    exporter, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    settings = Settings(tracing=True, router_queue_backlog_ms=100.0)
+    with local_router(settings, 1, make=lambda own: TracedRouter(own, provider)) as served:
+
+        def ask(request_id: str) -> None:
+            body = {"request_id": request_id, "queue": "on", "token_ids": list(range(5000))}
+            served.api.call("POST", "/route", body).given()
+
+        def n_waiting() -> float:
+            return metrics(served.api).get("kvstreams_flow_control_queue_size/0", 0.0)
+
+        ask("at-once")
+        asking = []
+        for number in (1, 2):
+            asking.append(threading.Thread(target=ask, args=(f"waits-{number}",)))
+            asking[-1].start()
+            wait_for(lambda number=number: n_waiting() == number, PATIENCE_S, "the request to wait")  # type: ignore[misc]
+        for request_id in ("at-once", "waits-1", "waits-2"):
+            wait_for(
+                lambda given=request_id: served.api.call("DELETE", f"/loads/{given}").status == 200,  # type: ignore[misc]
+                PATIENCE_S,
+                "the request to be booked",
+            )
+        for thread in asking:
+            thread.join(PATIENCE_S)
+    spans = exporter.get_finished_spans()
+    calls = {span.context.span_id for span in spans if span.name == "POST /route"}
+    decisions = [span for span in spans if span.name == "route m"]
+    assert {attributes(each)["kvstreams.request_id"] for each in decisions} == {"at-once", "waits-1", "waits-2"}
+    assert len(decisions) == 3
+    assert {each.parent.span_id for each in decisions if each.parent is not None} == calls
 
 
 def test_every_request_of_a_list_has_its_own_decision(traced: Traced) -> None:

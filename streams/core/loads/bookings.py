@@ -435,6 +435,18 @@ class ActiveLoads:
                 self._count(state)
         return True
 
+    def shift(self, booking_ids: Iterable[BookingId], ms: int) -> None:
+        """The clock of the log jumped by this much, and so do the times of bookings that the log has not timed yet."""
+        for booking_id in booking_ids:
+            state = self._states.get(booking_id)
+            if state is None:
+                continue
+            state.since_ms += ms
+            if state.prefilled_ms:
+                state.prefilled_ms += ms
+            if state.timed is not None:
+                self.times.retime(state.timed, state.since_ms)
+
     def advance(self, now_ms: int) -> None:
         """Let bookings with a forecast age up to this time, on the clock of the log.
 

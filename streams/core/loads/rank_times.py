@@ -74,7 +74,7 @@ class TimedBooking:
 class RankTimes:
     """Numbers by row (see the constants), for the rows of ActiveLoads.
 
-    now_ms: the greatest time that `advance` was called with.
+    now_ms: the time that `advance` was last called with.
     """
 
     def __init__(self, n_rows: int) -> None:
@@ -174,12 +174,15 @@ class RankTimes:
     def advance(self, now_ms: int) -> tuple[list[TimedBooking], list[TimedBooking]]:
         """Let bookings age up to this time; return those that count as prefilled now, and those that are over.
 
-        The owner must no longer count those that are over.
+        The owner must no longer count those that are over. The time may be earlier than before, because the clock of
+        the log was set back. What has aged stays so, and no rank has completed a prompt after this time.
         """
         aged: list[TimedBooking] = []
         over: list[TimedBooking] = []
-        if now_ms > self.now_ms:
-            self.now_ms = now_ms
+        if now_ms < self.now_ms:
+            prefilled_ms = self._table[PREFILLED_MS]
+            np.minimum(prefilled_ms, now_ms, out=prefilled_ms)
+        self.now_ms = now_ms
         due = self._due
         while due and due[0][0] <= self.now_ms:
             timed = heapq.heappop(due)[2]
