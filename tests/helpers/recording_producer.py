@@ -6,6 +6,7 @@ What lives here: the double. What must not: a cluster's behaviour; tests of that
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from typing import Any
 
 from confluent_kafka import Message, Producer
@@ -14,7 +15,7 @@ from confluent_kafka import Message, Producer
 class RecordingProducer(Producer):
     """A real client, configured for a port on which no broker listens, whose `produce` only records.
 
-    acknowledges: report each record as delivered, in the next step of the running loop.
+    acknowledges: report each record as delivered, in the next step of the running loop or by `poll`.
     """
 
     def __init__(self, *, acknowledges: bool = False) -> None:
@@ -25,9 +26,14 @@ class RecordingProducer(Producer):
 
     def produce(self, topic: str, *_: Any, **record: Any) -> None:
         self.records.append((topic, record))
-        if self._acknowledges and "on_delivery" in record:
-            message = Message(topic=topic, partition=0, offset=len(self.records))
-            asyncio.get_running_loop().call_soon(record["on_delivery"], None, message)
+        if self._acknowledges:
+            with suppress(RuntimeError):  # not on a loop's thread
+                asyncio.get_running_loop().call_soon(self.acknowledge)
+
+    def poll(self, *_: Any) -> int:
+        if self._acknowledges:
+            self.acknowledge()
+        return 0
 
     def values(self, topic_suffix: str) -> list[bytes]:
         """The values of all records of the topic with this suffix, in order."""

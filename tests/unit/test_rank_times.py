@@ -64,9 +64,11 @@ def test_output_shows_that_a_prompt_was_computed() -> None:
     """A client that reports output but no prefill does not leave its prompt in the backlog."""
     loads = ActiveLoads(TTL_MS)
     loads.add(request(1), booking(), 1000)
+    falls = loads.n_falls
     loads.add(request(1), booking(output=1), 1050)
     assert backlog_ms(loads, 1050) == 0.0
     assert loads.load(RANKS[0]).prefill_tokens == 0
+    assert loads.n_falls == falls + 1  # or requests that wait in the queue would not hear of it
 
 
 def test_a_booking_without_reports_counts_as_prefilled_and_then_as_over() -> None:

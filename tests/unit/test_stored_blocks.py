@@ -30,7 +30,7 @@ def tokens(block: int) -> list[int]:
 
 def test_blocks_carry_their_own_attributes() -> None:
     """Consecutive blocks with equal attributes are one event; the next event continues their chain."""
-    kafka = RecordingProducer()
+    kafka = RecordingProducer(acknowledges=True)
     publisher = KvEventPublisher(Settings(), 1, "m", incarnation=5, kafka=kafka)
     publisher._writer._epoch_of = lambda _: 3  # instead of the registry's, which no broker serves here
     blocks = [StoredBlock(100 + n, tokens(n)) for n in range(5)]

@@ -117,6 +117,8 @@ def _lowers_load(before: Booking | None, counted_prefill: int, after: Booking) -
         or counted_prefill > after.prefill_tokens
         or before.output_blocks > after.output_blocks
         or before.sequence != after.sequence
+        # The first generated tokens show that the prompt was computed; see `_count`.
+        or (before.forecast.prefill_us > 0 and before.output_blocks == 0 < after.output_blocks)
     )
 
 
