@@ -156,11 +156,15 @@ class Admission:
             raise InvalidRequest(f"the tenant's name (header X-Tenant) has more than {NAME_CHARS_MAX} characters")
         if not self._queue:
             await self._turn(prepared)
-        answer = self._at_once(prepared)
-        if answer is not None:
-            self.outcomes[Outcome.AT_ONCE] += 1
-            return answer
-        number, entry = self._enter(prepared, tenant, is_gone)
+        try:
+            answer = self._at_once(prepared)
+            if answer is not None:
+                self.outcomes[Outcome.AT_ONCE] += 1
+                return answer
+            number, entry = self._enter(prepared, tenant, is_gone)
+        except KvStreamsError:
+            self._router.note_refused(prepared)
+            raise
         del prepared  # the entry has it without what was only needed until now
         try:
             return await entry.answer
@@ -283,7 +287,9 @@ class Admission:
         """Take out a request that gets no rank."""
         self._queue.remove(number)
         self.outcomes[outcome] += 1
-        return self._entries.pop(number)
+        entry = self._entries.pop(number)
+        self._router.note_refused(entry.prepared)
+        return entry
 
     # -- pumps ---------------------------------------------------------------------------------------------------------
 

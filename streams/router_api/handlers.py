@@ -173,18 +173,17 @@ class Handlers:
         started = time.perf_counter()
         router = self._router
         packed_query = _packed_query(request)
-        calls_before = router.loads.calls_buffered
         async with self._bodies.of(request) as body:
             if packed_query is not None:
-                prepared = router.prepare(packed_query, _tokens(body), calls_before=calls_before)
+                prepared = router.prepare(packed_query, _tokens(body))
             elif is_list(body):
                 found = await self._route_list(body)
                 self._metrics.route_seconds.observe(time.perf_counter() - started)
                 return _json(found)
             elif len(body) <= LARGE_BODY_BYTES:
-                prepared = self._prepare_short(body, calls_before)
+                prepared = self._prepare_short(body)
             else:
-                prepared = await self._bodies.on_thread(self._prepare_large, body, calls_before)
+                prepared = await self._bodies.on_thread(self._prepare_large, body)
         if may_wait(prepared):
             grant = grant_of(request)
             waiting = self._admission.route(
@@ -202,15 +201,14 @@ class Handlers:
     async def _route_list(self, body: bytes) -> list[dict[str, Any]]:
         """Answer each request of a list, in order. A request that is refused does not affect the others."""
         self._router.check_ready()
-        calls_before = self._router.loads.calls_buffered
         items = await self._bodies.on_thread(parse_requests, body)
         answers = []
         for item in items:
             try:
                 if len(item) <= LARGE_BODY_BYTES:
-                    prepared = self._prepare_short(item, calls_before)
+                    prepared = self._prepare_short(item)
                 else:
-                    prepared = await self._bodies.on_thread(self._prepare_large, item, calls_before)
+                    prepared = await self._bodies.on_thread(self._prepare_large, item)
                 if may_wait(prepared):
                     raise InvalidRequest("queue is on, but a request of a list cannot wait", remedy="Send it by itself")
                 answers.append(answer_json(self._router.try_book(prepared)))
@@ -226,13 +224,11 @@ class Handlers:
         self._metrics.errors[reported.code] += 1
         return error_json(reported.code, str(exc), exc.detail)
 
-    def _prepare_short(self, body: bytes, calls_before: int) -> PreparedRequest:
-        asked = parse_with_tokens(parse_route, body, self._tokens_max)
-        return self._router.prepare(*asked, calls_before=calls_before)
+    def _prepare_short(self, body: bytes) -> PreparedRequest:
+        return self._router.prepare(*parse_with_tokens(parse_route, body, self._tokens_max))
 
-    def _prepare_large(self, body: bytes, calls_before: int) -> PreparedRequest:
-        asked = parse_large(_LARGE_ROUTE, parse_route, body, self._tokens_max)
-        return self._router.prepare(*asked, calls_before=calls_before)
+    def _prepare_large(self, body: bytes) -> PreparedRequest:
+        return self._router.prepare(*parse_large(_LARGE_ROUTE, parse_route, body, self._tokens_max))
 
     async def potential(self, request: web.Request) -> web.Response:
         """Return the load that each eligible rank would have with this request."""
@@ -270,16 +266,13 @@ class Handlers:
         """Book a choice that was made elsewhere."""
         request_id = _request_id(request)
         _check_no_query(request)
-        calls_before = self._router.loads.calls_buffered
         async with self._bodies.of(request) as body:
             if len(body) <= LARGE_BODY_BYTES:
-                asked = parse_with_tokens(parse_book, body, self._tokens_max)
-                return _json(self._router.book(request_id, *asked, calls_before=calls_before))
-            return _json(await self._bodies.on_thread(self._book_large, request_id, body, calls_before))
+                return _json(self._router.book(request_id, *parse_with_tokens(parse_book, body, self._tokens_max)))
+            return _json(await self._bodies.on_thread(self._book_large, request_id, body))
 
-    def _book_large(self, request_id: str, body: bytes, calls_before: int) -> dict[str, Any]:
-        asked = parse_large(_LARGE_BOOKING, parse_book, body, self._tokens_max)
-        return self._router.book(request_id, *asked, calls_before=calls_before)
+    def _book_large(self, request_id: str, body: bytes) -> dict[str, Any]:
+        return self._router.book(request_id, *parse_large(_LARGE_BOOKING, parse_book, body, self._tokens_max))
 
     async def prefill_complete(self, request: web.Request) -> web.Response:
         """Note that the rank has computed the prompt."""

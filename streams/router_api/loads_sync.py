@@ -54,6 +54,9 @@ _RENEWED_AFTER = 0.5
 BUFFERED_CALLS_MAX = 10_000
 BUFFERED_CALL_TTL_MS = 60_000
 
+#: Refused requests that are remembered for as long as a call is buffered.
+REFUSED_MAX = 10_000
+
 #: A partition that has had no record for this long gets a tick, which advances its time.
 QUIET_MS = 1_000
 
@@ -120,11 +123,14 @@ class _Locked(AbstractContextManager[ActiveLoads]):
 
 
 class _BufferedCall(NamedTuple):
-    """A call that waits for its booking. number: of the calls that were ever buffered. output_tokens: 0 for a phase."""
+    """A call that waits for its booking. output_tokens: 0 for a phase.
+
+    of_refused: it is about a request that this router refused, so it must not end the next one of the same id here.
+    """
 
     since_ms: int
-    number: int
     output_tokens: int
+    of_refused: bool
 
 
 class LoadsSync:
@@ -150,12 +156,12 @@ class LoadsSync:
         # Records of this router that were sent and not read back yet, by key: values, and what they say.
         self._own: OrderedDict[bytes, tuple[bytes, _Content]] = OrderedDict()
         self._buffered: OrderedDict[tuple[str, _Call, str | None], _BufferedCall] = OrderedDict()
+        self._refused: OrderedDict[str, int] = OrderedDict()  # ids of requests that this router refused, and since when
         # When each partition's last record was read, or the last tick of this router was acknowledged.
         self._heard_ms = [now_ms()] * topic.partitions
         self._ticking: dict[int, int] = {}  # partitions whose tick Kafka has not acknowledged, and since when
         self._sync_was_read = False  # whether `in_sync` was read since the last check for quiet partitions
         self._counter = 0
-        self.calls_buffered = 0  # since the start
         self.unknown_calls = 0
         self._listeners: tuple[Callable[[], None], ...] = ()
         self._falls_announced = 0
@@ -259,14 +265,11 @@ class LoadsSync:
                     return False
             return self._outbox.oldest_ms() <= self._stale_after_ms
 
-    def book(self, request_id: str, booking: Booking, calls_before: int = 0) -> BookingId:
+    def book(self, request_id: str, booking: Booking) -> BookingId:
         """Book here at once, and publish the booking.
 
         An existing booking of the same id and phase is replaced, except that the output blocks that were reported for
         it stay. Raises BookingConflict if that one is on another rank.
-
-        calls_before: `calls_buffered` when the request arrived. Calls that were buffered before cannot be about this
-        booking: they are dropped, so that they do not end it. Later ones have overtaken it, and apply.
         """
         with self._lock:
             live = self._loads.live(request_id, booking.phase)
@@ -284,14 +287,30 @@ class LoadsSync:
                 booking_id = BookingId(request_id, self.router_id, self._counter)
                 if self._shared:
                     self._unlogged[booking_id] = self._now_ms()
-                if self._buffered and calls_before:
-                    self._drop_buffered(request_id, booking.phase, calls_before)
+                if self._refused:
+                    self._begin_anew(request_id, booking.phase)
             self._add(booking_id, booking, self._local_time())
             self._publish(booking_id, BookingPhase.ADD, booking)
             self._release_buffered(booking_id, booking.phase)
             if self._listeners:
                 self._announce_falls()
             return booking_id
+
+    def note_refused(self, request_id: str, phase: str | None) -> None:
+        """Note that a request ended here without a booking.
+
+        Calls for it, before or after this, do not apply to the booking that this router makes when the request is
+        repeated under its id. They still apply to one that another router has made.
+        """
+        with self._lock:
+            self._refused.pop(request_id, None)
+            self._refused[request_id] = self._now_ms()
+            if len(self._refused) > REFUSED_MAX:
+                self._refused.popitem(last=False)
+            for key in self._keys_of(request_id, phase):
+                call = self._buffered.get(key)
+                if call is not None:
+                    self._buffered[key] = call._replace(of_refused=True)
 
     def end(self, request_id: str, phase: str | None) -> None:
         """End the bookings of exactly this id and phase, so that the request can be booked on another rank."""
@@ -555,21 +574,26 @@ class LoadsSync:
         before = self._buffered.pop((request_id, call, phase), None)
         if before is not None:
             output_tokens = max(output_tokens, before.output_tokens)
-        self.calls_buffered += 1
-        self._buffered[request_id, call, phase] = _BufferedCall(self._now_ms(), self.calls_buffered, output_tokens)
+        of_refused = request_id in self._refused
+        self._buffered[request_id, call, phase] = _BufferedCall(self._now_ms(), output_tokens, of_refused)
         if len(self._buffered) > BUFFERED_CALLS_MAX:
             self._buffered.popitem(last=False)
             self.unknown_calls += 1
 
-    def _drop_buffered(self, request_id: str, phase: str | None, last: int) -> None:
-        """Drop the calls up to this number that a booking of this id and phase would get."""
+    def _begin_anew(self, request_id: str, phase: str | None) -> None:
+        """Drop the calls for an earlier request of this id and phase, which this router refused."""
+        if self._refused.pop(request_id, None) is None:
+            return
+        for key in self._keys_of(request_id, phase):
+            call = self._buffered.get(key)
+            if call is not None and call.of_refused:
+                del self._buffered[key]
+                self.unknown_calls += 1
+
+    def _keys_of(self, request_id: str, phase: str | None) -> list[tuple[str, _Call, str | None]]:
+        """Where the calls are buffered that a booking of this id and phase would get."""
         calls: tuple[_Call, ...] = ("output", BookingPhase.PREFILL, BookingPhase.FREE)
-        for each in {None, phase}:
-            for call in calls:
-                buffered = self._buffered.get((request_id, call, each))
-                if buffered is not None and buffered.number <= last:
-                    del self._buffered[request_id, call, each]
-                    self.unknown_calls += 1
+        return [(request_id, call, each) for each in {None, phase} for call in calls]
 
     def _release_buffered(self, booking_id: BookingId, phase: str | None) -> None:
         """Apply the calls that waited for this booking: those of its phase, and those that named none."""
@@ -645,6 +669,11 @@ class LoadsSync:
                 break
             del self._buffered[oldest]
             self.unknown_calls += 1
+        while self._refused:
+            first = next(iter(self._refused))
+            if self._refused[first] + BUFFERED_CALL_TTL_MS > now_ms:
+                break
+            del self._refused[first]
 
     def _tick(self) -> None:
         """Write a tick to partitions that have bookings but no new records, so that their time advances.

@@ -102,8 +102,7 @@ class PreparedRequest(NamedTuple):
     It is a tuple because one is made for every request. sequence: the request's sequence hashes, packed as in its
     booking. ranks: those that pass every filter; busy thresholds are checked later. refusal: why there are none.
     scores, supplementary: what the ranks held when the request was prepared. predicted: ranks whose score is a
-    prediction. moe_filter_applied: see RouteAnswer. arrived_at_ms: only if decisions are recorded. calls_before: see
-    LoadsSync.book.
+    prediction. moe_filter_applied: see RouteAnswer. arrived_at_ms: only if decisions are recorded.
     """
 
     request: RouteRequest
@@ -123,7 +122,6 @@ class PreparedRequest(NamedTuple):
     moe_filter_applied: bool | None
     filters: WorkerFilter
     arrived_at_ms: int = 0
-    calls_before: int = 0
 
 
 @functools.lru_cache(maxsize=_UNFILTERED_MAX)
@@ -370,23 +368,19 @@ class Router:
         """
         return self.try_book(self.prepare(request, packed))
 
-    def prepare(
-        self, request: RouteRequest, packed: bytes | None = None, *, calls_before: int | None = None
-    ) -> PreparedRequest:
+    def prepare(self, request: RouteRequest, packed: bytes | None = None) -> PreparedRequest:
         """Hash a request, list the ranks that pass its filters, and match it against the index.
 
         This does not take the loads' lock. If no rank passes, the error is not raised but stored as `refusal`: the
         request may repeat the id of a booking, and `try_book` then returns that booking's rank. Raises every other
-        error of the request. calls_before: `loads.calls_buffered` when the request arrived; None if that is now.
+        error of the request.
         """
-        if calls_before is None:
-            calls_before = self.loads.calls_buffered
         policy = self._policy(request)
         override = request.router_config_override
         query = None if override is None else override.moe_query
         strict = query is not None and not query.fallback_to_unlabeled
         reads_index = policy.reads_index or (strict and self.settings.reads_index)
-        return self._prepare(request, packed, policy, query, reads_index, strict=strict, calls_before=calls_before)
+        return self._prepare(request, packed, policy, query, reads_index, strict=strict)
 
     def try_book(self, prepared: PreparedRequest) -> RouteAnswer:
         """Choose one of a prepared request's ranks and book it, in one step under the loads' lock.
@@ -396,9 +390,18 @@ class Router:
         Raises NoEligibleWorker, AllWorkersBusy; then an existing booking stays. After AllWorkersBusy it can be called
         again with the same preparation.
         """
-        answer = self.try_admit(prepared, None)
+        try:
+            answer = self.try_admit(prepared, None)
+        except KvStreamsError:
+            self.note_refused(prepared)
+            raise
         assert answer is not None  # only a gate lets a request wait
         return answer
+
+    def note_refused(self, prepared: PreparedRequest) -> None:
+        """Note that a request ended without a booking; see LoadsSync.note_refused."""
+        if prepared.request.update_states:
+            self.loads.note_refused(prepared.request_id, _booked_phase(prepared.request.phase))
 
     def try_admit(self, prepared: PreparedRequest, gate: Gate | None) -> RouteAnswer | None:
         """The same as `try_book`, but None if the gate does not let the request go to the rank that is best for it."""
@@ -590,7 +593,6 @@ class Router:
         reads_index: bool,
         *,
         strict: bool,
-        calls_before: int = 0,
     ) -> PreparedRequest:
         """strict: only ranks with matching labels pass, if there are any and the index is read."""
         self.check_ready()
@@ -631,7 +633,6 @@ class Router:
             moe_filter_applied,
             filters,
             0 if self.recorder is None else wall_ms(),
-            calls_before,
         )
 
     def _candidates(
@@ -801,7 +802,7 @@ class Router:
             phase=_booked_phase(prepared.request.phase),
             forecast=decision.forecast(),
         )
-        self.loads.book(prepared.request_id, booking, prepared.calls_before)
+        self.loads.book(prepared.request_id, booking)
         self.view.predict(chosen.rank, blocks.local)
         session = _session_of(prepared)
         if session is not None:
@@ -890,19 +891,13 @@ class Router:
                 )
         return {"loads": rows, "in_sync": self.loads.in_sync}
 
-    def book(
-        self, request_id: str, body: BookRequest, packed: bytes | None = None, *, calls_before: int | None = None
-    ) -> dict[str, Any]:
+    def book(self, request_id: str, body: BookRequest, packed: bytes | None = None) -> dict[str, Any]:
         """Book a choice that was made elsewhere. packed: tokens as u32 little-endian, in place of token_ids.
-
-        calls_before: as in `prepare`.
 
         Repeating the call changes nothing. Raises UnknownId, or BookingConflict if the id is booked on another rank for
         the same phase.
         """
         self.check_ready()
-        if calls_before is None:
-            calls_before = self.loads.calls_buffered
         rank = rank_of(body)
         worker = self.registry.worker(rank.worker_id)
         if rank.dp_rank >= worker.dp_size:
@@ -927,7 +922,7 @@ class Router:
             expected_output_tokens=body.expected_output_tokens,
             phase=_booked_phase(body.phase),
         )
-        self.loads.book(request_id, booking, calls_before)
+        self.loads.book(request_id, booking)
         self.view.predict(rank, blocks.local)
         return booking_json(request_id, booking)
 

@@ -5,27 +5,35 @@ from __future__ import annotations
 import pytest
 
 from streams.core.loads.bookings import BookingPhase
-from streams.router_api.wire import BookRequest, parse_route_query
+from streams.errors import NoEligibleWorker
+from streams.router_api.router import Router
+from streams.router_api.wire import parse_route_query
 from tests.helpers.api import TOKENS, packed, rank_of
 from tests.unit.test_loads_sync import World, booking
 from tests.unit.test_router_choices import ask, router_of
 
 
-def active(router: object) -> int:
-    with router.loads.locked() as loads:  # type: ignore[attr-defined]
+def active(router: Router) -> int:
+    with router.loads.locked() as loads:
         return sum(load.requests for load in loads.ranks().values())
 
 
+def refuse(router: Router, request_id: str) -> None:
+    with pytest.raises(NoEligibleWorker):
+        ask(router, request_id, allowed_worker_ids="99")
+
+
 @pytest.mark.parametrize("phase", [None, "decode"])
-def test_a_buffered_call_applies_to_other_routers_and_not_to_a_later_request_here(phase: str | None) -> None:
-    """It ends another router's booking when that is read, and does not end one that is requested here afterwards."""
+def test_a_call_for_a_refused_request_applies_to_other_routers_and_not_to_the_repetition(phase: str | None) -> None:
+    """It ends another router's booking of that id when that is read, and does not end one that is made here later."""
     world = World()
     first, second, _ = world.replicas
     for request_id in ("r", "s"):
+        second.sync.note_refused(request_id, phase)
         assert second.sync.report_phase(request_id, BookingPhase.FREE) is False
         assert second.sync.report_output(request_id, 16, phase) is False
     first.sync.book("r", booking(1, phase=phase))
-    second.sync.book("s", booking(2, phase=phase), second.sync.calls_buffered)
+    second.sync.book("s", booking(2, phase=phase))
     assert second.sync.unknown_calls == 2
     assert world.same() == {rank_of(2): (16, 1, 1)}
 
@@ -35,7 +43,8 @@ def test_a_dropped_call_does_not_end_the_booking_after_it_moved_to_another_route
     world = World()
     first, second, _ = world.replicas
     assert first.sync.report_phase("r", BookingPhase.FREE) is False
-    first.sync.book("r", booking(1), first.sync.calls_buffered)
+    first.sync.note_refused("r", None)
+    first.sync.book("r", booking(1))
     world.settle()
     second.sync.end("r", None)
     second.sync.book("r", booking(2))
@@ -43,15 +52,26 @@ def test_a_dropped_call_does_not_end_the_booking_after_it_moved_to_another_route
 
 
 def test_a_call_that_overtakes_its_request_counts() -> None:
-    """A request that is still being prepared, or waits, when its client ends it is not charged; the next one is."""
+    """A client that gives up breaks its connection and sends the end on another one, which may be read first."""
     router = router_of(1)
-    early = router.prepare(parse_route_query({"request_id": "r"}), packed(TOKENS))
     assert router.report_phase("r", BookingPhase.FREE)["buffered"] is True
-    router.try_book(early)
-    assert active(router) == 0
+    early = router.prepare(parse_route_query({"request_id": "s"}), packed(TOKENS))
     assert router.report_phase("s", BookingPhase.FREE)["buffered"] is True
-    ask(router, "s")
+    router.try_book(early)
+    ask(router, "r")
+    assert active(router) == 0
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_a_refused_request_can_be_repeated_after_its_end_was_reported(early: bool) -> None:
+    """Whether the end came before the refusal or after it. The end of the repetition counts."""
+    router = router_of(1)
+    if early:
+        assert router.report_phase("r", BookingPhase.FREE)["buffered"] is True
+    refuse(router, "r")
+    if not early:
+        assert router.report_phase("r", BookingPhase.FREE)["buffered"] is True
+    ask(router, "r")
     assert active(router) == 1
-    assert router.report_phase("t", BookingPhase.FREE)["buffered"] is True
-    router.book("t", BookRequest(worker_id=1, dp_rank=0), packed(TOKENS))
-    assert active(router) == 2
+    assert router.report_phase("r", BookingPhase.FREE)["buffered"] is False
+    assert active(router) == 0

@@ -484,7 +484,7 @@ def test_what_a_waiting_request_keeps_in_memory_is_counted(kind: str, served: Se
     url = urlsplit(served.api.url)
     bodies = [body_of(kind, number) for number in range(3)]
     connections = [HTTPConnection(url.hostname or "", url.port) for _ in bodies]
-    tracemalloc.start()
+    tracemalloc.start(6)
     try:
         before, _ = tracemalloc.get_traced_memory()
         for connection, body in zip(connections, bodies, strict=True):
@@ -493,8 +493,11 @@ def test_what_a_waiting_request_keeps_in_memory_is_counted(kind: str, served: Se
         gc.collect()
         kept = tracemalloc.get_traced_memory()[0] - before
         counted = metrics(served.api)["kvstreams_flow_control_queue_bytes"]
+        largest = tracemalloc.take_snapshot().statistics("traceback")[:5]
     finally:
         tracemalloc.stop()
         for connection in connections:
             connection.close()
-    assert kept < counted + len(bodies[0])
+    assert kept < counted + len(bodies[0]), "\n".join(
+        [line for each in largest for line in (f"{each.size} bytes", *each.traceback.format())]
+    )
