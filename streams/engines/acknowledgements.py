@@ -37,11 +37,6 @@ class Acknowledgements:
         if acknowledged:
             self._first_at_s = min(self._first_at_s, now_s)
 
-    @property
-    def are_missing(self) -> bool:
-        """Whether any record is on its way."""
-        return bool(self._written_at_s)
-
     def are_late(self, now_s: float, after_s: float) -> bool:
         """Whether a record has been on its way for longer than `after_s`."""
         return bool(self._written_at_s) and now_s - self._written_at_s[0] > after_s

@@ -96,6 +96,9 @@ REQUESTS_MAX = 4
 #: Pause before Kafka's client is offered a record again that it had no space for.
 FULL_S = 0.02
 
+#: Pause before it is asked whether Kafka has the transitions that a batch waits for, which takes some milliseconds.
+TRANSITION_S = 0.005
+
 #: Time between two checks whether there is something new to log about the rank.
 LOG_COUNTERS_S = 1.0
 
@@ -155,6 +158,7 @@ class RankFeed:
             self._dialect.counts_copies,
             wiring.epoch_of,
             wiring.in_flight,
+            may_resume=True,
         )
         self._heartbeats = Heartbeats(wiring, self._writer, self.counters)
         self._first_of = FirstOf()
@@ -243,7 +247,7 @@ class RankFeed:
         self._heartbeats.retire(reason)
 
     async def run(self) -> None:
-        """Feed until cancelled. Raises LeaseLost, and KvStreamsError if Kafka does not take a batch."""
+        """Feed until cancelled. Raises LeaseLost, and KvStreamsError if Kafka refuses a record."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 heartbeats = tasks.create_task(self._heartbeats.run())
@@ -281,13 +285,17 @@ class RankFeed:
                 await self._restate_placements(reading)
             if self._failure is not None:
                 raise self._failure
-            if self._writer.failed:
-                raise KvStreamsError(f"Kafka did not take {len(self._writer.failed)} batches: {self._writer.failed[0]}")
+            self._check_deliveries()
             if (now_s := time.monotonic()) >= log_at_s:
                 log_at_s = now_s + LOG_COUNTERS_S
                 if str(self.counters) != logged_counters:
                     logged_counters = str(self.counters)
                     log.info("rank %s: %s", self.rank, logged_counters)
+
+    def _check_deliveries(self) -> None:
+        """Raise KvStreamsError if Kafka refused a record."""
+        if self._writer.failed:
+            raise KvStreamsError(f"Kafka did not take {len(self._writer.failed)} records: {self._writer.failed[0]}")
 
     async def _wait(self) -> None:
         """Wait until a message, an answer, or evidence arrives, at most IDLE_S. Other tasks always get their turn."""
@@ -409,6 +417,8 @@ class RankFeed:
                 self._live = None
         if not self._connection.has_message:
             self._message_since_s = None
+        if self._writer.has_unsent:  # perhaps nothing follows for long that would send it
+            await self._may_write()
 
     def _on_message(self) -> None:
         """Take the messages that have arrived, at once if they only have to be published; otherwise wake the loop.
@@ -444,7 +454,7 @@ class RankFeed:
             self._publish(batch)
             self._live = None
             if not self._connection.has_message:
-                return self._writer.feed is FeedState.LIVE
+                return self._writer.feed is FeedState.LIVE and not self._writer.has_unsent
         return False
 
     @property
@@ -728,7 +738,7 @@ class RankFeed:
     # -- the sink of batches in order (gap_filling.BatchSink) ----------------------------------------------------------
 
     async def publish(self, batch: Batch) -> None:
-        """Decode and publish the next batch of the incarnation. Raises LeaseLost.
+        """Decode and publish the next batch of the incarnation. Raises what `_may_write` does.
 
         Its number is on Kafka afterwards, whatever the payload contains: otherwise nothing would show that it is
         missing until the engine sends another batch.
@@ -870,17 +880,21 @@ class RankFeed:
     async def _may_write(self) -> None:
         """Wait until a batch may be written: this bridge holds the lease, and Kafka's client has taken the last one.
 
+        Raises LeaseLost, and KvStreamsError if Kafka refused a record.
         Meanwhile nothing is taken from the socket, where at most `receive_hwm` batches wait. Further ones are missing
         in the engine's numbers, so they are requested from the replay socket, and show as a gap if that lacks them.
         """
         while True:
             await self._wiring.lease_handle.allowed(self._wiring.term)
+            if self._writer.waits_for_transitions:
+                self._wiring.kafka.poll(0)  # their acknowledgements
+                self._check_deliveries()
             if self._writer.send():
                 self._unsent_since_s = None
                 return
             if self._unsent_since_s is None:
                 self._unsent_since_s = time.monotonic()
-            await asyncio.sleep(FULL_S)
+            await asyncio.sleep(TRANSITION_S if self._writer.waits_for_transitions else FULL_S)
 
     def _dead_letter(self, letter: bytes, n_bytes: int, exc: BadRecord) -> None:
         """Write a dead letter. n_bytes: the length of the engine's message, which is not part of it."""

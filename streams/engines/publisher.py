@@ -3,9 +3,10 @@
 What lives here: the writers, which combine a rank's ledger, names, sequence numbers and producer. What must not: any
 engine's message format.
 
-A CXL transition is on Kafka before the batch that it follows is sent. Agents park a transition that arrives early. In
-the other order, a writer that crashed between the two and resumed after its last batch would never publish the
-transition. Topics have different leaders, so the batch waits until Kafka has acknowledged the transition.
+A CXL transition is sent before the batch that it follows. Agents park a transition that arrives early. In the other
+order, a bridge that crashed between the two and resumed after its last batch would never publish the transition. Topics
+have different leaders, so a bridge's batch waits until Kafka has acknowledged the transition. A publisher inside an
+engine does not wait: if it crashes, its incarnation ends, and with it everything that the rank held.
 """
 
 from __future__ import annotations
@@ -118,11 +119,16 @@ class RankWriter:
         counts_copies: bool,
         epoch_of: Callable[[str], int] = no_pools,
         in_flight: Counter[WorkerId] | None = None,
+        *,
+        may_resume: bool = False,
     ) -> None:
         """epoch_of: returns the epoch of a CXL pool from the registry.
 
         in_flight: counts each worker's records that Kafka has neither acknowledged nor refused, for several writers.
+        may_resume: the incarnation may go on after this writer, so that its batches wait for their transitions.
         """
+        self._may_resume = may_resume
+        self._transitions_sent = 0  # those that Kafka has neither acknowledged nor refused
         self._in_flight = Counter[WorkerId]() if in_flight is None else in_flight
         self._topic = topics(settings).kv_events.name
         self._cxl_topic = topics(settings).cxl_events.name
@@ -323,14 +329,25 @@ class RankWriter:
         try:
             while waiting:
                 topic, value = waiting[0]
-                if topic == self._topic and self._acknowledgements[self._cxl_topic].are_missing:
+                if topic == self._topic and self.waits_for_transitions:
                     return False
                 self._kafka.produce(topic, key=self._key, value=value, on_delivery=self._on_delivery_of[topic])
                 waiting.popleft()
+                self._transitions_sent += topic == self._cxl_topic
                 self._in_flight[self.rank.worker_id] += 1
         except BufferError:
             return False
         return True
+
+    @property
+    def waits_for_transitions(self) -> bool:
+        """Whether no batch may be sent now, because Kafka has not acknowledged a transition, or has refused one."""
+        return self._may_resume and (self._transitions_sent > 0 or bool(self.failed))
+
+    @property
+    def has_unsent(self) -> bool:
+        """Whether records wait for space in Kafka's client, or for transitions."""
+        return bool(self._unsent)
 
     def send_within(self, timeout_s: float) -> None:
         """Block until no record waits. Raises KvStreamsError after the timeout; the records are kept."""
@@ -365,6 +382,7 @@ class RankWriter:
 
     def _on_delivery(self, topic: str, error: KafkaError | None, message: Message) -> None:
         self._acknowledgements[topic].ended(time.monotonic(), acknowledged=error is None)
+        self._transitions_sent -= topic == self._cxl_topic
         worker_id = self.rank.worker_id
         self._in_flight[worker_id] -= 1
         if not self._in_flight[worker_id]:

@@ -142,23 +142,56 @@ def test_all_sockets_of_a_bridge_hold_a_bounded_number_of_batches() -> None:
     assert receive_hwm(10_000) == RECEIVE_HWM_MIN
 
 
-def test_a_batch_is_sent_once_kafka_has_its_transitions() -> None:
-    """A writer that resumed after a batch whose transitions were lost would never publish them."""
-    producer, rank, topics_ = RecordingProducer(), RankId(WorkerId(7), DpRank(0)), topics(Settings())
-    writer = RankWriter(Settings(), producer, rank, "m", Incarnation(1), False)
-    names, local = np.array([11], dtype=np.uint64), np.array([5], dtype=np.uint64)
-    writer.write(0, 1, 0, [BlocksStored(None, names, local, Tier.DEVICE)])
-    pooled = (
-        CxlStateChanged(1, names, state, "p", ()) for state in (CxlMemoryState.IN_TRANSIT, CxlMemoryState.EVICTED)
-    )
-    writer.write(1, 2, 0, list(pooled))
-    events, transitions = topics_.kv_events.name, topics_.cxl_events.name
-    assert [topic for topic, _ in producer.records] == [events, transitions, transitions]
-    assert not writer.send()
-    for _, record in producer.records[1:]:
-        record["on_delivery"](None, Message(topic=transitions))
-    assert writer.send()
-    assert [topic for topic, _ in producer.records] == [events, transitions, transitions, events]
+class _Pooling:
+    """A writer whose second batch lets a block enter a pool and be evicted from it."""
+
+    def __init__(self, *, may_resume: bool) -> None:
+        self.producer = RecordingProducer()
+        rank = RankId(WorkerId(7), DpRank(0))
+        self.writer = RankWriter(Settings(), self.producer, rank, "m", Incarnation(1), False, may_resume=may_resume)
+        names, local = np.array([11], dtype=np.uint64), np.array([5], dtype=np.uint64)
+        self.writer.write(0, 1, 0, [BlocksStored(None, names, local, Tier.DEVICE)])
+        states = (CxlMemoryState.IN_TRANSIT, CxlMemoryState.EVICTED)
+        self.writer.write(1, 2, 0, [CxlStateChanged(1, names, state, "p", ()) for state in states])
+
+    @property
+    def topics(self) -> list[str]:
+        return [topic for topic, _ in self.producer.records]
+
+    def deliver(self, error: KafkaError | None) -> None:
+        """Report both transitions as delivered, or as refused."""
+        for _, record in self.producer.records[1:3]:
+            record["on_delivery"](error, Message())
+
+
+_EVENTS, _TRANSITIONS = topics(Settings()).kv_events.name, topics(Settings()).cxl_events.name
+
+
+def test_a_bridge_sends_a_batch_once_kafka_has_its_transitions() -> None:
+    """A bridge that resumed after a batch whose transitions were lost would never publish them."""
+    pooling = _Pooling(may_resume=True)
+    assert pooling.topics == [_EVENTS, _TRANSITIONS, _TRANSITIONS]
+    assert pooling.writer.has_unsent
+    assert not pooling.writer.send()
+    pooling.deliver(None)
+    assert pooling.writer.send()
+    assert pooling.topics == [_EVENTS, _TRANSITIONS, _TRANSITIONS, _EVENTS]
+    assert not pooling.writer.has_unsent
+
+
+def test_a_bridge_does_not_send_a_batch_whose_transition_kafka_refused() -> None:
+    """The next feed of the engine resumes before this batch, and publishes its transitions again."""
+    pooling = _Pooling(may_resume=True)
+    pooling.deliver(KafkaError(KafkaError.TOPIC_AUTHORIZATION_FAILED))
+    assert pooling.writer.failed
+    assert not pooling.writer.send()
+    assert pooling.topics == [_EVENTS, _TRANSITIONS, _TRANSITIONS]
+
+
+def test_a_publisher_inside_an_engine_does_not_wait_for_transitions() -> None:
+    """Its calls come from the engine's threads, and if it crashes, its incarnation ends with everything it held."""
+    pooling = _Pooling(may_resume=False)
+    assert pooling.topics == [_EVENTS, _TRANSITIONS, _TRANSITIONS, _EVENTS]
 
 
 def test_records_in_flight_are_counted_over_all_writers_of_a_worker() -> None:

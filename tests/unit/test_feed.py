@@ -112,17 +112,19 @@ def feeding(
     settings: Settings | None = None,
     may_end: bool = False,
     recovered: RecoveredRank | None = None,
+    acknowledged_after_s: float = 0.0,
     **more: Any,
 ) -> list[EngineBatch]:
     """Feed an engine while `act` runs; return all records.
 
-    may_end: whether the feed may end by itself. recovered: what the bridge has read from Kafka. more: further parts of
-    its wiring.
+    may_end: whether the feed may end by itself. recovered: what the bridge has read from Kafka. acknowledged_after_s:
+    how long Kafka takes for a record. more: further parts of its wiring.
     """
 
     async def main() -> list[EngineBatch]:
         chosen = settings or Settings(bridge_lease_s=600.0)
-        context, producer = zmq.asyncio.Context(), RecordingProducer(acknowledges=True)
+        producer = RecordingProducer(acknowledges=True, after_s=acknowledged_after_s)
+        context = zmq.asyncio.Context()
         try:
             worker = Worker(address.worker_id, address.url, "m", 16)
             async with aiohttp.ClientSession() as http:
@@ -320,6 +322,27 @@ def test_pooled_blocks_are_published_again_if_the_table_lacks_them() -> None:
             assert n_reads == [7]
 
         feeding(address_of(engine), act, read_pooled=read_pooled)
+
+
+def test_a_batch_is_sent_as_soon_as_kafka_has_its_transitions_although_nothing_follows() -> None:
+    """Also if many of them come one after the other, and if the batch is the last one for a long time."""
+    block = 1000  # the name of the first block of the prompt that begins with token 1
+
+    with EngineDouble() as engine:
+
+        async def act(fed: FeedUnderTest) -> None:
+            engine.store(1, 3)
+            await fed.until(lambda: fed.numbers() == [0] and fed.state is LIVE, "the blocks")
+            engine.publish(["CxlStateTransition", 1, [block], "in_transit", "p", [7]])
+            await fed.until(lambda: fed.numbers() == [0, 1], "the only batch")
+            n_batches = 40
+            for n in range(n_batches):
+                state = "cxl_pooled" if n % 2 else "in_transit"
+                engine.publish(["CxlStateTransition", 2 + n, [block], state, "p", [7]])
+            await fed.until(lambda: fed.numbers() == list(range(2 + n_batches)), "all batches")
+            assert len(fed.transitions) == 1 + n_batches
+
+        feeding(address_of(engine), act, acknowledged_after_s=0.03)
 
 
 @pytest.mark.parametrize("first", [0, 5])
