@@ -555,7 +555,7 @@ class Router:
             )
         trust = FALLBACK
         if reads_index:
-            trust = self._trust(ranks, prepared.predicted, pooled=policy.cxl_score_weight > 0.0, labelled=False)
+            trust = self._trust(ranks, prepared.predicted, pooled=_pooled(prepared), labelled=False)
         return {"loads": rows, **trust_json(trust)}
 
     def matches(self, request: RouteRequest, packed: bytes | None = None) -> dict[str, Any]:
@@ -581,7 +581,7 @@ class Router:
         counts = [[0] * len(ranks) if column is None else column.tolist() for column in columns]
         matched = {rank: terms for rank, *terms in zip(ranks, *counts, strict=True) if any(terms)}
         labelled = query is not None and query.counts(1.0)
-        trust = self._trust(ranks, prepared.predicted, pooled=True, labelled=labelled)
+        trust = self._trust(ranks, prepared.predicted, pooled=prepared.model, labelled=labelled)
         return matches_json(prepared.blocks.request_blocks, matched, trust)
 
     def _prepare(
@@ -815,7 +815,7 @@ class Router:
         if policy.reads_index:
             # A booking does not say what its score was made of, so it may have used pooled blocks and labels.
             labelled = query is not None and query.counts(policy.moe_score_weight)
-            trust = self._trust((booking.rank,), _NO_RANKS, pooled=policy.cxl_score_weight > 0.0, labelled=labelled)
+            trust = self._trust((booking.rank,), _NO_RANKS, pooled=_pooled(prepared), labelled=labelled)
         if trust.mode is AnswerMode.EXACT:
             # If the request was refused, the index was not read.
             now = None if prepared.refusal else prepared.scores.scores.get(booking.rank, 0)
@@ -849,16 +849,16 @@ class Router:
         """
         policy, query, predicted = prepared.policy, prepared.moe_query, prepared.predicted
         labelled = query is not None and query.counts(policy.moe_score_weight)
-        trust = self._trust(prepared.ranks, predicted, pooled=policy.cxl_score_weight > 0.0, labelled=labelled)
+        trust = self._trust(prepared.ranks, predicted, pooled=_pooled(prepared), labelled=labelled)
         if trust.mode is AnswerMode.EXACT:  # then it is exact for each of them
             return trust, trust
         if labelled:
             assert query is not None
             labelled = chosen.moe_scores > 0 or not query.fallback_to_unlabeled
-        pooled = chosen.cxl_accessible_scores > 0
+        pooled = prepared.model if chosen.cxl_accessible_scores > 0 else None
         return trust, self._trust((chosen.rank,), predicted, pooled=pooled, labelled=labelled)
 
-    def _trust(self, ranks: Sequence[RankId], predicted: Set[RankId], *, pooled: bool, labelled: bool) -> Trust:
+    def _trust(self, ranks: Sequence[RankId], predicted: Set[RankId], *, pooled: str | None, labelled: bool) -> Trust:
         """Return the least trust that any of these ranks deserves, if the index was read for them."""
         trust = self.view.trust(ranks, predicted, pooled=pooled, labelled=labelled)
         # Load is part of the cost. While bookings are out of sync, this router has only its own part of the load.
@@ -944,6 +944,11 @@ class Router:
         if self.recorder is not None:
             self.recorder.output(request_id, output_tokens)
         return {"request_id": request_id, "output_tokens": output_tokens, "buffered": buffered}
+
+
+def _pooled(prepared: PreparedRequest) -> str | None:
+    """The model of a request that uses pooled blocks; None for one that does not."""
+    return prepared.model if prepared.policy.cxl_score_weight > 0.0 else None
 
 
 def _booked_phase(phase: Role | None) -> str | None:

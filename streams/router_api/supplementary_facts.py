@@ -7,7 +7,7 @@ not: what a match is worth (core.routing.cost), and how far it can be trusted (t
 from __future__ import annotations
 
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Set
 
 from streams.core.block_facts.fact_sets import FactSets, RankNumbering
@@ -47,10 +47,10 @@ class SupplementaryFacts:
         self._rows = PooledView(schema_ids)
         self._pooled = PooledIndex(new_sets(), self._rows.pools)
         self._labels = LabelIndex(new_sets())
-        # Rows of pooled blocks by their owner, which need not be registered any more, and what follows from it. Both
-        # tuples are replaced, never changed: answers read them without a lock.
-        self._rows_by_rank: Counter[RankId] = Counter()
-        self._ranks_with_rows: tuple[RankId, ...] = ()
+        # Rows of pooled blocks by model and owner, which need not be registered any more, and what follows from it: the
+        # owners by model, and their partitions. Both are replaced, never changed: answers read them without a lock.
+        self._rows_by_owner: Counter[tuple[str, RankId]] = Counter()
+        self._ranks_with_rows: Mapping[str, tuple[RankId, ...]] = {}
         self._partitions_with_rows: tuple[int, ...] = ()
         self._had_rows = False  # whether there was ever one
         #: Whether any block is pooled or labelled. If none is, a decision reads nothing else here.
@@ -74,17 +74,28 @@ class SupplementaryFacts:
             with self._facts_lock:
                 self._pooled.replace(*change)
                 self._note_whether_any()
-            if (change.before is None) != (change.after is None):
-                owner, counts = parse_block_key(key).owner, self._rows_by_rank
-                counts[owner] += 1 if change.before is None else -1
-                if counts[owner] == (1 if change.before is None else 0):  # the first row, or the last one
-                    self._note_owners()
+            before, after = (None if row is None else row.model for row in (change.before, change.after))
+            if before != after:
+                owner = parse_block_key(key).owner
+                self._count_row(before, owner, -1)
+                self._count_row(after, owner, 1)
+
+    def _count_row(self, model: str | None, owner: RankId, more: int) -> None:
+        if model is None:
+            return
+        counts = self._rows_by_owner
+        counts[model, owner] += more
+        if counts[model, owner] == max(more, 0):  # the first row, or the last one
+            self._note_owners()
 
     def _note_owners(self) -> None:
-        self._rows_by_rank = +self._rows_by_rank
-        ranks = tuple(self._rows_by_rank)
-        partitions = {partition_of(rank.worker_id, self._n_partitions) for rank in ranks}
-        self._ranks_with_rows, self._partitions_with_rows = ranks, tuple(sorted(partitions))
+        self._rows_by_owner = +self._rows_by_owner
+        ranks = defaultdict[str, list[RankId]](list)
+        for model, rank in self._rows_by_owner:
+            ranks[model].append(rank)
+        partitions = {partition_of(rank.worker_id, self._n_partitions) for _, rank in self._rows_by_owner}
+        self._ranks_with_rows = {model: tuple(owners) for model, owners in ranks.items()}
+        self._partitions_with_rows = tuple(sorted(partitions))
         self._had_rows = True
 
     def has_labels(self) -> bool:
@@ -139,11 +150,12 @@ class SupplementaryFacts:
         """Whether a request with this query of labels can have supplementary matches."""
         return (pooled and len(self._pooled) > 0) or (moe is not None and bool(self._labels))
 
-    def pooled_rows(self) -> PooledRows | None:
-        """Return what limits the trust in answers that use pooled blocks; None if there was never a row."""
+    def pooled_rows(self, model: str) -> PooledRows | None:
+        """Return what limits the trust in answers that use a model's pooled blocks; None if there was never a row."""
         if not self._had_rows:
             return None
-        return PooledRows(self.pooled_over_capacity(), self._partitions_with_rows, self._ranks_with_rows)
+        ranks = self._ranks_with_rows.get(model, ())
+        return PooledRows(self.pooled_over_capacity(), self._partitions_with_rows, ranks)
 
     def ranks_missing_labels(self) -> Set[RankId]:
         """Ranks of which labels were dropped. A live set: read it under the view's lock."""

@@ -83,8 +83,8 @@ class DegradedReason(enum.StrEnum):
     POOLED_OVER_CAPACITY = "pooled_over_capacity"  # rows of pooled blocks were dropped
     POOLED_OWNER_SILENT = "pooled_owner_silent"
     POOLED_OWNER_BEHIND = "pooled_owner_behind"
-    # A rank that put blocks into a pool is itself `no_events_yet`, `bridge_silent`, `feed_behind` or `events_lost`, so
-    # that their evictions may be missing.
+    # A rank that put blocks of the model into a pool is itself `no_events_yet`, `bridge_silent`, `feed_behind` or
+    # `events_lost`, so that their evictions may be missing.
     POOLED_RANK_UNKNOWN = "pooled_rank_unknown"
     BOOKINGS_NOT_IN_SYNC = "bookings_not_in_sync"  # Kafka is unreachable; routers lack each other's bookings
 
@@ -127,8 +127,8 @@ _POOLED = {
 class PooledRows:
     """What the trust in an answer that uses pooled blocks depends on.
 
-    n_over_capacity: rows that were dropped. ranks: those that put the blocks of the other rows into a pool. partitions:
-    those of these ranks.
+    n_over_capacity: rows that were dropped. partitions: those of the ranks that put blocks into a pool. ranks: those of
+    them that did so for the model of the answer.
     """
 
     n_over_capacity: int

@@ -766,13 +766,14 @@ class View:
         ranks: Sequence[RankId],
         predicted: Set[RankId] = _NO_RANKS,
         *,
-        pooled: bool = False,
+        pooled: str | None = None,
         labelled: bool = False,
     ) -> Trust:
         """Return the least trust that any of these ranks deserves. predicted: ranks whose score is a prediction.
 
-        pooled: pooled blocks are used, so that the owners of all of them must be running. labelled: labels are used,
-        so that none of these ranks may lack any.
+        pooled: the model, if pooled blocks are used, so that the owners of all of them must be running, and the ranks
+        known that put blocks of this model into pools. labelled: labels are used, so that none of these ranks may lack
+        any.
         """
         now_ms = self._now_ms()
         if not labelled:
@@ -781,13 +782,13 @@ class View:
             return self._assess(ranks, predicted, now_ms, self._facts.ranks_missing_labels(), pooled=pooled)
 
     def _assess(
-        self, ranks: Sequence[RankId], predicted: Set[RankId], now_ms: int, missing: Set[RankId], *, pooled: bool
+        self, ranks: Sequence[RankId], predicted: Set[RankId], now_ms: int, missing: Set[RankId], *, pooled: str | None
     ) -> Trust:
         """missing: ranks whose labels were dropped, if labels are used."""
         if not self._reads_index:
             return APPROXIMATE if self._predictions is not None else FALLBACK
         unfed = self._engine_reports.unfed()
-        rows = self._facts.pooled_rows() if pooled else None
+        rows = None if pooled is None else self._facts.pooled_rows(pooled)
         with self._trust_lock:
             return self._trust.assess(ranks, predicted, now_ms, unfed=unfed, ranks_missing_labels=missing, pooled=rows)
 

@@ -20,6 +20,7 @@ from streams.cxl.records import BlockKey, BlockRow, Placement, block_key, encode
 from streams.errors import BadRecord, InvalidRequest, NoEligibleWorker
 from streams.kafka import partition_of
 from streams.router_api.router import Router
+from streams.router_api.trust import AnswerMode
 from streams.router_api.wire import RouteRequest, answer_json, parse_route_query
 from streams.settings import Settings
 from streams.tables.records import (
@@ -327,7 +328,9 @@ def test_an_answer_is_no_better_than_the_rank_that_pooled_the_blocks(
     answer = ask(router, allowed_worker_ids=[1])
     assert answer["chosen_mode"] == mode
     assert answer.get("chosen_degraded_because") == ("pooled_rank_unknown" if mode == "degraded" else None)
+    assert answer["mode"] == mode
     assert ask(router, {"cxl_score_weight": 0.0}, allowed_worker_ids=[1])["mode"] == "exact"
+    assert router.view.trust([rank(1)], pooled="another model").mode is AnswerMode.EXACT
 
 
 def test_rows_have_a_limit_and_beyond_it_answers_are_degraded(monkeypatch: pytest.MonkeyPatch) -> None:
