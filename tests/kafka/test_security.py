@@ -39,7 +39,7 @@ PATIENCE_S = 60.0
 
 #: Operations that need events which this test does not cause: requests to bridges after lost records, and dead letters;
 #: a bridge that continues another one's work, and engines with a pool; a publisher that is the first to serve a model;
-#: a transition after others that the agents have not applied yet.
+#: a transition after others, or after batches, that the agents have not applied yet.
 RARE = {
     ("worker", "kv_control", "Write"),
     ("worker", "dead_letters", "Write"),
@@ -50,6 +50,7 @@ RARE = {
     ("bridge", "cxl_changelog", "Read"),
     ("publisher", "workers", "Write"),
     ("cxl transition", "cxl_events", "Read"),
+    ("cxl transition", "kv_events", "Read"),
 }
 
 
