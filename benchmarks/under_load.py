@@ -102,6 +102,7 @@ def percentile(values: list[float], share: float) -> float:
 @click.option("--rate", default=200.0, show_default=True, help="Requests per second.")
 @click.option("--tokens", default=2048, show_default=True)
 @click.option("--book/--no-book", default=False, show_default=True, help="Book each request, and free it at once.")
+@click.option("--realtime", is_flag=True, help="With the setting router_realtime.")
 @click.option("--engines", default=64, show_default=True)
 @click.option("--partitions", default=8, show_default=True)
 def main(
@@ -115,12 +116,16 @@ def main(
     rate: float,
     tokens: int,
     book: bool,
+    realtime: bool,
     engines: int,
     partitions: int,
 ) -> None:
     samples, report = Samples(), Report("under_load", {}, [])
     for kind in kinds or tuple(_KINDS):
-        with machinery(partitions=partitions, block_size=BLOCK_SIZE) as parts, steady_client() as client:
+        with (
+            machinery(partitions, block_size=BLOCK_SIZE, router_realtime=realtime) as parts,
+            steady_client() as client,
+        ):
             fleet = Fleet(parts, engines, seed=1, router_in_worker=kind == "worker")
             hold_prompts(fleet, tokens)
             rng = random.Random(1)
@@ -171,7 +176,8 @@ def main(
                         f"{ {name: round(share) for name, share in used.items()} }\n"
                     )
             quiet, busy = (percentile(found_ms, 0.99) for found_ms in all_ms.values())
-            bar = f"{_KINDS[kind]}: p99 with {events:g} event records/s at most {RATIO_MAX:g} times that without"
+            shown = _KINDS[kind] + (" with router_realtime" if realtime else "")
+            bar = f"{shown}: p99 with {events:g} event records/s at most {RATIO_MAX:g} times that without"
             report.bars.append(
                 Bar(bar, busy <= RATIO_MAX * quiet, f"{busy / quiet:.2f}: {busy:.2f} and {quiet:.2f} ms")
             )

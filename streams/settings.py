@@ -490,6 +490,11 @@ class Settings:
         "secret with which families of prompts are hashed in the decision log, the same for all routers of a scope; "
         "without it, the scope's name is used"
     )
+    router_realtime: bool = _setting(
+        False,
+        "let the threads of a router run before those of ordinary processes, so that answers do not wait while others "
+        "use all processors; needs CAP_SYS_NICE (docs/http.md)",
+    )
     log_level: str = _setting("info", "debug, info, warning or error")
     log_json: bool = _setting(False, "write logs as JSON, one object per line")
 

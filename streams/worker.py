@@ -26,7 +26,7 @@ from streams.delivery import App
 from streams.errors import KvStreamsError
 from streams.http_server import HttpServer, Startup, monitoring_app, starting_app
 from streams.indexer_agent import Indexer
-from streams.interpreter import exempt_from_collection, prefer_request_threads
+from streams.interpreter import exempt_from_collection, prefer_request_threads, run_in_real_time
 from streams.kafka import ensure_topics
 from streams.kafka_log import unreachable
 from streams.loop_thread import LoopThread
@@ -115,6 +115,8 @@ class WorkerProcess:
         if router is not None and api is not None:
             # Agents' threads as well: the thread that answers waits for the one that has the interpreter.
             prefer_request_threads()
+            if self._settings.router_realtime:
+                run_in_real_time()
             await api.run(lambda: self._start(router))
             self._background.append(asyncio.create_task(api.run(lambda: tick_forever(router))))
 

@@ -14,7 +14,7 @@ from aiohttp import web
 
 from streams.errors import KvStreamsError, NotReady, SettingsError, TopicMismatch
 from streams.http_server import HttpServer, Startup, starting_app
-from streams.interpreter import exempt_from_collection, prefer_request_threads
+from streams.interpreter import exempt_from_collection, prefer_request_threads, run_in_real_time
 from streams.kafka import TOPICS_POLL_S, missing_topics
 from streams.metrics import MetricsRegistry
 from streams.router_api.draining import drain
@@ -107,6 +107,8 @@ async def serve(settings: Settings, place: ProcessPlace | None = None) -> None:
         missing = await asyncio.to_thread(missing_topics, settings, topics(settings).all())
         await warm_while_serving(ROUTER, startup.note)
         prefer_request_threads()
+        if settings.router_realtime:  # after the kernels were compiled, which may take all processors for minutes
+            run_in_real_time()
         router = make_router(settings)
         router.topics_missing = tuple(missing)
         process = "" if place is None else str(place.number)

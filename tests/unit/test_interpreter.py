@@ -55,6 +55,39 @@ def test_threads_that_answer_and_those_that_they_start_ask_for_short_slices() ->
     assert shown.stdout.split() == [str(SLICE_NS), str(SLICE_NS), "True"]
 
 
+_REALTIME = """
+import os, threading
+from streams.interpreter import run_in_real_time
+
+go, policies = threading.Event(), []
+def note():
+    go.wait()
+    policies.append(os.sched_getscheduler(threading.get_native_id()))
+threads = [threading.Thread(target=note) for _ in range(3)]
+for thread in threads[:2]:
+    thread.start()
+print(run_in_real_time())
+threads[2].start()
+go.set()
+for thread in threads:
+    thread.join()
+print({*policies, os.sched_getscheduler(0)} == {os.SCHED_RR if run_in_real_time() else os.SCHED_OTHER})
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has this kind of real-time threads")
+@pytest.mark.parametrize("allowed", [True, False])
+def test_all_threads_of_a_process_run_in_real_time_if_the_kernel_allows_it(allowed: bool) -> None:
+    """Threads that run already, and those that are started later. A refusal changes nothing, and is logged."""
+    limited = ["setpriv", "--bounding-set=-sys_nice", "--inh-caps=-sys_nice"] if not allowed else []
+    command = [*limited, sys.executable, "-c", _REALTIME]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True)
+    if allowed and shown.stdout.startswith("False"):
+        pytest.skip("this process may not have real-time threads")
+    assert shown.stdout.split() == [str(allowed), "True"]
+    assert ("CAP_SYS_NICE" in shown.stderr) is not allowed
+
+
 _CLOCK_SCRIPT = """
 import asyncio, gc
 from streams import interpreter
