@@ -393,6 +393,7 @@ class KvRouter(Requests):
         request_id: str | None,
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         """Choose and book; return the answer and the request as it was sent."""
+        is_own = request_id is None
         if request_id is None:
             # The client chooses the id, so that a call whose answer was lost can be repeated without booking twice.
             request_id = uuid.uuid4().hex
@@ -403,12 +404,12 @@ class KvRouter(Requests):
         await self._reports.settle(key)  # the end of an earlier request of this id must not end this one
         attempt = Attempt()
         try:
-            answer = await self._retrying("/route", request, packed, attempt)
+            answer = await self._retrying("/route", request, packed, attempt, renews_id=is_own)
         except BaseException:
             if attempt.may_be_booked:
-                self.report(key, Report(free=True))
+                self.report(key_of(request), Report(free=True))
             raise
-        self._note_router(key, attempt.router)
+        self._note_router(key_of(request), attempt.router)
         return answer, request
 
     def _note_router(self, key: BookingKey, router: int | None) -> None:
@@ -427,8 +428,14 @@ class KvRouter(Requests):
     ) -> dict[str, Any]:
         return await self._retrying(call, _with_override(fields, router_config_override), packed, Attempt())
 
-    async def _retrying(self, call: Call, request: dict[str, Any], packed: bytes, attempt: Attempt) -> dict[str, Any]:
-        """Make a call until it is not refused, for at most retry_timeout_s."""
+    async def _retrying(
+        self, call: Call, request: dict[str, Any], packed: bytes, attempt: Attempt, *, renews_id: bool = False
+    ) -> dict[str, Any]:
+        """Make a call until it is not refused, for at most retry_timeout_s.
+
+        renews_id: repeat a refused request under another id, which replaces that of `request`. A router takes a DELETE
+        that comes before the repetition for one of the refused request; if the call is cancelled, it may.
+        """
         self._engine_session()  # the client must be open
         loop = asyncio.get_running_loop()
         until_s = loop.time() + self._retry_timeout_s
@@ -441,6 +448,8 @@ class KvRouter(Requests):
                 if loop.time() + pause_s > until_s:
                     raise exc.error from exc
             await asyncio.sleep(pause_s)
+            if renews_id and not attempt.may_be_booked:
+                request["request_id"] = uuid.uuid4().hex
 
     def _engine_session(self) -> aiohttp.ClientSession:
         if self._engines is None:

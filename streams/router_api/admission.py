@@ -152,17 +152,17 @@ class Admission:
         is_gone: whether the client has disconnected. Raises QueueFull, QueueTimeout, NoEligibleWorker, NotReady once
         the router is stopping, InvalidRequest for a long name of a tenant, and the other errors of `Router.try_book`.
         """
-        if len(tenant) > NAME_CHARS_MAX:
-            raise InvalidRequest(f"the tenant's name (header X-Tenant) has more than {NAME_CHARS_MAX} characters")
-        if not self._queue:
-            await self._turn(prepared)
         try:
+            if len(tenant) > NAME_CHARS_MAX:
+                raise InvalidRequest(f"the tenant's name (header X-Tenant) has more than {NAME_CHARS_MAX} characters")
+            if not self._queue:
+                await self._turn(prepared)
             answer = self._at_once(prepared)
             if answer is not None:
                 self.outcomes[Outcome.AT_ONCE] += 1
                 return answer
             number, entry = self._enter(prepared, tenant, is_gone)
-        except KvStreamsError:
+        except BaseException:  # its task may be cancelled while it waits for its turn
             self._router.note_refused(prepared)
             raise
         del prepared  # the entry has it without what was only needed until now

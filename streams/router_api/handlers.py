@@ -210,6 +210,7 @@ class Handlers:
                 else:
                     prepared = await self._bodies.on_thread(self._prepare_large, item)
                 if may_wait(prepared):
+                    self._router.note_refused(prepared)
                     raise InvalidRequest("queue is on, but a request of a list cannot wait", remedy="Send it by itself")
                 answers.append(answer_json(self._router.try_book(prepared)))
             except KvStreamsError as exc:

@@ -54,8 +54,12 @@ _RENEWED_AFTER = 0.5
 BUFFERED_CALLS_MAX = 10_000
 BUFFERED_CALL_TTL_MS = 60_000
 
-#: Refused requests that are remembered for as long as a call is buffered.
+#: Refused requests that are remembered, for as long as a call is buffered.
 REFUSED_MAX = 10_000
+
+#: The phases that a booking may have.
+_PHASES = (None, "prefill", "decode")
+_NONE: frozenset[str | None] = frozenset()
 
 #: A partition that has had no record for this long gets a tick, which advances its time.
 QUIET_MS = 1_000
@@ -125,12 +129,12 @@ class _Locked(AbstractContextManager[ActiveLoads]):
 class _BufferedCall(NamedTuple):
     """A call that waits for its booking. output_tokens: 0 for a phase.
 
-    of_refused: it is about a request that this router refused, so it must not end the next one of the same id here.
+    of_refused: phases that this router refused. The call is about these requests, so it must not end the next ones.
     """
 
     since_ms: int
     output_tokens: int
-    of_refused: bool
+    of_refused: frozenset[str | None]
 
 
 class LoadsSync:
@@ -156,7 +160,8 @@ class LoadsSync:
         # Records of this router that were sent and not read back yet, by key: values, and what they say.
         self._own: OrderedDict[bytes, tuple[bytes, _Content]] = OrderedDict()
         self._buffered: OrderedDict[tuple[str, _Call, str | None], _BufferedCall] = OrderedDict()
-        self._refused: OrderedDict[str, int] = OrderedDict()  # ids of requests that this router refused, and since when
+        # Requests that this router refused, by id and phase, and since when.
+        self._refused: OrderedDict[tuple[str, str | None], int] = OrderedDict()
         # When each partition's last record was read, or the last tick of this router was acknowledged.
         self._heard_ms = [now_ms()] * topic.partitions
         self._ticking: dict[int, int] = {}  # partitions whose tick Kafka has not acknowledged, and since when
@@ -287,7 +292,7 @@ class LoadsSync:
                 booking_id = BookingId(request_id, self.router_id, self._counter)
                 if self._shared:
                     self._unlogged[booking_id] = self._now_ms()
-                if self._refused:
+                if self._refused or self._buffered:
                     self._begin_anew(request_id, booking.phase)
             self._add(booking_id, booking, self._local_time())
             self._publish(booking_id, BookingPhase.ADD, booking)
@@ -299,18 +304,18 @@ class LoadsSync:
     def note_refused(self, request_id: str, phase: str | None) -> None:
         """Note that a request ended here without a booking.
 
-        Calls for it, before or after this, do not apply to the booking that this router makes when the request is
-        repeated under its id. They still apply to one that another router has made.
+        Calls for it, before or up to 60 s after this, do not apply to the booking that this router makes when the
+        request is repeated under its id. They still apply to one that another router has made.
         """
         with self._lock:
-            self._refused.pop(request_id, None)
-            self._refused[request_id] = self._now_ms()
+            self._refused.pop((request_id, phase), None)
+            self._refused[request_id, phase] = self._now_ms()
             if len(self._refused) > REFUSED_MAX:
                 self._refused.popitem(last=False)
             for key in self._keys_of(request_id, phase):
                 call = self._buffered.get(key)
                 if call is not None:
-                    self._buffered[key] = call._replace(of_refused=True)
+                    self._buffered[key] = call._replace(of_refused=call.of_refused | {phase})
 
     def end(self, request_id: str, phase: str | None) -> None:
         """End the bookings of exactly this id and phase, so that the request can be booked on another rank."""
@@ -574,7 +579,10 @@ class LoadsSync:
         before = self._buffered.pop((request_id, call, phase), None)
         if before is not None:
             output_tokens = max(output_tokens, before.output_tokens)
-        of_refused = request_id in self._refused
+        phases = _PHASES if phase is None else (phase,)
+        of_refused = (
+            frozenset(each for each in phases if (request_id, each) in self._refused) if self._refused else _NONE
+        )
         self._buffered[request_id, call, phase] = _BufferedCall(self._now_ms(), output_tokens, of_refused)
         if len(self._buffered) > BUFFERED_CALLS_MAX:
             self._buffered.popitem(last=False)
@@ -582,11 +590,10 @@ class LoadsSync:
 
     def _begin_anew(self, request_id: str, phase: str | None) -> None:
         """Drop the calls for an earlier request of this id and phase, which this router refused."""
-        if self._refused.pop(request_id, None) is None:
-            return
+        self._refused.pop((request_id, phase), None)
         for key in self._keys_of(request_id, phase):
             call = self._buffered.get(key)
-            if call is not None and call.of_refused:
+            if call is not None and phase in call.of_refused:
                 del self._buffered[key]
                 self.unknown_calls += 1
 

@@ -88,6 +88,9 @@ LEARNT_MAX = 512
 #: Models whose filter is kept; a new one takes a microsecond.
 _UNFILTERED_MAX = 256
 
+#: How long after its last decision a router counts as asked for decisions.
+ASKED_S = 1.0
+
 #: How long the client waits for further records of a batch. The outbox hands over those of an interval in one step.
 _LINGER_MS = 0.5
 
@@ -206,6 +209,7 @@ class Router:
         if settings.router_replica_sync:
             feeds["loads"] = Feed(self._topics.router_loads, self.loads.fold_messages, interval_s=READ_INTERVAL_S)
         self.feeds = Feeds(settings, feeds, self._restart)
+        self._asked_at_s = float("-inf")
         self.answers: Counter[str] = Counter()
         self.chosen_modes: Counter[str] = Counter()
         self.decisions = DecisionCounts()
@@ -375,12 +379,16 @@ class Router:
         request may repeat the id of a booking, and `try_book` then returns that booking's rank. Raises every other
         error of the request.
         """
-        policy = self._policy(request)
-        override = request.router_config_override
-        query = None if override is None else override.moe_query
-        strict = query is not None and not query.fallback_to_unlabeled
-        reads_index = policy.reads_index or (strict and self.settings.reads_index)
-        return self._prepare(request, packed, policy, query, reads_index, strict=strict)
+        try:
+            policy = self._policy(request)
+            override = request.router_config_override
+            query = None if override is None else override.moe_query
+            strict = query is not None and not query.fallback_to_unlabeled
+            reads_index = policy.reads_index or (strict and self.settings.reads_index)
+            return self._prepare(request, packed, policy, query, reads_index, strict=strict)
+        except KvStreamsError:
+            self._note_refused(request)
+            raise
 
     def try_book(self, prepared: PreparedRequest) -> RouteAnswer:
         """Choose one of a prepared request's ranks and book it, in one step under the loads' lock.
@@ -400,11 +408,19 @@ class Router:
 
     def note_refused(self, prepared: PreparedRequest) -> None:
         """Note that a request ended without a booking; see LoadsSync.note_refused."""
-        if prepared.request.update_states:
-            self.loads.note_refused(prepared.request_id, _booked_phase(prepared.request.phase))
+        self._note_refused(prepared.request)
+
+    def _note_refused(self, request: RouteRequest) -> None:
+        if request.request_id and request.update_states:  # nobody knows an id that the router generates
+            self.loads.note_refused(request.request_id, _booked_phase(request.phase))
+
+    def is_asked(self) -> bool:
+        """Whether a decision was asked for recently (ASKED_S)."""
+        return time.monotonic() - self._asked_at_s < ASKED_S
 
     def try_admit(self, prepared: PreparedRequest, gate: Gate | None) -> RouteAnswer | None:
         """The same as `try_book`, but None if the gate does not let the request go to the rank that is best for it."""
+        self._asked_at_s = time.monotonic()
         request = prepared.request
         # Before the reports themselves: a report that arrives in between then counts its requests twice, for one
         # decision. In the other order they would count for nothing.

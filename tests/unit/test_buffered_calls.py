@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from streams.core.loads.bookings import BookingPhase
-from streams.errors import NoEligibleWorker
+from streams.errors import NoEligibleWorker, UnknownModel
 from streams.router_api.router import Router
 from streams.router_api.wire import parse_route_query
 from tests.helpers.api import TOKENS, packed, rank_of
@@ -60,6 +60,42 @@ def test_a_call_that_overtakes_its_request_counts() -> None:
     router.try_book(early)
     ask(router, "r")
     assert active(router) == 0
+
+
+def test_a_request_that_was_refused_before_a_rank_was_sought_can_be_repeated() -> None:
+    """Here because its model is not served yet."""
+    router = router_of(1)
+    with pytest.raises(UnknownModel):
+        ask(router, "r", model="other")
+    assert router.report_phase("r", BookingPhase.FREE)["buffered"] is True
+    ask(router, "r")
+    assert active(router) == 1
+
+
+def test_a_refused_phase_does_not_change_calls_for_the_other_phase() -> None:
+    """A call for the other phase, or for both, still ends that one's booking."""
+    for phase_of_call in (None, "prefill"):
+        sync = World().replicas[0].sync
+        sync.note_refused("r", "decode")
+        assert sync.report_phase("r", BookingPhase.FREE, phase_of_call) is False
+        sync.book("r", booking(1, phase="prefill"))
+        with sync.locked() as loads:
+            assert not loads.ranks()
+
+
+def test_a_call_for_a_refused_request_is_dropped_also_if_the_refusal_is_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Many other requests were refused in the meantime."""
+    monkeypatch.setattr("streams.router_api.loads_sync.REFUSED_MAX", 2)
+    sync = World().replicas[0].sync
+    sync.note_refused("r", None)
+    assert sync.report_phase("r", BookingPhase.FREE) is False
+    for number in range(3):
+        sync.note_refused(f"other {number}", None)
+    sync.book("r", booking(1))
+    with sync.locked() as loads:
+        assert sum(load.requests for load in loads.ranks().values()) == 1
 
 
 @pytest.mark.parametrize("early", [True, False])

@@ -66,6 +66,43 @@ def test_importing_the_client_imports_neither_kafka_nor_numba_nor_the_router() -
     assert not loaded & {"numpy", "numba", "confluent_kafka", "aiokafka", "faust", "rocksdict", "zmq", "msgspec"}
 
 
+class Refusing(http.KvRouterClient):
+    """A client whose first two calls are refused. loses_answers: they may have booked."""
+
+    def __init__(self, *, loses_answers: bool) -> None:
+        super().__init__("http://127.0.0.1:1")
+        self.asked: list[str] = []
+        self._loses_answers = loses_answers
+
+    async def _call(
+        self, call: base.Call, fields: dict[str, Any], packed: bytes, attempt: base.Attempt
+    ) -> dict[str, Any]:
+        assert call == "/route" and packed
+        self.asked.append(fields["request_id"])
+        attempt.may_be_booked |= self._loses_answers
+        if len(self.asked) < 3:
+            raise base.Refused(RouterUnavailable("busy"), 0.0)
+        return {}
+
+
+@pytest.mark.parametrize(
+    ("given_id", "loses_answers", "n_ids"), [(None, False, 3), (None, True, 1), ("mine", False, 1), ("mine", True, 1)]
+)
+def test_a_refused_request_is_repeated_under_another_id_unless_it_may_be_booked(
+    given_id: str | None, loses_answers: bool, n_ids: int
+) -> None:
+    """A router would take the end of a repetition that is cancelled for the end of the refused request."""
+
+    async def main() -> None:
+        async with Refusing(loses_answers=loses_answers) as client:
+            _, request = await client._route(pack_tokens([1]), {}, None, given_id)
+            assert len(client.asked) == 3
+            assert len(set(client.asked)) == n_ids
+            assert request["request_id"] == client.asked[-1]
+
+    asyncio.run(main())
+
+
 def test_query_parameters_say_what_the_json_body_says() -> None:
     """A router reads the same request from either form."""
     query = query_of(FIELDS)
