@@ -204,6 +204,7 @@ class Bridge:
         """Release an engine. Its worker stays registered; after `worker_grace_s` without a bridge, its blocks go."""
         worker_id = bridged.engine.worker_id
         log.info("worker %d: %s no longer has the engine at %s; it is released", worker_id, source, bridged.engine.url)
+        await bridged.finish()
         bridged.retire(f"{source} no longer has it")
         task = self._tasks.pop(worker_id)
         task.cancel()

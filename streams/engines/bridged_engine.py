@@ -140,6 +140,10 @@ class BridgedEngine:
         if self._own_context is not None:
             self._own_context.destroy(linger=0)
 
+    async def finish(self) -> None:
+        """Wait a short time until what the engine has sent is on its way to Kafka, before its feeds end."""
+        await asyncio.gather(*(feed.finish() for feed in self._feeds.values()))
+
     def retire(self, reason: str) -> None:
         """Let the engine's ranks get no requests from now on, since the bridge has no such engine any more."""
         for feed in self._feeds.values():

@@ -99,6 +99,9 @@ FULL_S = 0.02
 #: Pause before it is asked whether Kafka has the transitions that a batch waits for, which takes some milliseconds.
 TRANSITION_S = 0.005
 
+#: How long a feed that is no longer wanted waits until its last batch is sent.
+FINISH_S = 1.0
+
 #: Time between two checks whether there is something new to log about the rank.
 LOG_COUNTERS_S = 1.0
 
@@ -241,6 +244,16 @@ class RankFeed:
     def has_waited_for_kafka(self, now_s: float, longer_than_s: float) -> bool:
         """Whether a record has waited for space in Kafka's client for so long."""
         return self._unsent_since_s is not None and now_s - self._unsent_since_s > longer_than_s
+
+    async def finish(self) -> None:
+        """Wait until Kafka's client has a batch that waits for its CXL transitions, at most FINISH_S."""
+        if not self._writer.waits_for_transitions:
+            return
+        try:
+            async with asyncio.timeout(FINISH_S):
+                await self._may_write()
+        except (TimeoutError, KvStreamsError) as exc:
+            log.info("rank %s: its last batch was not sent: %s", self.rank, str(exc) or type(exc).__name__)
 
     def retire(self, reason: str) -> None:
         """Let the rank get no requests from now on. The caller then ends the feed."""
@@ -648,6 +661,7 @@ class RankFeed:
 
     async def _begin(self, incarnation: Incarnation, started: Incarnation | None) -> None:
         """Begin an incarnation, and publish its start, which empties the rank before the incarnation's first batch."""
+        await self._may_write()  # the last batch of the former incarnation, whose transitions are sent already
         log.info("rank %s: incarnation %d begins", self.rank, incarnation)
         self.counters.incarnations += 1
         self._note_block_size(None)

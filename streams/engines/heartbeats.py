@@ -36,6 +36,7 @@ class Heartbeats:
         self._lease_s = wiring.settings.bridge_lease_s
         self._heard_at_s = float("-inf")
         self._ended = False  # whether the engine was reported to have exited, and has not been heard from since
+        self._end_shown = True  # whether Kafka's client has the heartbeat that says so
         #: Whether the rank has an incarnation; before that there is nothing to state.
         self.begun = False
 
@@ -66,13 +67,15 @@ class Heartbeats:
             now_s = time.monotonic()
             await asyncio.sleep(next_turn(now_s, interval_s, share) - now_s)
             self._renew_if_due()
+            if self._ended and not self._end_shown and self._wiring.lease_handle.may_publish():
+                self._end_shown = self._publish(ENDED_ENGINE_LEASE_MS)
 
     def engine_exited(self, reason: str) -> None:
         """Make the rank silent at once. It is renewed as soon as the engine is heard from again."""
         if self.begun and not self._ended and self._wiring.lease_handle.may_publish():
             log.warning("rank %s: the engine has exited: %s", self._writer.rank, reason)
             self._ended = True
-            self._publish(ENDED_ENGINE_LEASE_MS)
+            self._end_shown = self._publish(ENDED_ENGINE_LEASE_MS)
 
     @property
     def _is_heard(self) -> bool:
@@ -88,8 +91,10 @@ class Heartbeats:
             log.info("rank %s is fed no longer: %s", self._writer.rank, reason)
             self._publish(ENDED_ENGINE_LEASE_MS)
 
-    def _publish(self, lease_ms: int) -> None:
+    def _publish(self, lease_ms: int) -> bool:
+        """Publish a heartbeat, and return True, unless a batch waits for Kafka; that shows life as well."""
         if not self._writer.send():
-            return  # Kafka's client has no space; the batch that waits for it shows life as well
+            return False
         self._writer.heartbeat(self._wiring.lease_handle.lease.bridge, lease_ms, time.time_ns() // 1_000_000)
         self._counters.heartbeats += 1
+        return True

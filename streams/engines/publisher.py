@@ -6,7 +6,7 @@ engine's message format.
 A CXL transition is sent before the batch that it follows. Agents park a transition that arrives early. In the other
 order, a bridge that crashed between the two and resumed after its last batch would never publish the transition. Topics
 have different leaders, so a bridge's batch waits until Kafka has acknowledged the transition. A publisher inside an
-engine does not wait: if it crashes, its incarnation ends, and with it everything that the rank held.
+engine does not wait, since nobody resumes its incarnation if it crashes.
 """
 
 from __future__ import annotations

@@ -38,6 +38,7 @@ from streams.engines import missing_events
 from streams.engines.address import EngineAddress
 from streams.engines.cxl_names import PooledRows
 from streams.engines.feed import RankFeed
+from streams.engines.heartbeats import ENDED_ENGINE_LEASE_MS
 from streams.engines.lease import EngineLease
 from streams.engines.lease_handle import LeaseHandle
 from streams.engines.ledger import Ledger
@@ -325,7 +326,7 @@ def test_pooled_blocks_are_published_again_if_the_table_lacks_them() -> None:
 
 
 def test_a_batch_is_sent_as_soon_as_kafka_has_its_transitions_although_nothing_follows() -> None:
-    """Also if many of them come one after the other, and if the batch is the last one for a long time."""
+    """Each of several batches in a row is sent, in order, and so is one that is the last for a long time."""
     block = 1000  # the name of the first block of the prompt that begins with token 1
 
     with EngineDouble() as engine:
@@ -343,6 +344,44 @@ def test_a_batch_is_sent_as_soon_as_kafka_has_its_transitions_although_nothing_f
             assert len(fed.transitions) == 1 + n_batches
 
         feeding(address_of(engine), act, acknowledged_after_s=0.03)
+
+
+def test_a_feed_that_ends_sends_its_last_batch_and_then_the_end() -> None:
+    """Both wait for the batch's transitions; without the batch, agents would never apply these."""
+
+    with EngineDouble() as engine:
+
+        async def act(fed: FeedUnderTest) -> None:
+            engine.store(1, 3)
+            await fed.until(lambda: fed.numbers() == [0] and fed.state is LIVE, "the blocks")
+            engine.publish(["CxlStateTransition", 1, [1000], "in_transit", "p", [7]])
+            await fed.until(lambda: len(fed.transitions) == 1, "the transition")
+            assert fed.numbers() == [0]
+            await fed.feed.finish()
+            fed.feed.retire("its source no longer has it")
+            assert fed.numbers() == [0, 1]
+            assert fed.batches[-1].body == Heartbeat("test", ENDED_ENGINE_LEASE_MS)
+
+        feeding(address_of(engine), act, acknowledged_after_s=0.3)
+
+
+def test_an_engine_that_exits_while_a_batch_waits_is_silent_once_the_batch_is_sent() -> None:
+    """The heartbeat that ends its lease comes with the next turn of heartbeats."""
+
+    with EngineDouble() as engine:
+
+        async def act(fed: FeedUnderTest) -> None:
+            engine.store(1, 3)
+            await fed.until(lambda: fed.numbers() == [0] and fed.state is LIVE, "the blocks")
+            engine.publish(["CxlStateTransition", 1, [1000], "in_transit", "p", [7]])
+            await fed.until(lambda: len(fed.transitions) == 1, "the transition")
+            fed.feed._heartbeats.engine_exited("a test")
+            ended = Heartbeat("test", ENDED_ENGINE_LEASE_MS)
+            assert all(batch.body != ended for batch in fed.batches)
+            await fed.until(lambda: fed.batches[-1].body == ended, "the end of the lease")
+            assert fed.numbers() == [0, 1]
+
+        feeding(address_of(engine), act, settings=Settings(bridge_lease_s=1.5), acknowledged_after_s=0.3)
 
 
 @pytest.mark.parametrize("first", [0, 5])
