@@ -82,9 +82,9 @@ def run_soon_after_waking() -> None:
 def run_in_real_time() -> bool:
     """Let all threads of this process run before those of all ordinary processes; returns whether the kernel allows it.
 
-    Threads that are started later inherit it. If the kernel refuses, nothing changes, and that is logged. Otherwise a
-    short slice is not enough while all processors are busy: the kernel is fair to groups of processes, so a thread that
-    answers waits (up to 10 ms) after other threads of its process have used the group's share.
+    Threads that are started later inherit it. If the kernel refuses, nothing changes, and that is logged. Without real
+    time, a short slice is not enough while all processors are busy: the kernel is fair to groups of processes, so a
+    thread that answers waits (up to 10 ms) after other threads of its process have used the group's share.
     """
     if not hasattr(os, "sched_setscheduler"):
         log.warning("this system has no real-time threads: answers may wait for processors that others use")

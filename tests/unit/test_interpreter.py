@@ -79,7 +79,9 @@ print({*policies, os.sched_getscheduler(0)} == {os.SCHED_RR if run_in_real_time(
 @pytest.mark.parametrize("allowed", [True, False])
 def test_all_threads_of_a_process_run_in_real_time_if_the_kernel_allows_it(allowed: bool) -> None:
     """Threads that run already, and those that are started later. A refusal changes nothing, and is logged."""
-    limited = ["setpriv", "--bounding-set=-sys_nice", "--inh-caps=-sys_nice"] if not allowed else []
+    limited = (
+        [] if allowed else ["prlimit", "--rtprio=0", "setpriv", "--bounding-set=-sys_nice", "--inh-caps=-sys_nice"]
+    )
     command = [*limited, sys.executable, "-c", _REALTIME]
     shown = subprocess.run(command, capture_output=True, text=True, check=True)
     if allowed and shown.stdout.startswith("False"):
