@@ -79,6 +79,8 @@ class Indexer:
         self._watch: TopicWatch | None = None
         self._ids: dict[str, str] = {}  # of the sources, as last read; a deleted source keeps its id
         self._recreated: dict[str, str] = {}  # by source, the id that was logged last
+        #: Whether this process answers requests at the moment. Set it before the first partition is opened.
+        self.answers: Callable[[], bool] = lambda: False
         #: Sources that have been deleted and not recreated yet.
         self.sources_missing: tuple[str, ...] = ()
         # By partition, since each is written by that partition's thread alone. They outlast a partition that moves.
@@ -334,6 +336,7 @@ class Indexer:
             on_effect=self._armed,
             now_ms=lambda: time.time_ns() // 1_000_000,
             partitions_open=lambda: len(self._partitions),
+            answers=self.answers,
             turn=self._turn,
         )
 

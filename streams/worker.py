@@ -92,6 +92,7 @@ class WorkerProcess:
         await warm_while_serving(WORKER if settings.router else AGENT, startup.note)
         if settings.router:
             self._router = make_router(settings)
+            self.indexer.answers = self._router.is_asked
         serving = self._server
         if serving is not None:
             await api.run(lambda: self._serve(serving, access))

@@ -37,7 +37,7 @@ from confluent_kafka import KafkaException
 from streams.errors import BadRecord, KvStreamsError, TableError
 from streams.tables.applied_until import AppliedUntil, Lag, SourceOffset, records_behind
 from streams.tables.opening import open_tables
-from streams.tables.pacing import BATCH_BYTES_MAX, PARTITION_RECORD_EVERY_S, Pacer
+from streams.tables.pacing import BATCH_BYTES_MAX, PARTITION_RECORD_EVERY_S, Pacer, interval_s
 from streams.tables.records import (
     BEHIND_UNKNOWN_MS,
     PartitionRecord,
@@ -422,8 +422,8 @@ class TablePartition:
             due = self._written_at + PARTITION_RECORD_EVERY_S - time.monotonic()
             if not self._queue and not self._stopping and not self._suspended and due > 0 and not self._has_caught_up():
                 self._lock.wait(due)
-            partitions_open = self._wiring.partitions_open()
-            wait_s = self._pacer.next_at(partitions_open) - time.monotonic()
+            pause_s = interval_s(self._wiring.partitions_open(), answers=self._wiring.answers())
+            wait_s = self._pacer.next_at(pause_s) - time.monotonic()
             if self._queue and wait_s > 0:
                 self._pacing = True
                 self._lock.wait_for(lambda: self._stopping or self._suspended or self._has_full_batch(), wait_s)
@@ -436,7 +436,7 @@ class TablePartition:
                 n_bytes += len(record.value or b"")
                 batch.append(record)
             self._queued_bytes -= n_bytes
-            self._pacer.took(len(batch), taken_at, partitions_open)
+            self._pacer.took(len(batch), taken_at, pause_s)
             drained = bool(batch) and self.has_drained
         if drained:
             self._wiring.drained(self.partition)

@@ -23,7 +23,8 @@ class PartitionWiring:
     acknowledge: takes handles, in offset order. drained: called when the queue can take records again. opened: takes a
     map of each topic to its next offset. is_ours: asks the group's coordinator whether a partition is assigned to this
     worker. source_recreated: takes the name and the new id of a source whose offsets start over. on_effect: the fault
-    point that a test armed. partitions_open: returns how many partitions this worker has.
+    point that a test armed. partitions_open: returns how many partitions this worker has. answers: returns whether the
+    process answers requests at the moment.
 
     turn: a lock that is held while records of a changelog are processed, never while waiting for a broker. Without it,
     four partitions that open at once switch threads at every call into RocksDB, and take twice as long as if they were
@@ -44,4 +45,5 @@ class PartitionWiring:
     now_ms: Callable[[], int]
     source_recreated: Callable[[str, str], None] = lambda *_: None
     partitions_open: Callable[[], int] = lambda: 1
+    answers: Callable[[], bool] = lambda: False
     turn: threading.Lock = field(default_factory=threading.Lock)
