@@ -104,7 +104,7 @@ class PooledFleet:
         self.bridge: Child | None = None
 
     def start(self) -> None:
-        """Start pool, engines and bridge, and wait until the router knows the engines."""
+        """Start pool, engines and bridge, and wait until the router, which may still be starting, knows the engines."""
         if self.pool_config is not None:
             journal = [] if self.journals is None else ["--journal", str(self.journals / "pool.jsonl")]
             self.pool = self.stack.pool(self.pool_config, self.model, self.time_scale, options=journal)
@@ -115,6 +115,7 @@ class PooledFleet:
         )
         self.engines = {engine.worker_id: engine for engine in started}
         self.bridge = self.stack.bridge(started, f"bridge-{self.model}")
+        self.stack.wait_ready(self.router)
         wait_for(
             # A router that is not ready answers without them.
             lambda: {row["worker_id"] for row in self._get("/workers").get("workers", ())} >= set(self.places),

@@ -191,14 +191,14 @@ class Stack:
         )
         process = RouterProcess(child, f"http://{settings.host}:{settings.port}", settings)
         if router:
-            self._wait_ready(process)
+            self.wait_ready(process)
         return process
 
     def restart_worker(self, process: RouterProcess) -> None:
         """Restart a worker that was killed, with the same settings, folder and port."""
         process.child.start()
         if process.settings.router:
-            self._wait_ready(process)
+            self.wait_ready(process)
 
     def router(self, name: str, wait: bool = True, **changes: Any) -> RouterProcess:
         """Start a router alone. changes: settings that differ from the scope's."""
@@ -207,7 +207,7 @@ class Stack:
         child = self._start(name, ["-m", "streams.cli", "router"], as_environ(settings))
         process = RouterProcess(child, f"http://{settings.host}:{settings.port}", settings)
         if wait:
-            self._wait_ready(process)
+            self.wait_ready(process)
         return process
 
     def front(
@@ -231,7 +231,8 @@ class Stack:
         return path
 
     @staticmethod
-    def _wait_ready(process: RouterProcess) -> None:
+    def wait_ready(process: RouterProcess) -> None:
+        """Wait until a router that was started answers requests."""
         process.child.wait_ready(lambda: is_ready(process.url), READY_TIMEOUT_S)
 
 

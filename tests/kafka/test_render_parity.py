@@ -58,6 +58,7 @@ def fleet(new_scope: ScopeFactory, tmp_path_factory: pytest.TempPathFactory) -> 
         engines = stack.engines(2, SMALL, MODEL, 10.0, own_options={2: OTHER_STYLE})
         stack.bridge(engines)
         wait_workers(worker.url, 2)
+        stack.wait_ready(peer)
         wait_workers(peer.url, 2)
         front = stack.front("front", [worker], ["--tokenizer", f"{MODEL}={model}"])
         yield Fleet(stack, worker, peer, front, {engine.worker_id: engine for engine in engines})
