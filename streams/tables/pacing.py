@@ -17,8 +17,8 @@ PARTITION_RECORD_EVERY_S = 1.0
 TRANSACTIONS_PER_SECOND_MAX = 250
 
 #: The same while the process answers requests. Agents and the router share the interpreter, which 1,000 records per
-#: second in 250 transactions keep busy all the time, so that half of the requests waited for 2 ms and one in a hundred
-#: for 30 to 50 ms.
+#: second keep busy all the time: with 250 transactions, half of the requests waited for 3 ms and one in a hundred for
+#: 60 ms; with this limit for 1.7 and 22 ms.
 TRANSACTIONS_PER_SECOND_MAX_ANSWERING = 180
 
 #: If more records than this arrive between two transactions, the wait grows in proportion, at most by the factor below.
