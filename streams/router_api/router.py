@@ -55,7 +55,7 @@ from streams.router_api.prompt_matches import PromptMatches
 from streams.router_api.registry import PUBLISH_TIMEOUT_S, Registry
 from streams.router_api.request_ids import RequestIds
 from streams.router_api.topic_readers import Feed, Feeds, key_and_value, one_by_one, one_by_one_live
-from streams.router_api.trust import FALLBACK, NOT_IN_SYNC, AnswerMode, Trust
+from streams.router_api.trust import FALLBACK, NOT_IN_SYNC, AnswerMode, Basis, Trust
 from streams.router_api.view import View
 from streams.router_api.wire import (
     POLICY_OVERRIDES,
@@ -105,7 +105,8 @@ class PreparedRequest(NamedTuple):
     It is a tuple because one is made for every request. sequence: the request's sequence hashes, packed as in its
     booking. ranks: those that pass every filter; busy thresholds are checked later. refusal: why there are none.
     scores, supplementary: what the ranks held when the request was prepared. predicted: ranks whose score is a
-    prediction. moe_filter_applied: see RouteAnswer. arrived_at_ms: only if decisions are recorded.
+    prediction. moe_filter_applied: see RouteAnswer. basis: what the trust in the scores depends on; None if the index
+    was not read. arrived_at_ms: only if decisions are recorded.
     """
 
     request: RouteRequest
@@ -123,6 +124,7 @@ class PreparedRequest(NamedTuple):
     predicted: Set[RankId]
     supplementary: SupplementaryMatches | None
     moe_filter_applied: bool | None
+    basis: Basis | None
     filters: WorkerFilter
     arrived_at_ms: int = 0
 
@@ -142,6 +144,7 @@ class _CandidateMatches(NamedTuple):
     predicted: Set[RankId]
     supplementary: SupplementaryMatches | None
     moe_filter_applied: bool | None
+    basis: Basis | None
 
 
 class Router:
@@ -571,7 +574,7 @@ class Router:
             )
         trust = FALLBACK
         if reads_index:
-            trust = self._trust(ranks, prepared.predicted, pooled=_pooled(prepared), labelled=False)
+            trust = self._trust(prepared, ranks, pooled=_pooled(prepared), labelled=False)
         return {"loads": rows, **trust_json(trust)}
 
     def matches(self, request: RouteRequest, packed: bytes | None = None) -> dict[str, Any]:
@@ -597,7 +600,7 @@ class Router:
         counts = [[0] * len(ranks) if column is None else column.tolist() for column in columns]
         matched = {rank: terms for rank, *terms in zip(ranks, *counts, strict=True) if any(terms)}
         labelled = query is not None and query.counts(1.0)
-        trust = self._trust(ranks, prepared.predicted, pooled=prepared.model, labelled=labelled)
+        trust = self._trust(prepared, ranks, pooled=prepared.model, labelled=labelled)
         return matches_json(prepared.blocks.request_blocks, matched, trust)
 
     def _prepare(
@@ -628,7 +631,7 @@ class Router:
             filters = _unfiltered(model, block_size)
         else:
             filters = filters._replace(model=model, block_size=block_size)
-        ranks, refusal, scores, predicted, supplementary, moe_filter_applied = self._candidates(
+        ranks, refusal, scores, predicted, supplementary, moe_filter_applied, basis = self._candidates(
             filters, blocks, policy, query, reads_index, strict=strict
         )
         return PreparedRequest(
@@ -647,6 +650,7 @@ class Router:
             predicted,
             supplementary,
             moe_filter_applied,
+            basis,
             filters,
             0 if self.recorder is None else wall_ms(),
         )
@@ -666,6 +670,7 @@ class Router:
         refusal: KvStreamsError | None = None
         scores, predicted, supplementary = _NO_SCORES, _NO_RANKS, None
         moe_filter_applied = False if strict else None
+        basis = self.view.basis() if reads_index else None
         try:
             ranks = self._eligible(filters, policy.mode)
             if reads_index:
@@ -678,7 +683,7 @@ class Router:
                 ranks, moe_filter_applied = self._matching(ranks, filters, scores, supplementary)
         except (NoEligibleWorker, InvalidRequest) as exc:
             ranks, refusal = (), exc
-        return _CandidateMatches(ranks, refusal, scores, predicted, supplementary, moe_filter_applied)
+        return _CandidateMatches(ranks, refusal, scores, predicted, supplementary, moe_filter_applied, basis)
 
     def _eligible(self, filters: WorkerFilter, mode: RouterMode) -> Sequence[RankId]:
         if mode is RouterMode.DIRECT and filters.worker_id is None:
@@ -831,7 +836,7 @@ class Router:
         if policy.reads_index:
             # A booking does not say what its score was made of, so it may have used pooled blocks and labels.
             labelled = query is not None and query.counts(policy.moe_score_weight)
-            trust = self._trust((booking.rank,), _NO_RANKS, pooled=_pooled(prepared), labelled=labelled)
+            trust = self._trust(prepared, (booking.rank,), _NO_RANKS, pooled=_pooled(prepared), labelled=labelled)
         if trust.mode is AnswerMode.EXACT:
             # If the request was refused, the index was not read.
             now = None if prepared.refusal else prepared.scores.scores.get(booking.rank, 0)
@@ -863,20 +868,33 @@ class Router:
 
         For the chosen rank, pooled blocks and labels limit trust only if its own score is made of them.
         """
-        policy, query, predicted = prepared.policy, prepared.moe_query, prepared.predicted
+        policy, query = prepared.policy, prepared.moe_query
         labelled = query is not None and query.counts(policy.moe_score_weight)
-        trust = self._trust(prepared.ranks, predicted, pooled=_pooled(prepared), labelled=labelled)
+        trust = self._trust(prepared, prepared.ranks, pooled=_pooled(prepared), labelled=labelled)
         if trust.mode is AnswerMode.EXACT:  # then it is exact for each of them
             return trust, trust
         if labelled:
             assert query is not None
             labelled = chosen.moe_scores > 0 or not query.fallback_to_unlabeled
         pooled = prepared.model if chosen.cxl_accessible_scores > 0 else None
-        return trust, self._trust((chosen.rank,), predicted, pooled=pooled, labelled=labelled)
+        return trust, self._trust(prepared, (chosen.rank,), pooled=pooled, labelled=labelled)
 
-    def _trust(self, ranks: Sequence[RankId], predicted: Set[RankId], *, pooled: str | None, labelled: bool) -> Trust:
-        """Return the least trust that any of these ranks deserves, if the index was read for them."""
-        trust = self.view.trust(ranks, predicted, pooled=pooled, labelled=labelled)
+    def _trust(
+        self,
+        prepared: PreparedRequest,
+        ranks: Sequence[RankId],
+        predicted: Set[RankId] | None = None,
+        *,
+        pooled: str | None,
+        labelled: bool,
+    ) -> Trust:
+        """Return the least trust that any of these ranks deserves, if the index was read for them.
+
+        predicted: if None, those of the request.
+        """
+        if predicted is None:
+            predicted = prepared.predicted
+        trust = self.view.trust(ranks, predicted, pooled=pooled, labelled=labelled, basis=prepared.basis)
         # Load is part of the cost. While bookings are out of sync, this router has only its own part of the load.
         out_of_sync = trust.mode in (AnswerMode.EXACT, AnswerMode.APPROXIMATE) and not self.loads.in_sync
         return NOT_IN_SYNC if out_of_sync else trust

@@ -15,6 +15,7 @@ import enum
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -95,6 +96,17 @@ class Trust:
 
     mode: AnswerMode
     reason: DegradedReason | None = None
+
+
+class Basis(NamedTuple):
+    """What the trust in an overlap depends on besides the records, from before it was read.
+
+    improvements, pooled_improvements: see TrustTracker. unfed: see EngineReports.
+    """
+
+    improvements: int
+    pooled_improvements: int
+    unfed: frozenset[WorkerId] = _NO_WORKERS
 
 
 # One value of each kind is shared, since every answer has one.
@@ -273,43 +285,90 @@ class TrustTracker:
         # The same for the changelog of pooled blocks, whose records are not in order with the partition records.
         self._folded_pooled: defaultdict[int, AppliedUntil] = defaultdict(AppliedUntil)
         self._ends: dict[int, Mapping[str, SourceOffset]] = {}  # by partition, where its sources ended when last read
+        # By partition, ranks that can be trusted more once the rest of a transaction is folded, each with the number
+        # that counts until then.
+        self._unsettled: defaultdict[int, dict[RankId, int]] = defaultdict(dict)
+        #: Grows whenever a rank or an owner can be trusted again. What was read before may be older than this trust.
+        self.improvements = 0
+        self.pooled_improvements = 0  # the same for owners of pooled blocks
+        self._improved = DegradedReason.OWNER_BEHIND  # the reason that ended last
         # Ranks of which the index lacks a record because it was over capacity, with their epoch at that time: what the
         # index has of them is wrong until a newer epoch begins.
         self._incomplete: dict[RankId, Epoch] = {}
         self._n_incomplete = 0  # counts the changes of these
 
     def note_progress(self, rank: RankId, progress: Progress | None) -> None:
-        """Take in the progress record of a rank, or its tombstone."""
+        """Take in the progress record of a rank, or its tombstone.
+
+        Less trust counts at once. More counts from the end of the transaction, which is a partition record: what the
+        rank holds follows its progress. So does trust in another epoch, whose first record empties the rank.
+        """
+        known = self.progress.get(rank)
+        before, now = self._own_of(rank), _own_number(progress)
+        unsettled = self._unsettled[self._partition(rank.worker_id)]
+        unsettled.pop(rank, None)
         if progress is None:
             self.progress.pop(rank, None)
         else:
             self.progress[rank] = progress
+            if now < _FIRST_REASON:
+                is_emptied = known is not None and known.epoch != progress.epoch
+                if before < _FIRST_REASON and is_emptied:
+                    unsettled[rank] = _OWN_NUMBER[DegradedReason.FEED_BEHIND]
+                elif before > now:
+                    unsettled[rank] = before
         number = self._numbers.get(rank)
         if number is not None:
-            self._note_own(number, progress)
+            self._note_own(number, rank)
 
-    def _note_own(self, number: int, progress: Progress | None) -> None:
-        own, leased = _own_number(progress), progress is not None and progress.lease_ms != 0
+    def _own_of(self, rank: RankId) -> int:
+        """A rank's own part of its trust at this moment."""
+        own = _own_number(self.progress.get(rank))
+        return own if own >= _FIRST_REASON else self._unsettled[self._partition(rank.worker_id)].get(rank, own)
+
+    def _settle(self, partition: int) -> None:
+        """Let the ranks of a partition be trusted with what its last transaction says."""
+        unsettled = self._unsettled[partition]
+        while unsettled:
+            rank, before = unsettled.popitem()
+            if before >= _FIRST_REASON:
+                self._note_improvement(_OWN_REASONS[before - _FIRST_REASON])
+            number = self._numbers.get(rank)
+            if number is not None:
+                self._note_own(number, rank)
+
+    def _note_improvement(self, reason: DegradedReason) -> None:
+        """reason: why answers were degraded until now."""
+        self._improved = reason
+        self.improvements += 1
+
+    def _note_own(self, number: int, rank: RankId) -> None:
+        progress = self.progress.get(rank)
+        own, leased = self._own_of(rank), progress is not None and progress.lease_ms != 0
         if self._own[number] != own or self._leased[number] != leased:  # most records change neither
             self._own[number], self._leased[number] = own, leased
             self._version += 1
 
     def note_partition(self, record: PartitionRecord, received_ms: int | None) -> None:
         """Take in a partition record. received_ms: None if it was written before this router had read to the end."""
+        self._settle(record.partition)
         self._partitions[record.partition] = (record, received_ms)
         self._folded[record.partition].note_applied(
             {source.topic: SourceOffset(source.topic_id, source.applied_offset + 1) for source in record.sources}
         )
-        self._note_owner(record.partition)
+        self._note_owner(record.partition, received_ms)
 
     def note_ends(self, partition: int, asked_ms: int, ends: Mapping[str, SourceOffset]) -> None:
         """Take in where the sources of a partition end, as the broker was asked for at this time."""
         self._ends[partition] = ends
         self._folded[partition].note_ends(asked_ms, ends)
-        self._note_owner(partition)
+        self._note_owner(partition, asked_ms)
 
-    def _note_owner(self, partition: int) -> None:
-        """Note until when `_degraded_by_owner` returns None, unless something else is noted before."""
+    def _note_owner(self, partition: int, at_ms: int | None) -> None:
+        """Note until when `_degraded_by_owner` returns None, unless something else is noted before.
+
+        at_ms: now, or shortly before; None if it returns a reason now.
+        """
         record, received_ms = self._partitions.get(partition, (None, None))
         until = self._folded[partition].at_ms
         if (
@@ -320,16 +379,21 @@ class TrustTracker:
         ):
             self._owner_trusted_until_ms.pop(partition, None)
             return
-        self._owner_trusted_until_ms[partition] = min(
-            received_ms + self._stale_after_ms, until + self._unproven_after_ms
-        )
+        before_ms = self._owner_trusted_until_ms.get(partition, -1)
+        until_ms = min(received_ms + self._stale_after_ms, until + self._unproven_after_ms)
+        if at_ms is not None and before_ms < at_ms <= until_ms:
+            self._note_improvement(DegradedReason.OWNER_BEHIND)
+        self._owner_trusted_until_ms[partition] = until_ms
 
     def note_pooled_ends(
         self, partition: int, asked_ms: int, ends: Mapping[str, SourceOffset], folded: Mapping[str, SourceOffset]
     ) -> None:
         """Take in where the changelog of pooled blocks ends, and up to where it is folded."""
+        was_recent = self._is_recent(self._folded_pooled, partition, asked_ms)
         self._folded_pooled[partition].note_applied(folded)
         self._folded_pooled[partition].note_ends(asked_ms, ends)
+        if not was_recent and self._is_recent(self._folded_pooled, partition, asked_ms):
+            self.pooled_improvements += 1
 
     def note_over_capacity(self, rank: RankId) -> bool:
         """Mark a rank as incomplete; return True if it was complete before."""
@@ -371,6 +435,7 @@ class TrustTracker:
         unfed: Set[WorkerId] = _NO_WORKERS,
         ranks_missing_labels: Set[RankId] = _NO_RANKS,
         pooled: PooledRows | None = None,
+        basis: Basis | None = None,
     ) -> Trust:
         """Return the least trust that any of these ranks deserves.
 
@@ -378,7 +443,8 @@ class TrustTracker:
         ranks_missing_labels: ranks whose labels were dropped, if labels are used. pooled: given if pooled blocks are
         used; then the owner of each partition that has such rows must be running, and the ranks that wrote them must be
         known as exactly as eligible ones, whether or not they are eligible. Ranks that were removed write no evictions,
-        and are not looked at.
+        and are not looked at. basis: from before the answer's overlap was read. If something can be trusted again since
+        then, the overlap may be older than that.
         """
         base, at = base_of(ranks)
         if isinstance(base, tuple) and len(base) >= _COLUMNS_FROM:
@@ -396,6 +462,11 @@ class TrustTracker:
                     return _DEGRADED[_POOLED[reason]]
             if pooled.ranks and self._any_is_unknown(pooled.ranks, unfed):
                 return _DEGRADED[DegradedReason.POOLED_RANK_UNKNOWN]
+        if trust.reason is None and basis is not None:
+            if basis.improvements != self.improvements:
+                return _DEGRADED[self._improved]
+            if pooled is not None and basis.pooled_improvements != self.pooled_improvements:
+                return _DEGRADED[DegradedReason.POOLED_OWNER_BEHIND]
         return trust
 
     def _any_is_unknown(self, ranks: tuple[RankId, ...], unfed: Set[WorkerId]) -> bool:
@@ -502,7 +573,7 @@ class TrustTracker:
             if number >= len(self._own):
                 self._own = np.concatenate([self._own, np.zeros_like(self._own)])
                 self._leased = np.concatenate([self._leased, np.zeros_like(self._leased)])
-            self._note_own(number, self.progress.get(rank))
+            self._note_own(number, rank)
         return number
 
     def _refresh(self, columns: _RankColumns, unfed: Set[WorkerId]) -> None:
@@ -530,7 +601,7 @@ class TrustTracker:
         worst = AnswerMode.EXACT
         for rank in ranks:
             progress = self.progress.get(rank)
-            own = _own_number(progress)
+            own = self._own_of(rank)
             if own >= _FIRST_REASON:
                 return _DEGRADED[_OWN_REASONS[own - _FIRST_REASON]]
             assert progress is not None  # otherwise there is a reason

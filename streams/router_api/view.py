@@ -67,7 +67,7 @@ from streams.model_registry import block_size_contradicted
 from streams.router_api.avoidances import Avoidances
 from streams.router_api.engine_reports import EngineReports
 from streams.router_api.supplementary_facts import SupplementaryFacts
-from streams.router_api.trust import APPROXIMATE, FALLBACK, DegradedReason, Trust, TrustTracker
+from streams.router_api.trust import APPROXIMATE, FALLBACK, Basis, DegradedReason, Trust, TrustTracker
 from streams.settings import Settings
 from streams.tables.applied_until import Lag, SourceOffset
 from streams.tables.records import (
@@ -383,11 +383,11 @@ class View:
         known = self._trust.progress.get(rank)
         if known is not None and (progress.epoch, progress.sequence) < (known.epoch, known.sequence):
             return
+        with self._trust_lock:  # before the index, which empties the rank if a new epoch begins
+            self._trust.note_progress(rank, progress)
         self.index.enter_epoch(rank, progress.epoch)
         if self._facts.has_labels():
             self._facts.end_stale_labels()
-        with self._trust_lock:
-            self._trust.note_progress(rank, progress)
         if rank in self._eventless_ranks and (known is None or known.epoch != progress.epoch):
             assert self._eventless_predictions is not None
             self._eventless_predictions.clear(rank)  # its engine restarted
@@ -761,6 +761,11 @@ class View:
         """When the last report of each of these ranks was received, for those that have a valid one."""
         return self._engine_reports.received_ms(ranks)
 
+    def basis(self) -> Basis:
+        """What the trust in overlaps depends on that are read from now on."""
+        tracker = self._trust
+        return Basis(tracker.improvements, tracker.pooled_improvements, self._engine_reports.unfed())
+
     def trust(
         self,
         ranks: Sequence[RankId],
@@ -768,29 +773,46 @@ class View:
         *,
         pooled: str | None = None,
         labelled: bool = False,
+        basis: Basis | None = None,
     ) -> Trust:
         """Return the least trust that any of these ranks deserves. predicted: ranks whose score is a prediction.
 
         pooled: the model, if pooled blocks are used, so that the owners of all of them must be running, and the ranks
         known that put blocks of this model into pools. labelled: labels are used, so that none of these ranks may lack
-        any.
+        any. basis: as before the overlaps were read, which may be older than what is trusted by now.
         """
         now_ms = self._now_ms()
         if not labelled:
-            return self._assess(ranks, predicted, now_ms, _NO_RANKS, pooled=pooled)
+            return self._assess(ranks, predicted, now_ms, _NO_RANKS, pooled, basis)
         with self._lock:  # labels are folded under this lock
-            return self._assess(ranks, predicted, now_ms, self._facts.ranks_missing_labels(), pooled=pooled)
+            return self._assess(ranks, predicted, now_ms, self._facts.ranks_missing_labels(), pooled, basis)
 
     def _assess(
-        self, ranks: Sequence[RankId], predicted: Set[RankId], now_ms: int, missing: Set[RankId], *, pooled: str | None
+        self,
+        ranks: Sequence[RankId],
+        predicted: Set[RankId],
+        now_ms: int,
+        missing: Set[RankId],
+        pooled: str | None,
+        basis: Basis | None,
     ) -> Trust:
         """missing: ranks whose labels were dropped, if labels are used."""
         if not self._reads_index:
             return APPROXIMATE if self._predictions is not None else FALLBACK
         unfed = self._engine_reports.unfed()
+        if basis is not None and basis.unfed is not unfed:
+            unfed = unfed | basis.unfed
         rows = None if pooled is None else self._facts.pooled_rows(pooled)
         with self._trust_lock:
-            return self._trust.assess(ranks, predicted, now_ms, unfed=unfed, ranks_missing_labels=missing, pooled=rows)
+            return self._trust.assess(
+                ranks,
+                predicted,
+                now_ms,
+                unfed=unfed,
+                ranks_missing_labels=missing,
+                pooled=rows,
+                basis=basis,
+            )
 
     # -- what people read ----------------------------------------------------------------------------------------------
 

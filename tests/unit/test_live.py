@@ -124,7 +124,7 @@ def test_the_answer_has_the_fleet_and_what_was_decided(served: LocalRouter, monk
         "model": "m",
         "ranks": 1,
         "state": "degraded",
-        "reason": "owner_silent",
+        "reason": "no_events_yet",
         "cache_usage": None,
         "prefill_tokens": 0,
         "decode_blocks": 4,

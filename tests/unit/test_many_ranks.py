@@ -63,6 +63,7 @@ class Plain:
     progress: dict[RankId, Progress] = field(default_factory=dict)
     epochs: dict[RankId, Epoch] = field(default_factory=dict)
     incomplete: dict[RankId, Epoch] = field(default_factory=dict)
+    unsettled: dict[RankId, AnswerMode | DegradedReason] = field(default_factory=dict)
     records: dict[int, tuple[PartitionRecord, int | None]] = field(default_factory=dict)
     folded: dict[int, AppliedUntil] = field(
         default_factory=lambda: {partition: AppliedUntil(SETTLE_MS) for partition in range(N_PARTITIONS)}
@@ -86,6 +87,23 @@ class Plain:
         unfed: frozenset[WorkerId],
         missing: frozenset[RankId],
     ) -> AnswerMode | DegradedReason:
+        own = self.unsettled.get(each) or self.own(each)
+        if isinstance(own, DegradedReason):
+            return own
+        progress = self.progress[each]
+        if each.worker_id in unfed and progress.lease_ms:
+            return DegradedReason.BRIDGE_SILENT
+        if each in self.incomplete and self.incomplete[each] == self.epochs.get(each):
+            return DegradedReason.OVER_CAPACITY
+        if each in missing:
+            return DegradedReason.LABELS_OVER_CAPACITY
+        reason = self.owner(partition_of(each.worker_id, N_PARTITIONS), now_ms)
+        if reason is not None:
+            return reason
+        return AnswerMode.APPROXIMATE if each in predicted else own
+
+    def own(self, each: RankId) -> AnswerMode | DegradedReason:
+        """What a rank's progress record says by itself."""
         progress = self.progress.get(each)
         if progress is None:
             return DegradedReason.NO_EVENTS_YET
@@ -97,17 +115,24 @@ class Plain:
             return DegradedReason.NO_EVENTS_YET
         if progress.feed is FeedState.CATCHING_UP:
             return DegradedReason.FEED_BEHIND
-        if each.worker_id in unfed and progress.lease_ms:
-            return DegradedReason.BRIDGE_SILENT
-        if each in self.incomplete and self.incomplete[each] == self.epochs.get(each):
-            return DegradedReason.OVER_CAPACITY
-        if each in missing:
-            return DegradedReason.LABELS_OVER_CAPACITY
-        reason = self.owner(partition_of(each.worker_id, N_PARTITIONS), now_ms)
-        if reason is not None:
-            return reason
-        approximate = progress.health is Health.APPROXIMATE or each in predicted
-        return AnswerMode.APPROXIMATE if approximate else AnswerMode.EXACT
+        return AnswerMode.APPROXIMATE if progress.health is Health.APPROXIMATE else AnswerMode.EXACT
+
+    def note_progress(self, each: RankId, progress: Progress | None) -> None:
+        """More trust, and trust in another epoch, waits for the partition record."""
+        known, before = self.progress.get(each), self.unsettled.pop(each, None) or self.own(each)
+        if progress is None:
+            self.progress.pop(each, None)
+            return
+        self.progress[each] = progress
+        now = self.own(each)
+        if isinstance(now, DegradedReason):
+            return
+        if isinstance(before, DegradedReason):
+            self.unsettled[each] = before
+        elif known is not None and known.epoch != progress.epoch:
+            self.unsettled[each] = DegradedReason.FEED_BEHIND
+        elif (before, now) == (AnswerMode.APPROXIMATE, AnswerMode.EXACT):
+            self.unsettled[each] = before
 
     def of(
         self,
@@ -146,7 +171,7 @@ class Both:
     def progress(self, each: RankId, health: Health, feed: FeedState, lease_ms: int) -> None:
         epoch = self.plain.epochs.setdefault(each, Epoch(Incarnation(1), 0))
         progress = Progress(each, epoch, 0, health=health, feed=feed, lease_ms=lease_ms)
-        self.plain.progress[each] = progress
+        self.plain.note_progress(each, progress)
         self.tracker.note_progress(each, progress)
 
     def partition(self, partition: int, behind_ms: int = 0, *, live: bool = True, with_ends: bool = True) -> None:
@@ -155,6 +180,9 @@ class Both:
         record, received_ms = PartitionRecord(partition, 0, "owner", (source,)), self.now_ms if live else None
         self.plain.records[partition] = (record, received_ms)
         self.plain.folded[partition].note_applied({"events": SourceOffset("a", self.offset + 1)})
+        for each in RANKS:
+            if partition_of(each.worker_id, N_PARTITIONS) == partition:
+                self.plain.unsettled.pop(each, None)
         self.tracker.note_partition(record, received_ms)
         if with_ends:
             ends = {"events": SourceOffset("a", self.offset + 1)}
@@ -170,7 +198,7 @@ class Both:
                 feed = rng.choice([FeedState.LIVE] * 4 + list(FeedState))
                 self.progress(each, health, feed, rng.choice([0, 6000, 6000]))
             case 2:
-                self.plain.progress.pop(each, None)
+                self.plain.note_progress(each, None)
                 self.tracker.note_progress(each, None)
             case 3:
                 if each in self.plain.epochs:

@@ -106,6 +106,18 @@ def test_a_dead_owners_pooled_prefix_draws_a_request_to_who_reaches_it() -> None
     assert ask(router, excluded_worker_ids=[2])["worker_id"] == 3
 
 
+def test_what_was_looked_up_before_a_rank_was_trusted_is_not_exact_afterwards() -> None:
+    """A request that waits between its look-up and its decision has an old overlap."""
+    router = router_of(1)
+    prepared = router.prepare(msgspec.convert({"token_ids": TOKENS, "update_states": False}, RouteRequest))
+    hold(router.view, rank(1), LOCAL)
+    old = answer_json(router.try_book(prepared))
+    assert (old["overlap_blocks"], old["mode"], old["chosen_mode"]) == (0, "degraded", "degraded")
+    assert old["degraded_because"] == "owner_behind"  # what ended last
+    new = answer_json(router.try_book(router.refresh(prepared)))
+    assert (new["overlap_blocks"], new["mode"], new["chosen_mode"]) == (len(LOCAL), "exact", "exact")
+
+
 def test_own_and_pooled_blocks_add_up_and_nothing_counts_twice() -> None:
     """A rank's own blocks count first, whichever rank has pooled them as well."""
     router = router_of(2)
@@ -416,6 +428,8 @@ def test_a_rank_that_is_forgotten_or_restarts_lacks_no_labels(monkeypatch: pytes
     progress = router.view.progress_of(WorkerId(2))[0]
     later = replace(progress, epoch=progress.epoch._replace(generation=1))
     router.view.fold_index(progress_key(rank(2)), encode_progress(later))
+    number = partition_of(WorkerId(2), router.settings.partitions)
+    router.view.fold_index(partition_key(number), encode_partition(PartitionRecord(number, 0, "test", ())))
     assert ask(router, {"moe_query": QUERY})["mode"] == "exact"
 
 

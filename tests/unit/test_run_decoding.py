@@ -6,6 +6,8 @@ import ctypes
 import mmap
 import random
 import struct
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -15,7 +17,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from streams.codec import codec
-from streams.core.events import MoeLabels
+from streams.core.events import FeedState, MoeLabels
 from streams.core.hashing import sequence_hashes
 from streams.core.ids import DpRank, Epoch, Incarnation, RankId, SequenceHash, Tier, WorkerId
 from streams.core.index.arenas import TreeLimits
@@ -29,6 +31,7 @@ from streams.core.reducer.holdings import plain_holdings
 from streams.core.reducer.ordering import Health, Progress
 from streams.core.runs import RUN_BLOCKS_MAX, Run, RunKey
 from streams.errors import BadRecord, IndexFull
+from streams.kafka import partition_of
 from streams.router_api.trust import AnswerMode
 from streams.router_api.view import View
 from streams.settings import Settings
@@ -427,14 +430,15 @@ def test_a_rank_over_the_index_capacity_is_degraded_until_its_next_epoch(
         return partition_key(number), encode_partition(PartitionRecord(number, 0, "o", ()))
 
     records = [progress(well, 1), progress(full, 1), run(well, 1), *(run(full, block) for block in range(2, 600))]
-    assert view.fold_index_batch([*map(partition, range(Settings().partitions)), *records]) == []
+    partitions = [partition(number) for number in range(Settings().partitions)]
+    assert view.fold_index_batch([*records, *partitions]) == []
     for number in range(Settings().partitions):
         view.note_ends(number, 0, {})  # of no sources, so that no owner is behind
     assert view.records_over_capacity > 100
     assert len([record for record in caplog.records if "over capacity" in record.message]) == 1
     assert view.trust([well]).mode is AnswerMode.EXACT
     assert view.trust([well, full]).mode is AnswerMode.DEGRADED
-    view.fold_index(*progress(full, 2))
+    view.fold_index_batch([progress(full, 2), *partitions])
     assert view.trust([well, full]).mode is AnswerMode.EXACT
     view.reset()
     assert view.records_over_capacity == 0
@@ -500,3 +504,42 @@ def test_the_blocks_of_a_column_have_its_own_names() -> None:
     for number, column in reader.columns.items():
         expected = sorted(int(name) for rank, _, name in index.members() if rank == column.rank)
         assert sorted(names_in_column(index._memory, number).tolist()) == expected
+
+
+def test_no_answer_is_exact_while_the_transaction_is_folded_that_makes_its_rank_exact() -> None:
+    """Another thread matches and asks for trust all the time: it is exact only with everything that the rank holds."""
+    rank, n_runs = RankId(WorkerId(1), DpRank(0)), 4000
+    view = View(Settings(), lambda: 0)
+    number = partition_of(rank.worker_id, Settings().partitions)
+
+    def progress(feed: FeedState) -> Record:
+        state = Progress(rank, Epoch(Incarnation(1), 0), 0, 0, Health.EXACT, "m", 16, feed=feed)
+        return progress_key(rank), encode_progress(state)
+
+    owner = partition_key(number), encode_partition(PartitionRecord(number, 0, "o", ()))
+    runs: list[Record] = []
+    for block in range(2, n_runs + 2):
+        (key,), (value,) = _run_of(rank, block)
+        assert value is not None
+        runs.append((run_key(key), encode_run(value)))
+    asked = u64(n_runs + 1)  # what the last run holds
+    assert view.fold_index_batch([progress(FeedState.CATCHING_UP), owner]) == []
+    view.note_ends(number, 0, {})
+    found: list[tuple[AnswerMode, int]] = []
+
+    def ask() -> None:
+        while not found or found[-1][0] is not AnswerMode.EXACT:
+            basis = view.basis()
+            scores = view.find_matches(asked).scores
+            found.append((view.trust([rank], basis=basis).mode, scores.get(rank, 0)))
+
+    interval_s = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        thread = threading.Thread(target=ask)
+        thread.start()
+        assert view.fold_index_batch([progress(FeedState.LIVE), *runs, owner]) == []
+        thread.join(60.0)
+    finally:
+        sys.setswitchinterval(interval_s)
+    assert found[-1] == (AnswerMode.EXACT, len(asked))

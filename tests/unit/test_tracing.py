@@ -103,7 +103,7 @@ def test_a_decision_is_a_span_in_the_trace_of_its_request(traced: Traced) -> Non
         "kvstreams.dp_rank": 0,
         "kvstreams.overlap_blocks": 4,
         "kvstreams.mode": "degraded",
-        "kvstreams.degraded_because": "owner_silent",
+        "kvstreams.degraded_because": "no_events_yet",
         "kvstreams.chosen_mode": "degraded",
         "kvstreams.repeated": False,
         "kvstreams.cost": 4.0,

@@ -309,6 +309,18 @@ def test_the_blocks_that_busy_thresholds_compare_with_follow_reports_and_the_reg
     assert blocks() == [(10, 0), (31, 5)]
 
 
+def test_an_overlap_that_was_read_while_a_bridge_was_silent_is_not_exact(clock: Clock) -> None:
+    """Its bridge is heard again by the time of the answer, which has the reason of before."""
+    view = view_of(clock)
+    hold(view, rank(1), LOCAL)
+    leased = Progress(rank(1), FIRST_EPOCH, 1, health=Health.EXACT, model="m", lease_ms=6000)
+    view.fold_index(progress_key(rank(1)), encode_progress(leased))
+    basis = view.basis()
+    assert view.trust([rank(1)], basis=basis).mode is AnswerMode.EXACT
+    before = basis._replace(unfed=frozenset({WorkerId(1)}))
+    assert view.trust([rank(1)], basis=before).reason is DegradedReason.BRIDGE_SILENT
+
+
 def test_the_cache_of_partitions_has_a_limit(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     """With more workers than the cache holds, each rank is still judged by its own partition's owner."""
     monkeypatch.setattr(trust, "_WORKERS_CACHED_MAX", 2)
@@ -322,4 +334,7 @@ def test_the_cache_of_partitions_has_a_limit(clock: Clock, monkeypatch: pytest.M
     silent = next(n for n in range(6, 100) if partition_of(n, 8) not in {partition_of(n, 8) for n in range(1, 6)})
     progress = Progress(rank(silent), Epoch(Incarnation(1), 0), 0)
     view.fold_index(progress_key(rank(silent)), encode_progress(progress))
+    number = partition_of(silent, 8)
+    record = encode_partition(PartitionRecord(number, 0, "test", ()))
+    view.fold_index(partition_key(number), record, live=False)
     assert view.trust([*ranks, rank(silent)]).reason is DegradedReason.OWNER_SILENT
