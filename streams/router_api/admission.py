@@ -358,7 +358,8 @@ class Admission:
         if entry.is_gone():
             self._drop_gone(number)
             return
-        if entry.changes != router.view.changes:
+        basis = entry.prepared.basis
+        if entry.changes != router.view.changes or (basis is not None and router.view.is_outdated(basis)):
             self._match(number, entry, now_ms)
         answer = entry.context.run(router.try_admit, entry.prepared, self._gate)
         if answer is None:

@@ -424,6 +424,8 @@ class Router:
     def try_admit(self, prepared: PreparedRequest, gate: Gate | None) -> RouteAnswer | None:
         """The same as `try_book`, but None if the gate does not let the request go to the rank that is best for it."""
         self._asked_at_s = time.monotonic()
+        if prepared.basis is not None and self.view.is_outdated(prepared.basis):
+            prepared = self.refresh(prepared)
         request = prepared.request
         # Before the reports themselves: a report that arrives in between then counts its requests twice, for one
         # decision. In the other order they would count for nothing.
@@ -836,7 +838,7 @@ class Router:
         if policy.reads_index:
             # A booking does not say what its score was made of, so it may have used pooled blocks and labels.
             labelled = query is not None and query.counts(policy.moe_score_weight)
-            trust = self._trust(prepared, (booking.rank,), _NO_RANKS, pooled=_pooled(prepared), labelled=labelled)
+            trust = self._trust(prepared, (booking.rank,), pooled=_pooled(prepared), labelled=labelled)
         if trust.mode is AnswerMode.EXACT:
             # If the request was refused, the index was not read.
             now = None if prepared.refusal else prepared.scores.scores.get(booking.rank, 0)
@@ -883,18 +885,12 @@ class Router:
         self,
         prepared: PreparedRequest,
         ranks: Sequence[RankId],
-        predicted: Set[RankId] | None = None,
         *,
         pooled: str | None,
         labelled: bool,
     ) -> Trust:
-        """Return the least trust that any of these ranks deserves, if the index was read for them.
-
-        predicted: if None, those of the request.
-        """
-        if predicted is None:
-            predicted = prepared.predicted
-        trust = self.view.trust(ranks, predicted, pooled=pooled, labelled=labelled, basis=prepared.basis)
+        """Return the least trust that any of these ranks deserves, if the index was read for them."""
+        trust = self.view.trust(ranks, prepared.predicted, pooled=pooled, labelled=labelled, basis=prepared.basis)
         # Load is part of the cost. While bookings are out of sync, this router has only its own part of the load.
         out_of_sync = trust.mode in (AnswerMode.EXACT, AnswerMode.APPROXIMATE) and not self.loads.in_sync
         return NOT_IN_SYNC if out_of_sync else trust

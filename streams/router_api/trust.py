@@ -101,12 +101,13 @@ class Trust:
 class Basis(NamedTuple):
     """What the trust in an overlap depends on besides the records, from before it was read.
 
-    improvements, pooled_improvements: see TrustTracker. unfed: see EngineReports.
+    improvements, pooled_improvements: see TrustTracker. unfed: see EngineReports. at_ms: when that was.
     """
 
     improvements: int
     pooled_improvements: int
     unfed: frozenset[WorkerId] = _NO_WORKERS
+    at_ms: int = 0
 
 
 # One value of each kind is shared, since every answer has one.
@@ -292,6 +293,10 @@ class TrustTracker:
         self.improvements = 0
         self.pooled_improvements = 0  # the same for owners of pooled blocks
         self._improved = DegradedReason.OWNER_BEHIND  # the reason that ended last
+        # Since when owners can be trusted again, by partition, and the same for ranks. Pooled blocks are in another
+        # changelog, so answers that use them wait until it is folded up to then.
+        self._owner_trusted_since_ms: dict[int, int] = {}
+        self._rank_trusted_since_ms: dict[RankId, int] = {}
         # Ranks of which the index lacks a record because it was over capacity, with their epoch at that time: what the
         # index has of them is wrong until a newer epoch begins.
         self._incomplete: dict[RankId, Epoch] = {}
@@ -309,6 +314,7 @@ class TrustTracker:
         unsettled.pop(rank, None)
         if progress is None:
             self.progress.pop(rank, None)
+            self._rank_trusted_since_ms.pop(rank, None)
         else:
             self.progress[rank] = progress
             if now < _FIRST_REASON:
@@ -326,13 +332,15 @@ class TrustTracker:
         own = _own_number(self.progress.get(rank))
         return own if own >= _FIRST_REASON else self._unsettled[self._partition(rank.worker_id)].get(rank, own)
 
-    def _settle(self, partition: int) -> None:
+    def _settle(self, partition: int, received_ms: int | None) -> None:
         """Let the ranks of a partition be trusted with what its last transaction says."""
         unsettled = self._unsettled[partition]
         while unsettled:
             rank, before = unsettled.popitem()
-            if before >= _FIRST_REASON:
-                self._note_improvement(_OWN_REASONS[before - _FIRST_REASON])
+            if received_ms is not None:  # otherwise the owner is not trusted yet
+                self._rank_trusted_since_ms[rank] = received_ms
+            is_reason = before >= _FIRST_REASON
+            self._note_improvement(_OWN_REASONS[before - _FIRST_REASON] if is_reason else DegradedReason.FEED_BEHIND)
             number = self._numbers.get(rank)
             if number is not None:
                 self._note_own(number, rank)
@@ -351,23 +359,25 @@ class TrustTracker:
 
     def note_partition(self, record: PartitionRecord, received_ms: int | None) -> None:
         """Take in a partition record. received_ms: None if it was written before this router had read to the end."""
-        self._settle(record.partition)
+        self._settle(record.partition, received_ms)
         self._partitions[record.partition] = (record, received_ms)
         self._folded[record.partition].note_applied(
             {source.topic: SourceOffset(source.topic_id, source.applied_offset + 1) for source in record.sources}
         )
         self._note_owner(record.partition, received_ms)
 
-    def note_ends(self, partition: int, asked_ms: int, ends: Mapping[str, SourceOffset]) -> None:
-        """Take in where the sources of a partition end, as the broker was asked for at this time."""
+    def note_ends(
+        self, partition: int, asked_ms: int, ends: Mapping[str, SourceOffset], now_ms: int | None = None
+    ) -> None:
+        """Take in where the sources of a partition end, as the broker was asked for at this time. now_ms: if later."""
         self._ends[partition] = ends
         self._folded[partition].note_ends(asked_ms, ends)
-        self._note_owner(partition, asked_ms)
+        self._note_owner(partition, asked_ms if now_ms is None else now_ms)
 
-    def _note_owner(self, partition: int, at_ms: int | None) -> None:
+    def _note_owner(self, partition: int, now_ms: int | None) -> None:
         """Note until when `_degraded_by_owner` returns None, unless something else is noted before.
 
-        at_ms: now, or shortly before; None if it returns a reason now.
+        now_ms: None if it returns a reason now.
         """
         record, received_ms = self._partitions.get(partition, (None, None))
         until = self._folded[partition].at_ms
@@ -381,19 +391,41 @@ class TrustTracker:
             return
         before_ms = self._owner_trusted_until_ms.get(partition, -1)
         until_ms = min(received_ms + self._stale_after_ms, until + self._unproven_after_ms)
-        if at_ms is not None and before_ms < at_ms <= until_ms:
+        if now_ms is not None and before_ms < now_ms <= until_ms:
+            self._owner_trusted_since_ms[partition] = now_ms
             self._note_improvement(DegradedReason.OWNER_BEHIND)
         self._owner_trusted_until_ms[partition] = until_ms
 
     def note_pooled_ends(
-        self, partition: int, asked_ms: int, ends: Mapping[str, SourceOffset], folded: Mapping[str, SourceOffset]
+        self,
+        partition: int,
+        asked_ms: int,
+        ends: Mapping[str, SourceOffset],
+        folded: Mapping[str, SourceOffset],
+        now_ms: int | None = None,
     ) -> None:
-        """Take in where the changelog of pooled blocks ends, and up to where it is folded."""
-        was_recent = self._is_recent(self._folded_pooled, partition, asked_ms)
+        """Take in where the changelog of pooled blocks ends, and up to where it is folded. now_ms: if later."""
+        now_ms = asked_ms if now_ms is None else now_ms
+        was_known = self._knows_pooled(partition, now_ms)
         self._folded_pooled[partition].note_applied(folded)
         self._folded_pooled[partition].note_ends(asked_ms, ends)
-        if not was_recent and self._is_recent(self._folded_pooled, partition, asked_ms):
+        ahead, until_ms = self._rank_trusted_since_ms, self._folded_pooled[partition].at_ms
+        if ahead and until_ms is not None:
+            done = [rank for rank, since_ms in ahead.items() if since_ms <= until_ms]
+            for rank in done:
+                if self._partition(rank.worker_id) == partition:
+                    del ahead[rank]
+                    self.pooled_improvements += 1
+        if not was_known and self._knows_pooled(partition, now_ms):
             self.pooled_improvements += 1
+
+    def _knows_pooled(self, partition: int, now_ms: int) -> bool:
+        """Whether the pooled rows of a partition are folded as far as trust in its owner needs it."""
+        if not self._is_recent(self._folded_pooled, partition, now_ms):
+            return False
+        until_ms = self._folded_pooled[partition].at_ms
+        assert until_ms is not None  # otherwise it is not recent
+        return until_ms >= self._owner_trusted_since_ms.get(partition, until_ms)
 
     def note_over_capacity(self, rank: RankId) -> bool:
         """Mark a rank as incomplete; return True if it was complete before."""
@@ -456,11 +488,14 @@ class TrustTracker:
                 return _DEGRADED[DegradedReason.POOLED_OVER_CAPACITY]
             for partition in pooled.partitions:
                 reason = self._degraded_by_owner(partition, now_ms)
-                if reason is None and not self._is_recent(self._folded_pooled, partition, now_ms):
+                if reason is None and not self._knows_pooled(partition, now_ms):
                     reason = DegradedReason.OWNER_BEHIND
                 if reason is not None:
                     return _DEGRADED[_POOLED[reason]]
             if pooled.ranks and self._any_is_unknown(pooled.ranks, unfed):
+                return _DEGRADED[DegradedReason.POOLED_RANK_UNKNOWN]
+            ahead = self._rank_trusted_since_ms
+            if ahead and not ahead.keys().isdisjoint(pooled.ranks):
                 return _DEGRADED[DegradedReason.POOLED_RANK_UNKNOWN]
         if trust.reason is None and basis is not None:
             if basis.improvements != self.improvements:

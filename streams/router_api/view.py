@@ -120,6 +120,10 @@ LabelsOf = Callable[["RunColumns", int, int], "dict[int, list[LabelledBlock]]"]
 
 _NO_SCORES = OverlapScores({})
 _NO_RANKS: frozenset[RankId] = frozenset()
+
+#: An overlap that was read longer ago is read again before a decision. Exact answers may be `behind_after_ms` old, and
+#: it takes far less from the one to the other, unless the thread that answers was kept busy.
+_OVERLAP_VALID_MS = 100
 _NO_WORKERS: frozenset[WorkerId] = frozenset()
 
 
@@ -209,7 +213,7 @@ class View:
             self._eventless_predictions = PredictedPrefixIndex(settings.router_ttl_s)
         self._reset()
 
-    def _reset(self) -> None:
+    def _reset(self, improvements: int = 0) -> None:
         self.changes += 1
         settings = self._settings
         self.index: RunFold = self._make_fold()
@@ -228,6 +232,7 @@ class View:
         self._trust = TrustTracker(
             settings.partitions, settings.stale_after_ms, settings.behind_after_ms, self.index.epoch_of
         )
+        self._trust.improvements = improvements
         self._engine_reports = EngineReports(self.workers, settings.schema_ids, self._now_ms, settings.behind_after_ms)
         self._facts = SupplementaryFacts(
             settings.partitions,
@@ -260,7 +265,7 @@ class View:
     def reset(self) -> None:
         """Drop everything, so that the topics can be folded again from their beginnings."""
         with self._lock:
-            self._reset()
+            self._reset(self._trust.improvements + 1)  # what was read before is older than all trust afterwards
 
     # -- the fold ------------------------------------------------------------------------------------------------------
 
@@ -273,11 +278,11 @@ class View:
             run_id = parse_run_key(key)
             run = None if value is None else decode_run(key, value)
             with self._lock:
-                self.changes += 1
                 try:
                     self.index.fold([run_id], [run])
                 except IndexFull:
                     self._note_over_capacity(run_id.rank)
+                self.changes += 1  # afterwards: requests may read the index without the lock
                 if run is None:
                     self._facts.fold_labels(key, run_id.rank, None, ())
                 elif run.moe or self._facts.has_labels_of(key):
@@ -289,8 +294,8 @@ class View:
             rank = parse_progress_key(key)
             progress = None if value is None else decode_progress(key, value)
             with self._lock:
-                self.changes += 1
                 self._fold_progress(rank, progress)
+                self.changes += 1
         elif key.startswith(PARTITION_PREFIX):
             if value is not None:
                 record = decode_partition(key, value)
@@ -339,9 +344,9 @@ class View:
             end = min(begin + _LOCKED_RECORDS, last)
             with self._lock:
                 assert self._batches is not None  # columns exist only if the index folds batches
-                self.changes += 1
                 for record in self._batches[0].fold_records(columns, begin, end):
                     self._note_over_capacity(columns.place_of(record)[0])
+                self.changes += 1  # afterwards: requests may read the index without the lock
             if are_labelled or self._facts.has_labels():
                 self._fold_labels_of(columns, begin, end, records)
 
@@ -562,14 +567,14 @@ class View:
     def note_ends(self, partition: int, asked_ms: int, ends: Mapping[str, SourceOffset]) -> None:
         """Take in where the sources of a partition end; see `TrustTracker.note_ends`."""
         with self._trust_lock:
-            self._trust.note_ends(partition, asked_ms, ends)
+            self._trust.note_ends(partition, asked_ms, ends, self._now_ms())
 
     def note_pooled_ends(
         self, partition: int, asked_ms: int, ends: Mapping[str, SourceOffset], folded: Mapping[str, SourceOffset]
     ) -> None:
         """Take in where the changelog of pooled blocks ends; see `TrustTracker.note_pooled_ends`."""
         with self._trust_lock:
-            self._trust.note_pooled_ends(partition, asked_ms, ends, folded)
+            self._trust.note_pooled_ends(partition, asked_ms, ends, folded, self._now_ms())
 
     def fold_report(self, key: bytes, value: bytes | None) -> None:
         """Fold one record of worker-metrics. A record that raises BadRecord changes nothing."""
@@ -764,7 +769,17 @@ class View:
     def basis(self) -> Basis:
         """What the trust in overlaps depends on that are read from now on."""
         tracker = self._trust
-        return Basis(tracker.improvements, tracker.pooled_improvements, self._engine_reports.unfed())
+        return Basis(tracker.improvements, tracker.pooled_improvements, self._engine_reports.unfed(), self._now_ms())
+
+    def is_outdated(self, basis: Basis) -> bool:
+        """Whether overlaps that were read after this basis should be read again before a decision."""
+        tracker = self._trust
+        return (
+            basis.improvements != tracker.improvements
+            or basis.pooled_improvements != tracker.pooled_improvements
+            or self._now_ms() - basis.at_ms > _OVERLAP_VALID_MS
+            or basis.unfed is not self._engine_reports.unfed()
+        )
 
     def trust(
         self,
@@ -800,7 +815,7 @@ class View:
         if not self._reads_index:
             return APPROXIMATE if self._predictions is not None else FALLBACK
         unfed = self._engine_reports.unfed()
-        if basis is not None and basis.unfed is not unfed:
+        if basis is not None and not (basis.unfed is unfed or basis.unfed <= unfed):
             unfed = unfed | basis.unfed
         rows = None if pooled is None else self._facts.pooled_rows(pooled)
         with self._trust_lock:

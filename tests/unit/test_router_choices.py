@@ -486,6 +486,15 @@ def test_a_chosen_rank_is_no_better_than_its_prediction_and_the_bookings(monkeyp
     assert drawn == {("degraded", "events_lost", "events_lost"), ("degraded", "events_lost", not_in_sync)}
 
 
+def test_a_repeated_request_is_no_better_than_its_prediction() -> None:
+    """The overlap of its booking was predicted, as is what it is compared with."""
+    router = router_of(1, router_predicted_ttl_s=60.0)
+    hold(router.view, rank(1), local_hashes(TOKENS, BLOCK_SIZE)[:1])
+    router.view.predict(rank(1), local_hashes(TOKENS, BLOCK_SIZE))
+    answers = [modes_of(ask(router, "a")) for _ in range(2)]
+    assert answers == [(1, "approximate", "approximate", None, None)] * 2
+
+
 def test_a_policy_without_a_preference_trusts_nothing() -> None:
     """If an older policy had nothing to choose by, both modes are `fallback`."""
     router = router_of(2, router_mode=RouterMode.LOAD_DEVIATION)

@@ -23,6 +23,7 @@ from streams.router_api.router import Router
 from streams.router_api.trust import AnswerMode
 from streams.router_api.wire import RouteRequest, answer_json, parse_route_query
 from streams.settings import Settings
+from streams.sim.held_chains import runs_of_chain
 from streams.tables.records import (
     PartitionRecord,
     SourceProgress,
@@ -36,7 +37,7 @@ from streams.tables.records import (
 from tests.helpers.api import TOKENS, packed
 from tests.unit.test_router_choices import router_of
 from tests.unit.test_supplementary import rank, run_of
-from tests.unit.test_view_predictions import BLOCK_SIZE, caught_up, hold
+from tests.unit.test_view_predictions import BLOCK_SIZE, caught_up, hold, register
 
 LOCAL = local_hashes(TOKENS, BLOCK_SIZE)
 CHAIN = [SequenceHash(block) for block in sequence_hashes(LOCAL).tolist()]
@@ -106,16 +107,57 @@ def test_a_dead_owners_pooled_prefix_draws_a_request_to_who_reaches_it() -> None
     assert ask(router, excluded_worker_ids=[2])["worker_id"] == 3
 
 
-def test_what_was_looked_up_before_a_rank_was_trusted_is_not_exact_afterwards() -> None:
-    """A request that waits between its look-up and its decision has an old overlap."""
+def test_what_was_looked_up_before_a_rank_was_trusted_is_looked_up_again() -> None:
+    """A request may wait between its look-up and its decision, and its overlap is old by then."""
     router = router_of(1)
     prepared = router.prepare(msgspec.convert({"token_ids": TOKENS, "update_states": False}, RouteRequest))
     hold(router.view, rank(1), LOCAL)
-    old = answer_json(router.try_book(prepared))
-    assert (old["overlap_blocks"], old["mode"], old["chosen_mode"]) == (0, "degraded", "degraded")
-    assert old["degraded_because"] == "owner_behind"  # what ended last
-    new = answer_json(router.try_book(router.refresh(prepared)))
-    assert (new["overlap_blocks"], new["mode"], new["chosen_mode"]) == (len(LOCAL), "exact", "exact")
+    answer = answer_json(router.try_book(prepared))
+    assert (answer["overlap_blocks"], answer["mode"], answer["chosen_mode"]) == (len(LOCAL), "exact", "exact")
+
+
+def test_what_was_looked_up_too_long_ago_is_looked_up_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that answers was kept busy while another one folded evictions, and nothing was in doubt."""
+    router = router_of(1)
+    hold(router.view, rank(1), LOCAL)
+    now_ms = router.view._now_ms()
+    monkeypatch.setattr(router.view, "_now_ms", lambda: now_ms)
+    prepared = router.prepare(msgspec.convert({"token_ids": TOKENS, "update_states": False}, RouteRequest))
+    for run in runs_of_chain(rank(1), LOCAL):
+        router.view.fold_index(run_key(run.key), None)
+    assert answer_json(router.try_book(prepared))["overlap_blocks"] == len(LOCAL)
+    monkeypatch.setattr(router.view, "_now_ms", lambda: now_ms + 101)
+    assert answer_json(router.try_book(prepared))["overlap_blocks"] == 0
+
+
+def test_what_was_looked_up_before_all_topics_are_read_again_is_looked_up_again() -> None:
+    """The same fleet is read again, with fewer blocks."""
+    router = router_of(1)
+    hold(router.view, rank(1), LOCAL)
+    prepared = router.prepare(msgspec.convert({"token_ids": TOKENS, "update_states": False}, RouteRequest))
+    router.view.reset()
+    register(router.view, 1)
+    hold(router.view, rank(1), LOCAL[:1])
+    assert answer_json(router.try_book(prepared))["overlap_blocks"] == 1
+
+
+def test_pooled_blocks_are_exact_once_they_are_folded_up_to_where_their_rank_is() -> None:
+    """The rank can be trusted again by the index; its evictions from the pool are in another changelog."""
+    router = router_of(1)
+    hold(router.view, rank(1), LOCAL[:1])
+    put(router, 1, 2, owner=1)
+    hosts(router, 1)
+    assert ask(router)["mode"] == "exact"
+    (progress,) = router.view.progress_of(WorkerId(1))
+    behind = replace(progress, feed=FeedState.CATCHING_UP, sequence=progress.sequence + 1)
+    for state in (behind, replace(behind, feed=FeedState.LIVE)):
+        router.view.fold_index(progress_key(rank(1)), encode_progress(state))
+    partition = partition_of(WorkerId(1), Settings().partitions)
+    record = encode_partition(PartitionRecord(partition, 0, "test", ()))
+    router.view.fold_index(partition_key(partition), record)
+    assert ask(router)["degraded_because"] == "pooled_rank_unknown"
+    caught_up(router.view, partition)
+    assert ask(router)["mode"] == "exact"
 
 
 def test_own_and_pooled_blocks_add_up_and_nothing_counts_twice() -> None:

@@ -91,3 +91,10 @@ def test_an_overlap_that_was_read_before_trust_returned_is_not_exact() -> None:
         tracker.note_ends(0, now_ms, {})
     assert reason(unchanged) is DegradedReason.OWNER_BEHIND
     assert reason(tracker.improvements) is None
+    unchanged, asked_ms = tracker.improvements, now_ms + 900
+    now_ms += 1500
+    assert reason(unchanged) is DegradedReason.OWNER_BEHIND
+    tracker.note_partition(owner, now_ms)
+    tracker.note_ends(0, asked_ms, {}, now_ms)  # the answer to a question from before the trust ended
+    assert reason(unchanged) is DegradedReason.OWNER_BEHIND
+    assert reason(tracker.improvements) is None
