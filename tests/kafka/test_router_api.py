@@ -348,7 +348,7 @@ def test_mode_shows_how_far_the_index_can_be_trusted(fleet: Fleet) -> None:
     fleet.agents.progress(rank_of(gap), Health.REMOVED, generation=2)
     becomes("degraded: removed", gap)
     fleet.agents.progress(rank_of(never))
-    becomes("degraded: owner_silent", never)  # no owner was ever heard from
+    becomes("degraded: no_events_yet", never)  # no owner was ever heard from, so the transaction never ends
     fleet.agents.state_partition(SILENT)
     becomes("exact", silent)
     becomes("degraded: owner_silent", silent)  # this owner is no longer heard from
