@@ -10,6 +10,10 @@ ranks would be exact until the lease ends, although a bridge that was killed or 
 A bridge that has claimed the lease of an engine reads the ranks' state from Kafka first, and may not reach the engine.
 Until its feeds have stated their own states, the last records of the former bridge may say that all is well. So a pulse
 lists the workers that are fed.
+
+A bridge that was stopped may have written a pulse just before, which Kafka gets when it runs again, ahead of everything
+that its engines have sent meanwhile. It has one pulse on its way at a time. So the first pulse after a silence shows
+nothing, and the second one ends the silence.
 """
 
 from __future__ import annotations
@@ -55,6 +59,7 @@ class BridgePulses:
     def __init__(self, silent_after_ms: int) -> None:
         self._silent_after_ms = max(silent_after_ms, SILENT_AFTER_MS_MIN)
         self._heard_ms: dict[str, int] = {}
+        self._returned_ms: dict[str, int] = {}  # when the first pulse after a silence was received
         self._fed: dict[str, frozenset[WorkerId] | None] = {}
 
     def note(self, pulse: BridgePulse, now_ms: int) -> bool:
@@ -68,13 +73,18 @@ class BridgePulses:
             self._forget(now_ms)
             if len(self._heard_ms) >= BRIDGES_MAX:
                 raise BadRecord("over_capacity", f"pulses of {BRIDGES_MAX} bridges are already kept")
-        self._heard_ms[pulse.bridge] = now_ms
+        is_silent = 0 <= self.silent_from_ms(pulse.bridge) <= now_ms
+        returned_ms = self._returned_ms.pop(pulse.bridge, None)
+        if is_silent and (returned_ms is None or now_ms - returned_ms > self._silent_after_ms):
+            self._returned_ms[pulse.bridge] = now_ms
+        else:
+            self._heard_ms[pulse.bridge] = now_ms
         before = self._fed.get(pulse.bridge)
         after = self._fed[pulse.bridge] = None if pulse.fed is None else frozenset(pulse.fed)
         return before != after
 
     def silent_from_ms(self, bridge: str) -> int:
-        """Return the time from which a bridge counts as silent unless it is heard from again; -1 without a pulse."""
+        """Return the time from which a bridge counts as silent unless it is heard from before; -1 without a pulse."""
         heard_ms = self._heard_ms.get(bridge)
         return -1 if heard_ms is None else heard_ms + self._silent_after_ms + 1
 
@@ -86,3 +96,4 @@ class BridgePulses:
     def _forget(self, now_ms: int) -> None:
         for name in [name for name, heard_ms in self._heard_ms.items() if now_ms - heard_ms > FORGET_AFTER_MS]:
             del self._heard_ms[name], self._fed[name]
+            self._returned_ms.pop(name, None)

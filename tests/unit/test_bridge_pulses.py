@@ -53,7 +53,7 @@ def test_workers_of_a_bridge_without_a_pulse_are_unfed_and_others_are_not() -> N
 
 
 def test_a_bridge_becomes_silent_and_is_heard_again() -> None:
-    """The last pulse counts for the tolerated time, to the millisecond; the next one ends the silence at once."""
+    """The last pulse counts for the tolerated time, to the millisecond; the second one after a silence ends it."""
     clock = Clock()
     known = reports(clock, worker(1, "a"), worker(2, "b"), silent_after_ms=900)
     pulse(known, "a")
@@ -65,10 +65,26 @@ def test_a_bridge_becomes_silent_and_is_heard_again() -> None:
     assert known.unfed() == {1}
     clock.now_ms += 499
     assert known.unfed() == {1}
-    pulse(known, "a", 2)
+    pulse(known, "a", 2)  # it may have been on its way since before the silence
+    assert known.unfed() == {1}
+    pulse(known, "a", 3)
     assert known.unfed() == frozenset()
     clock.now_ms += 2
     assert known.unfed() == {2}
+
+
+def test_two_pulses_far_apart_end_no_silence() -> None:
+    """A bridge that is stopped again and again may have one old pulse each time."""
+    clock = Clock()
+    known = reports(clock, worker(1, "a"), silent_after_ms=900)
+    pulse(known, "a")
+    for number in range(2, 5):
+        clock.now_ms += 1000
+        pulse(known, "a", number)
+        assert known.unfed() == {1}
+    clock.now_ms += 900
+    pulse(known, "a", 5)
+    assert known.unfed() == frozenset()
 
 
 def test_a_lease_that_moves_to_another_bridge_follows_that_bridges_pulses() -> None:
