@@ -75,7 +75,7 @@ def test_the_page_shows_the_fleet_and_follows_it(chromium: Browser, served: Loca
         expect(rows.nth(1).locator("td").nth(2)).to_have_text("5", timeout=PATIENCE_MS)
         expect(rows.nth(1).locator("td").nth(4)).to_have_text("8")
         expect(rows.nth(1).locator("td").nth(6)).to_have_text("100 %")
-        expect(rows.nth(1).locator("td").nth(1)).to_have_text("degraded owner silent")
+        expect(rows.nth(1).locator("td").nth(1)).to_have_text("degraded no events yet")
         expect(page.locator("#tile-requests .value")).to_have_text("5 8 blocks", timeout=PATIENCE_MS)
         expect(page.locator("#tile-hits .value")).to_have_text("100 %", timeout=PATIENCE_MS)
         expect(page.locator("#modes-legend .degraded")).to_have_text("degraded 100 %")
