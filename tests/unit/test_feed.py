@@ -325,6 +325,14 @@ def test_pooled_blocks_are_published_again_if_the_table_lacks_them() -> None:
         feeding(address_of(engine), act, read_pooled=read_pooled)
 
 
+async def move_into_pool(fed: FeedUnderTest, engine: EngineDouble, block: int = 1000) -> None:
+    """Publish a batch with a transition, which is sent first. block: the first of a prompt that begins with token 1."""
+    engine.store(1, 3)
+    await fed.until(lambda: fed.numbers() == [0] and fed.state is LIVE, "the blocks")
+    engine.publish(["CxlStateTransition", 1, [block], "in_transit", "p", [7]])
+    await fed.until(lambda: len(fed.transitions) == 1, "the transition")
+
+
 def test_a_batch_is_sent_as_soon_as_kafka_has_its_transitions_although_nothing_follows() -> None:
     """Each of several batches in a row is sent, in order, and so is one that is the last for a long time."""
     block = 1000  # the name of the first block of the prompt that begins with token 1
@@ -332,9 +340,7 @@ def test_a_batch_is_sent_as_soon_as_kafka_has_its_transitions_although_nothing_f
     with EngineDouble() as engine:
 
         async def act(fed: FeedUnderTest) -> None:
-            engine.store(1, 3)
-            await fed.until(lambda: fed.numbers() == [0] and fed.state is LIVE, "the blocks")
-            engine.publish(["CxlStateTransition", 1, [block], "in_transit", "p", [7]])
+            await move_into_pool(fed, engine, block)
             await fed.until(lambda: fed.numbers() == [0, 1], "the only batch")
             n_batches = 40
             for n in range(n_batches):
@@ -352,10 +358,7 @@ def test_a_feed_that_ends_sends_its_last_batch_and_then_the_end() -> None:
     with EngineDouble() as engine:
 
         async def act(fed: FeedUnderTest) -> None:
-            engine.store(1, 3)
-            await fed.until(lambda: fed.numbers() == [0] and fed.state is LIVE, "the blocks")
-            engine.publish(["CxlStateTransition", 1, [1000], "in_transit", "p", [7]])
-            await fed.until(lambda: len(fed.transitions) == 1, "the transition")
+            await move_into_pool(fed, engine)
             assert fed.numbers() == [0]
             await fed.feed.finish()
             fed.feed.retire("its source no longer has it")
@@ -371,10 +374,7 @@ def test_an_engine_that_exits_while_a_batch_waits_is_silent_once_the_batch_is_se
     with EngineDouble() as engine:
 
         async def act(fed: FeedUnderTest) -> None:
-            engine.store(1, 3)
-            await fed.until(lambda: fed.numbers() == [0] and fed.state is LIVE, "the blocks")
-            engine.publish(["CxlStateTransition", 1, [1000], "in_transit", "p", [7]])
-            await fed.until(lambda: len(fed.transitions) == 1, "the transition")
+            await move_into_pool(fed, engine)
             heartbeats = fed.feed._heartbeats
             heartbeats.heard = lambda: None  # type: ignore[method-assign] # the engine's double still answers
             heartbeats.engine_exited("a test")
