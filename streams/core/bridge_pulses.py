@@ -13,7 +13,8 @@ lists the workers that are fed.
 
 A bridge that was stopped may have written a pulse just before, which Kafka gets when it runs again, ahead of everything
 that its engines have sent meanwhile. It has one pulse on its way at a time. So the first pulse after a silence shows
-nothing, and the second one ends the silence.
+nothing, and the second one ends the silence. The same holds for the first pulse that a reader gets of a bridge, unless
+it is the first one of that bridge. Pulses that a reader gets together, because it was stopped itself, count as one.
 """
 
 from __future__ import annotations
@@ -30,6 +31,9 @@ PULSE_EVERY_MS = 250
 #: may be late or lost.
 SILENT_AFTER_MS_MIN = 3 * PULSE_EVERY_MS
 
+#: Pulses that are received within this time count as one: their bridge wrote them further apart.
+TOGETHER_MS = PULSE_EVERY_MS // 2
+
 #: Bridges that are kept. The limit keeps a foreign writer from filling memory.
 BRIDGES_MAX = 4096
 
@@ -38,6 +42,8 @@ FED_MAX = 4096
 
 #: A bridge that has been silent for this long is forgotten; its name is never used again.
 FORGET_AFTER_MS = 60_000
+
+_NEVER_MS = -(2**62)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +79,16 @@ class BridgePulses:
             self._forget(now_ms)
             if len(self._heard_ms) >= BRIDGES_MAX:
                 raise BadRecord("over_capacity", f"pulses of {BRIDGES_MAX} bridges are already kept")
-        is_silent = 0 <= self.silent_from_ms(pulse.bridge) <= now_ms
-        returned_ms = self._returned_ms.pop(pulse.bridge, None)
-        if is_silent and (returned_ms is None or now_ms - returned_ms > self._silent_after_ms):
-            self._returned_ms[pulse.bridge] = now_ms
-        else:
+        if pulse.number > 1:
+            self._heard_ms.setdefault(pulse.bridge, now_ms - self._silent_after_ms - 1)
+        if not 0 <= self.silent_from_ms(pulse.bridge) <= now_ms:
             self._heard_ms[pulse.bridge] = now_ms
+        else:
+            since_ms = now_ms - self._returned_ms.get(pulse.bridge, _NEVER_MS)
+            if since_ms > self._silent_after_ms:
+                self._returned_ms[pulse.bridge] = now_ms
+            elif since_ms >= TOGETHER_MS:
+                self._heard_ms[pulse.bridge] = now_ms
         before = self._fed.get(pulse.bridge)
         after = self._fed[pulse.bridge] = None if pulse.fed is None else frozenset(pulse.fed)
         return before != after

@@ -67,10 +67,39 @@ def test_a_bridge_becomes_silent_and_is_heard_again() -> None:
     assert known.unfed() == {1}
     pulse(known, "a", 2)  # it may have been on its way since before the silence
     assert known.unfed() == {1}
+    clock.now_ms += 250
     pulse(known, "a", 3)
-    assert known.unfed() == frozenset()
-    clock.now_ms += 2
     assert known.unfed() == {2}
+    clock.now_ms += 900
+    assert known.unfed() == {2}
+    clock.now_ms += 1
+    assert known.unfed() == {1, 2}
+
+
+def test_the_first_pulse_that_a_router_gets_of_a_running_bridge_shows_nothing() -> None:
+    """The bridge may have been stopped before the router started, and run again since then."""
+    clock = Clock()
+    known = reports(clock, worker(1, "a"))
+    pulse(known, "a", 7)
+    assert known.unfed() == {1}
+    clock.now_ms += 250
+    pulse(known, "a", 8)
+    assert known.unfed() == frozenset()
+
+
+def test_pulses_that_are_received_together_end_no_silence() -> None:
+    """A router that was stopped gets all pulses of that time at once; the bridge may have been stopped meanwhile."""
+    clock = Clock()
+    known = reports(clock, worker(1, "a"))
+    pulse(known, "a")
+    clock.now_ms += 10_000
+    for number in range(2, 40):
+        pulse(known, "a", number)
+        clock.now_ms += 3
+        assert known.unfed() == {1}
+    clock.now_ms += 250
+    pulse(known, "a", 40)
+    assert known.unfed() == frozenset()
 
 
 def test_two_pulses_far_apart_end_no_silence() -> None:
