@@ -24,6 +24,7 @@ from pathlib import Path
 
 import click
 import numpy as np
+import psutil
 
 from benchmarks.machinery import cpu_seconds, machinery
 from benchmarks.pipeline import BLOCK_SIZE, MODEL, Fleet, mixed
@@ -91,6 +92,15 @@ def percentile(values: list[float], share: float) -> float:
     return sorted(values)[min(int(len(values) * share), len(values) - 1)]
 
 
+def _router_pid(fleet: Fleet, *, apart: bool) -> int:
+    """The process that answers. apart: it is a child of the worker."""
+    pid = fleet.router.child.pid
+    if not apart:
+        return pid
+    (router,) = psutil.Process(pid).children()
+    return int(router.pid)
+
+
 @click.command(help=__doc__)
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write the report there too.")
 @click.option("--kind", "kinds", multiple=True, type=click.Choice(list(_KINDS)), help="Which router; both by default.")
@@ -103,6 +113,7 @@ def percentile(values: list[float], share: float) -> float:
 @click.option("--tokens", default=2048, show_default=True)
 @click.option("--book/--no-book", default=False, show_default=True, help="Book each request, and free it at once.")
 @click.option("--realtime", is_flag=True, help="With the setting router_realtime.")
+@click.option("--own-process", is_flag=True, help="The worker's router with the setting router_process.")
 @click.option("--engines", default=64, show_default=True)
 @click.option("--partitions", default=8, show_default=True)
 def main(
@@ -117,13 +128,14 @@ def main(
     tokens: int,
     book: bool,
     realtime: bool,
+    own_process: bool,
     engines: int,
     partitions: int,
 ) -> None:
     samples, report = Samples(), Report("under_load", {}, [])
     for kind in kinds or tuple(_KINDS):
         with (
-            machinery(partitions, block_size=BLOCK_SIZE, router_realtime=realtime) as parts,
+            machinery(partitions, block_size=BLOCK_SIZE, router_realtime=realtime, router_process=own_process) as parts,
             steady_client() as client,
         ):
             fleet = Fleet(parts, engines, seed=1, router_in_worker=kind == "worker")
@@ -138,7 +150,7 @@ def main(
                     n_events = int((seconds + 1.5) * events) if phase == "with events" else 0
                     published = mixed(fleet.engines, n_events, rng)
                     processes = {
-                        "router": fleet.router.child.pid,
+                        "router": _router_pid(fleet, apart=own_process and kind == "worker"),
                         "agents": fleet.worker.child.pid,
                         "broker": parts.broker_pid,
                         "client": client.pid,
@@ -165,7 +177,7 @@ def main(
                         samples.add(case, name, "ms", OURS, percentile(latencies_ms, share))
                     samples.add(case, "the client's own lateness, p99", "ms", OURS, percentile(answers.late_ms, 0.99))
                     for name, share in used.items():
-                        if name != "agents" or kind == "router":
+                        if name != "agents" or kind == "router" or own_process:
                             samples.add(case, f"processor time, {name}", "% of a core", OURS, share)
                     exact = modes.get("exact", 0) / sum(modes.values())
                     samples.add(case, "exact answers", "%", OURS, 100 * exact)
@@ -176,7 +188,8 @@ def main(
                         f"{ {name: round(share) for name, share in used.items()} }\n"
                     )
             quiet, busy = (percentile(found_ms, 0.99) for found_ms in all_ms.values())
-            shown = _KINDS[kind] + (" with router_realtime" if realtime else "")
+            shown = _KINDS[kind] + (" with router_process" if own_process and kind == "worker" else "")
+            shown += " with router_realtime" if realtime else ""
             bar = f"{shown}: p99 with {events:g} event records/s at most {RATIO_MAX:g} times that without"
             report.bars.append(
                 Bar(bar, busy <= RATIO_MAX * quiet, f"{busy / quiet:.2f}: {busy:.2f} and {quiet:.2f} ms")

@@ -150,11 +150,20 @@ class Settings:
     model_block_sizes: dict[str, int] = field(
         default_factory=dict, metadata={"help": "tokens per KV block by model, for example llama=64,qwen=16"}
     )
-    router: bool = _setting(True, "serve the HTTP API in the Faust worker's process")
+    router: bool = _setting(True, "a Faust worker serves the HTTP API as well")
+    router_process: bool = _setting(
+        False,
+        "a Faust worker serves the HTTP API by a process of its own, which starts and ends with it, so that requests "
+        "do not wait for agents; `processes` is the number of these processes",
+    )
     host: str = _setting("127.0.0.1", "address that the HTTP API listens on; 0.0.0.0 for all interfaces")
     port: int = _setting(8000, "port of the HTTP API", low=0, high=65535)
     processes: int = _setting(
-        1, "processes of `kvstreams router` that share its port; each has its own copy of the index", low=1, high=64
+        1,
+        "processes of `kvstreams router`, or of a worker with router_process, that share one port; each has its own "
+        "copy of the index",
+        low=1,
+        high=64,
     )
     process_port: int = _setting(
         0,
@@ -164,8 +173,8 @@ class Settings:
     )
     metrics_port: int = _setting(
         0,
-        "port of /healthz, /ready and /metrics in a bridge, and in a Faust worker with router off; "
-        "they listen on the same host as the API; 0 disables them",
+        "port of /healthz, /ready and /metrics in a bridge, and in a Faust worker with router off or router_process "
+        "on; they listen on the same host as the API; 0 disables them",
         low=0,
         high=65535,
     )

@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import uuid
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -33,6 +34,7 @@ from streams.loop_thread import LoopThread
 from streams.model_registry import check_models
 from streams.reset import reset_scope
 from streams.router_api.draining import drain
+from streams.router_api.process_group import ProcessGroup
 from streams.router_api.router import Router
 from streams.router_api.server import api_runner, make_router, tick_forever
 from streams.schema_compatibility import check_schemas
@@ -54,7 +56,7 @@ class WorkerProcess:
     """What a worker needs besides Faust. Nothing is read, written, listened on or compiled before `prepare`.
 
     The HTTP API has a thread and a loop of its own: on Faust's loop, a request would wait for deliveries of records,
-    seeks and rebalances.
+    seeks and rebalances. With `router_process`, it has a process of its own.
     """
 
     def __init__(self, app: faust.App, settings: Settings) -> None:
@@ -65,6 +67,8 @@ class WorkerProcess:
         # Both are used on its loop.
         self._server: HttpServer | None = None
         self._router: Router | None = None
+        self._processes: ProcessGroup | None = None  # with router_process
+        self._running_processes: asyncio.Task[None] | None = None
         self._background: list[asyncio.Task[None]] = []
 
     async def prepare(self) -> None:
@@ -73,13 +77,28 @@ class WorkerProcess:
         The address comes first, since a scope must not be reset by a process that cannot run. Then it is possible to
         see from outside what the process is doing.
         """
+        try:
+            await self._prepare()
+        except BaseException:
+            await self._end_processes()
+            raise
+
+    async def _prepare(self) -> None:
         settings, startup, access = self._settings, Startup(), Access(self._settings)
+        host, port, port_setting = self._app.conf.web_bind, self._app.conf.web_port, "port"
         check_schemas()
         Path(settings.data_dir).mkdir(parents=True, exist_ok=True)  # Faust creates only the last folder of its path
         api = self._api = LoopThread("api")
-        if self._app.conf.web_enabled and (settings.router or settings.metrics_port):
-            setting = "port" if settings.router else "metrics_port"
-            server = HttpServer(self._app.conf.web_bind, self._app.conf.web_port, setting, access)
+        answers = settings.router and not settings.router_process
+        if settings.router and not answers:
+            if self._app.conf.web_enabled:
+                self._processes = ProcessGroup(replace(settings, host=host, port=port))
+                await self._processes.check_address()
+            port = settings.metrics_port
+        if not answers:
+            port_setting = "metrics_port"
+        if self._app.conf.web_enabled and (answers or settings.metrics_port):
+            server = HttpServer(host, port, port_setting, access)
             await api.run(lambda: server.serve(starting_app(startup)))
             self._server = server
         startup.note("connecting to Kafka")
@@ -89,8 +108,10 @@ class WorkerProcess:
             startup.note("resetting the scope")
             await asyncio.to_thread(reset_scope, settings, force=settings.router_reset_force)
         await asyncio.to_thread(check_models, settings)
-        await warm_while_serving(WORKER if settings.router else AGENT, startup.note)
-        if settings.router:
+        if self._processes is not None:
+            self._running_processes = asyncio.create_task(self._processes.run())
+        await warm_while_serving(WORKER if answers else AGENT, startup.note)
+        if answers:
             self._router = make_router(settings)
             self.indexer.answers = self._router.is_asked
         serving = self._server
@@ -112,6 +133,8 @@ class WorkerProcess:
         """Start what runs next to Faust, once Faust has started."""
         exempt_from_collection()
         self._background.append(asyncio.create_task(self.indexer.watch()))
+        if self._running_processes is not None:
+            self._background.append(asyncio.create_task(self._end_without(self._running_processes)))
         router, api = self._router, self._api
         if router is not None and api is not None:
             # Agents' threads as well: the thread that answers waits for the one that has the interpreter.
@@ -126,8 +149,24 @@ class WorkerProcess:
         prefer_request_threads()
         router.start()
 
+    async def _end_without(self, running: asyncio.Task[None]) -> None:
+        """End the worker if its router processes cannot be kept running, so that what watches it sees the fault."""
+        try:
+            await asyncio.shield(running)
+        except KvStreamsError as exc:
+            log.error("%s", exc)
+            await self._app.crash(exc)
+
+    async def _end_processes(self) -> None:
+        running, self._running_processes = self._running_processes, None
+        if running is not None:
+            running.cancel()
+            with contextlib.suppress(asyncio.CancelledError, KvStreamsError):
+                await running
+
     async def stop(self) -> None:
         """Stop everything, before Faust stops."""
+        await self._end_processes()
         router, server, api = self._router, self._server, self._api
         if api is not None and router is not None:
             await api.run(lambda: drain(router, server))

@@ -28,9 +28,10 @@ def worker(resolved: Resolved) -> None:
 
 @click.command(cls=GroupedCommand)
 @with_settings
+@click.option("--ends-with-parent", is_flag=True, hidden=True, help="end when standard input ends")
 @click.option("--process-number", type=int, hidden=True, help="which of several processes this one is")
 @click.option("--process-joins", type=click.Choice(["at-once", "when-ready"]), default="at-once", hidden=True)
-def router(resolved: Resolved, process_number: int | None, process_joins: str) -> None:
+def router(resolved: Resolved, ends_with_parent: bool, process_number: int | None, process_joins: str) -> None:
     """Run a router alone. Run as many as you need, behind any load balancer.
 
     With --processes, several of them share one port of this machine.
@@ -40,17 +41,16 @@ def router(resolved: Resolved, process_number: int | None, process_joins: str) -
 
     settings = resolved.settings
     log.configure(settings)
-    place = None
-    if process_number is None:
+    place = None if process_number is None else ProcessPlace(process_number, process_joins == "at-once")
+    if ends_with_parent:
+        end_with_parent()
+    else:
         check_schemas()
         if settings.router_reset_states:
             empty_scope(settings, settings.router_reset_force, may_be_new=True)
         if settings.processes > 1:
             run_until_signalled(ProcessGroup(settings).run())
             return
-    else:
-        end_with_parent()
-        place = ProcessPlace(process_number, process_joins == "at-once")
     from streams.router_api.server import serve  # not in the parent of several processes, which needs 150 MB less
 
     run_until_signalled(serve(settings, place))

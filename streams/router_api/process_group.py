@@ -1,11 +1,11 @@
-"""Several router processes on one port: `kvstreams router --processes N`.
+"""Router processes that another process keeps running: `kvstreams router --processes N`, and a worker's own ones.
 
 What lives here: starting, watching and ending the processes, and their ports. What must not: what a process does
 (server), and its command line (cli.serving).
 
 Each process is a router of its own, a replica of the topics with its own copy of the index. They share one port by
 SO_REUSEPORT, so that the system spreads new connections over them, and each has a port of its own besides. The parent
-serves nothing and reads no topics.
+serves no requests. A single process has only the one port.
 
 A process notices that its parent is gone when its standard input ends, however the parent ended.
 """
@@ -78,10 +78,10 @@ def check_ports(settings: Settings) -> None:
 
 
 class ProcessGroup:
-    """The processes of one command. Used on one loop; `run` returns or raises once they have all ended."""
+    """The router processes of one parent. Used on one loop; `run` returns or raises once they have all ended."""
 
     def __init__(self, settings: Settings, command: Sequence[str] = ROUTER_COMMAND) -> None:
-        """command: what each process runs; options that name its place are added to it."""
+        """command: what each process runs; options that name its parent and its place are added to it."""
         # The parent has reset the scope already.
         self._settings = replace(settings, router_reset_states=False, router_reset_force=False)
         self._command = command
@@ -93,9 +93,7 @@ class ProcessGroup:
 
         Raises SettingsError if the ports are not available, and ProcessError if a process cannot be kept running.
         """
-        check_ports(self._settings)
-        # Listening without SO_REUSEPORT finds another program there, and other processes of an earlier command as well.
-        await HttpServer(self._settings.host, self._settings.port, access=Access(self._settings)).close()
+        await self.check_address()
         numbers = range(1, self._settings.processes + 1)
         tasks = [asyncio.create_task(self._keep_running(number)) for number in numbers]
         try:
@@ -106,12 +104,22 @@ class ProcessGroup:
             await asyncio.gather(*tasks, return_exceptions=True)
             await self._end_all()
 
+    async def check_address(self) -> None:
+        """Raise SettingsError if the ports are not available."""
+        if self._settings.processes > 1:
+            check_ports(self._settings)
+        # Listening without SO_REUSEPORT finds another program there, and other processes of an earlier command as well.
+        await HttpServer(self._settings.host, self._settings.port, access=Access(self._settings)).close()
+
+    def _port(self, place: ProcessPlace) -> int:
+        return self._settings.port if self._settings.processes == 1 else place.own_port(self._settings)
+
     async def _keep_running(self, number: int) -> None:
         place, n_ends, wait_s = ProcessPlace(number), 0, RESTART_FIRST_S
         while True:
             started_s = time.monotonic()
             process = await self._start(place)
-            log.info("process %d has pid %d and port %d", number, process.pid, place.own_port(self._settings))
+            log.info("process %d has pid %d and port %d", number, process.pid, self._port(place))
             code = await process.wait()
             del self._running[number]
             if time.monotonic() - started_s >= STABLE_S:
@@ -128,10 +136,13 @@ class ProcessGroup:
             place = replace(place, joins_at_once=False)
 
     async def _start(self, place: ProcessPlace) -> asyncio.subprocess.Process:
-        joins = "at-once" if place.joins_at_once else "when-ready"
+        options = ["--ends-with-parent"]
+        if self._settings.processes > 1:
+            joins = "at-once" if place.joins_at_once else "when-ready"
+            options += ["--process-number", str(place.number), "--process-joins", joins]
         process = await asyncio.create_subprocess_exec(
             *self._command,
-            *("--process-number", str(place.number), "--process-joins", joins),
+            *options,
             env=self._env,
             stdin=asyncio.subprocess.PIPE,
             start_new_session=True,  # Ctrl-C reaches only the parent, which then ends them

@@ -27,7 +27,7 @@ PATIENCE_S = 20.0
 #: Writes its process id, number and way of joining to a file of its own, and stays.
 STAYING = """
 import os, sys, time, pathlib
-folder, _, number, _, joins = sys.argv[1:]
+folder, _, _, number, _, joins = sys.argv[1:]
 pathlib.Path(folder, f"{number}-{joins}-{os.getpid()}").touch()
 time.sleep(60)
 """
@@ -110,7 +110,7 @@ def test_a_process_that_ends_again_and_again_ends_all(tmp_path: Path, monkeypatc
     monkeypatch.setattr(process_group, "RESTART_FIRST_S", 0.05)
     code = """
 import os, sys, time, pathlib
-folder, _, number, _, joins = sys.argv[1:]
+folder, _, _, number, _, joins = sys.argv[1:]
 pathlib.Path(folder, f"{number}-{time.monotonic_ns()}-{os.getpid()}").touch()
 time.sleep(60 if number == "1" else 0)
 sys.exit(3)
