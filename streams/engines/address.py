@@ -6,6 +6,7 @@ connections (feed), and where a list of engines comes from (sources).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from ipaddress import ip_address
@@ -34,6 +35,9 @@ _SCHEMES = {
 
 #: What separates taints, and names of adapters, in `--engine`, whose parts are separated by commas.
 _SEPARATOR = "+"
+
+#: The beginning of an address of this machine, without the port.
+_LOOPBACK = re.compile(r"^(\w+:)//(?:localhost|127\.0\.0\.1|\[::1\]):", re.IGNORECASE)
 
 #: What a template has in place of an engine's host.
 HOST = "{host}"
@@ -178,7 +182,8 @@ def port_above(endpoint: str, offset: int) -> str:
         return f"{endpoint}_{offset}"
     if parts.port is None or parts.hostname is None:
         raise KvStreamsError(f"{endpoint} has no port", remedy="Give it as tcp://host:port")
-    return urlunsplit(("tcp", f"{parts.hostname}:{parts.port + offset}", "", "", ""))
+    host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
+    return urlunsplit(("tcp", f"{host}:{parts.port + offset}", "", "", ""))
 
 
 def needs_lookup(engine: EngineAddress) -> bool:
@@ -260,11 +265,24 @@ def check_distinct(engines: Sequence[EngineAddress]) -> None:
 
 def first_clash(engines: Sequence[EngineAddress]) -> tuple[EngineAddress, str] | None:
     """Return the first engine whose id or address of events an earlier one has, and which it is; None without one."""
-    for name, key in (("id", "worker_id"), ("events", "events")):
-        seen: set[object] = set()
-        for engine in engines:
-            value = getattr(engine, key)
-            if value is not None and value in seen:
-                return engine, f"{name}={value}"
-            seen.add(value)
+    ids: set[WorkerId] = set()
+    sockets: set[str] = set()
+    for engine in engines:
+        if engine.worker_id in ids:
+            return engine, f"id={engine.worker_id}"
+        own = _event_sockets(engine)
+        for normal, endpoint in own.items():
+            if normal in sockets:
+                return engine, f"events={endpoint}" + (f" (rank 0 at {engine.events})" if engine.dp_size > 1 else "")
+        ids.add(engine.worker_id)
+        sockets.update(own)
     return None
+
+
+def _event_sockets(engine: EngineAddress) -> dict[str, str]:
+    """The addresses of the events of all ranks, by a form that is the same for each name of this machine."""
+    if engine.events is None:
+        return {}
+    n_ranks = 1 if is_polled(engine) else engine.dp_size
+    endpoints = [port_above(engine.events, dp_rank) for dp_rank in range(n_ranks)]
+    return {_LOOPBACK.sub(r"\1//localhost:", endpoint): endpoint for endpoint in endpoints}

@@ -22,7 +22,7 @@ from typing import Any, Self
 
 import numpy as np
 import xxhash
-from confluent_kafka import KafkaError, Message, Producer
+from confluent_kafka import KafkaError, KafkaException, Message, Producer
 
 from streams.codec import encode_batch
 from streams.core.cxl_memory import CxlMemoryMetadata
@@ -56,14 +56,16 @@ from streams.cxl.pool_registry import PoolDirectory
 from streams.cxl.records import encode_transition
 from streams.cxl.states import stored_as
 from streams.engines.acknowledgements import Acknowledgements, tolerated_s
+from streams.engines.continuity import mint_incarnation
 from streams.engines.cxl_names import CxlNames, PooledRows, announced_states
 from streams.engines.dialects.interface import EngineEvent
 from streams.engines.held_lease import HeldLease
 from streams.engines.ledger import Ledger
 from streams.engines.pooled_rows import read_pooled
+from streams.engines.recovery import recover_ranks
 from streams.engines.restatements import Restatements, chunks
 from streams.engines.stored_blocks import StoredBlock, store_events
-from streams.errors import BadRecord, BlockSizeContradicted, InvalidEvent, InvalidRequest, KvStreamsError
+from streams.errors import BadRecord, BlockSizeContradicted, InvalidEvent, InvalidRequest, KvStreamsError, TableError
 from streams.kafka import partition_of, producer, require_topic, worker_key
 from streams.model_registry import claim_model, writer_name
 from streams.settings import Settings
@@ -421,7 +423,8 @@ class KvEventPublisher:
         kafka: Producer | None = None,
         lease_s: float = 0.0,
     ) -> None:
-        """incarnation: greater than any earlier one of the rank; the current time in microseconds by default.
+        """incarnation: greater than any earlier one of the rank. By default it is the current time in microseconds, or
+        the number after the rank's last incarnation in Kafka if that is greater, which is read without `kafka` only.
 
         lease_s: length of the lease; 0 holds none, and the rank then stays as it is when the process ends.
 
@@ -434,6 +437,8 @@ class KvEventPublisher:
         rank = RankId(WorkerId(worker_id), DpRank(dp_rank))
         if kafka is None:
             require_topic(settings, topics(settings).kv_events.name)
+            if incarnation is None:
+                own_incarnation = _after_former_incarnation(settings, rank, own_incarnation)
             try:
                 claim_model(settings, model, writer_name(f"publisher of worker {worker_id}"))
             except BlockSizeContradicted as exc:
@@ -447,6 +452,7 @@ class KvEventPublisher:
         self._block_size = settings.block_size_of(model)
         self._writer = RankWriter(settings, self._kafka, rank, model, own_incarnation, counts_copies, self._epoch_of)
         self._sequence = 0
+        self._lost = False  # whether events were lost that no batch shows yet
         self._lock = threading.RLock()  # guards the writer, which the lease's thread uses as well
         self._restatements = Restatements()
         self._lease: HeldLease | None = None
@@ -530,21 +536,43 @@ class KvEventPublisher:
         """Publish several events as one batch; return its sequence number.
 
         Raises BadRecord for invalid CXL metadata or labels. Nothing was published then, and the caller may publish the
-        batch again without them. Raises KvStreamsError if Kafka takes nothing for PUBLISH_TIMEOUT_S: before the batch,
-        if an earlier one still waits; otherwise the batch is sent by the next call. After any other exception the batch
-        is missing in the log or has no events there, and its rank is degraded.
+        batch again without them. Raises KvStreamsError if Kafka takes nothing for PUBLISH_TIMEOUT_S. If an earlier
+        batch still waits then, this one is lost: the next call or heartbeat says so, and the rank is degraded until its
+        cache is cleared. Otherwise the next call sends it. After any other exception the batch is missing in the log or
+        has no events there, and its rank is degraded.
         """
         for event in events:
             announced_states(event)
             if isinstance(event, BlocksStored) and event.moe is not None:
                 check_labels(event.moe)
         with self._lock:
+            self._make_room()
+            sequence = self._write(events)
             self._writer.send_within(PUBLISH_TIMEOUT_S)
-            sequence = self._sequence
-            self._sequence += 1
-            digest = xxhash.xxh3_64_intdigest(f"{self._writer.incarnation}/{sequence}".encode())
-            self._writer.write(sequence, digest, time.time_ns() // 1_000_000, events)
+        return sequence
+
+    def _make_room(self) -> None:
+        """Wait until no earlier record waits. If that fails, what was to be written now is lost."""
+        try:
             self._writer.send_within(PUBLISH_TIMEOUT_S)
+        except (KvStreamsError, KafkaException):
+            self._lost = True
+            self._writer.ledger.lost_events()
+            raise
+        self._write_loss()
+
+    def _write_loss(self) -> None:
+        """Publish that events were lost, if some were: the numbers of batches do not show it."""
+        if self._lost:
+            self._lost = False
+            self._write((), is_incomplete=True)
+
+    def _write(self, events: Sequence[KvEvent], *, is_incomplete: bool = False) -> int:
+        """Write the next batch; return its number."""
+        sequence = self._sequence
+        self._sequence += 1
+        digest = xxhash.xxh3_64_intdigest(f"{self._writer.incarnation}/{sequence}".encode())
+        self._writer.write(sequence, digest, time.time_ns() // 1_000_000, events, is_incomplete=is_incomplete)
         return sequence
 
     def publish_cxl_state_transition(
@@ -569,7 +597,7 @@ class KvEventPublisher:
         workers = [WorkerId(worker & U64_MASK) for worker in accessible_workers or ()]
         changed = state_changed(event_id, block_hashes, new_state, pool_id, workers)
         with self._lock:
-            self._writer.send_within(PUBLISH_TIMEOUT_S)
+            self._make_room()
             unknown = self._writer.change_state(changed, time.time_ns() // 1_000_000)
             self._writer.send_within(PUBLISH_TIMEOUT_S)
         if unknown:
@@ -600,6 +628,7 @@ class KvEventPublisher:
         """Publish a heartbeat, unless the last batch still waits for space."""
         with self._lock:
             if self._writer.send():
+                self._write_loss()
                 self._writer.heartbeat(bridge, lease_ms, time.time_ns() // 1_000_000)
             self._kafka.poll(0)
 
@@ -630,6 +659,7 @@ class KvEventPublisher:
         """Wait until the broker has acknowledged everything. Raises KvStreamsError if it has not within the timeout."""
         with self._lock:
             self._writer.send_within(timeout_s)
+            self._write_loss()
         left = self._kafka.flush(timeout_s)
         if left or self._writer.failed:
             why = self._writer.failed[0] if self._writer.failed else "no answer"
@@ -643,6 +673,19 @@ class KvEventPublisher:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _after_former_incarnation(settings: Settings, rank: RankId, now: Incarnation) -> Incarnation:
+    """Return the time, or the number after the rank's last incarnation if this process has an earlier clock.
+
+    Everything that a publisher with a smaller incarnation writes is stale, so the rank would keep the old blocks.
+    """
+    try:
+        known = recover_ranks(settings, rank.worker_id).get(rank.dp_rank)
+    except (TableError, KafkaException) as exc:
+        log.warning("rank %s: its last incarnation cannot be read, so the clock has to be right: %s", rank, exc)
+        return now
+    return now if known is None else mint_incarnation(known.incarnation, now)
 
 
 def _end_former_incarnation(

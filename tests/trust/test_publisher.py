@@ -6,6 +6,9 @@ import asyncio
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -28,7 +31,7 @@ _ENGINE = """
 import sys, time
 from streams.engines.publisher import KvEventPublisher
 from streams.settings import load
-publisher = KvEventPublisher(load().settings, int(sys.argv[1]), sys.argv[2], lease_s=1.0)
+publisher = KvEventPublisher(load().settings, int(sys.argv[1]), sys.argv[2], lease_s=float(sys.argv[3]))
 publisher.stored([1, 2, 3, 4], range(3000, 3064))
 publisher.flush()
 time.sleep(600)
@@ -54,19 +57,51 @@ def blocks(first: int = 1) -> list[StoredBlock]:
     ]
 
 
-def test_an_engine_whose_publisher_was_killed_gets_no_requests(fleet: TrustFleet) -> None:
-    """Its rank is exact while the process runs, and silent one lease after it was killed."""
-    model, worker_id = fleet.model(), fleet.worker_id()
-    register(fleet, worker_id, model)
-    arguments = [sys.executable, "-c", _ENGINE, str(worker_id), model]
+@contextmanager
+def killed_engine(fleet: TrustFleet, worker_id: int, model: str, lease_s: float) -> Iterator[None]:
+    """An engine that held N_BLOCKS when it was killed."""
+    arguments = [sys.executable, "-c", _ENGINE, str(worker_id), model, str(lease_s)]
     engine = subprocess.Popen(arguments, env=environment(as_environ(fleet.stack.settings)))
     try:
         fleet.wait_exact(model, PROMPT, N_BLOCKS)
         engine.send_signal(signal.SIGKILL)
-        wait_for(lambda: refused(fleet, model) == {"silent": 1}, PATIENCE_S, "the rank to be silent")
+        yield
     finally:
         engine.kill()
         engine.wait()
+
+
+def test_an_engine_whose_publisher_was_killed_gets_no_requests(fleet: TrustFleet) -> None:
+    """Its rank is exact while the process runs, and silent one lease after it was killed."""
+    model, worker_id = fleet.model(), fleet.worker_id()
+    register(fleet, worker_id, model)
+    with killed_engine(fleet, worker_id, model, lease_s=1.0):
+        wait_for(lambda: refused(fleet, model) == {"silent": 1}, PATIENCE_S, "the rank to be silent")
+
+
+def test_the_blocks_of_a_publisher_without_a_lease_stay_until_its_worker_is_deleted(fleet: TrustFleet) -> None:
+    """Nothing shows that its process is gone, so answers stay exact: this limit is documented."""
+    model, worker_id = fleet.model(), fleet.worker_id()
+    register(fleet, worker_id, model)
+    with killed_engine(fleet, worker_id, model, lease_s=0.0):
+        time.sleep(2.0)
+        fleet.wait_exact(model, PROMPT, N_BLOCKS)
+        assert fleet.api.call("DELETE", f"/workers/{worker_id}").status == 200
+        wait_for(lambda: fleet.answered(model, PROMPT).status != 200, PATIENCE_S, "the rank to get no requests")
+
+
+def test_a_publisher_with_an_earlier_clock_replaces_the_former_one(fleet: TrustFleet) -> None:
+    """Its incarnation follows that of its predecessor, whose blocks are gone."""
+    model, worker_id = fleet.model(), fleet.worker_id()
+    register(fleet, worker_id, model)
+    an_hour_ahead = time.time_ns() // 1000 + 3_600_000_000
+    with KvEventPublisher(fleet.stack.settings, worker_id, model, incarnation=an_hour_ahead) as former:
+        former.stored_blocks(blocks())
+        fleet.wait_exact(model, PROMPT, N_BLOCKS)
+    with KvEventPublisher(fleet.stack.settings, worker_id, model) as publisher:
+        fleet.wait_exact(model, PROMPT, 0)
+        publisher.stored_blocks(blocks()[:2])
+        fleet.wait_exact(model, PROMPT, 2)
 
 
 def test_a_publisher_heals_a_batch_that_was_lost(fleet: TrustFleet, monkeypatch: pytest.MonkeyPatch) -> None:

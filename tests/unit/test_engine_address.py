@@ -12,6 +12,7 @@ from streams.engines.dialects.registry import DEFAULT_DIALECT, DIALECTS
 from streams.errors import KvStreamsError, SettingsError
 
 ADDRESS = "id=1,url=http://x:8000/,events=tcp://x:1"
+LOCAL = "id=3,url=http://z:8000,events=tcp://127.0.0.1:5557,dp=2"
 
 
 @pytest.mark.parametrize(
@@ -68,6 +69,7 @@ def test_rank_n_listens_n_ports_above_rank_0() -> None:
     """The ports of an engine's ranks are consecutive, as in vLLM."""
     assert port_above("tcp://host:5557", 0) == "tcp://host:5557"
     assert port_above("tcp://host:5557", 3) == "tcp://host:5560"
+    assert port_above("tcp://[fd00::7]:5557", 1) == "tcp://[fd00::7]:5558"
     with pytest.raises(KvStreamsError, match="no port"):
         port_above("tcp://host", 1)
 
@@ -110,13 +112,23 @@ def test_an_unknown_dialect_is_refused_with_the_list_of_known_ones() -> None:
 
 @pytest.mark.parametrize(
     ("second", "message"),
-    [("id=1,url=http://y,events=tcp://y:1", "id=1"), ("id=2,url=http://y,events=tcp://x:1", "events=tcp://x:1")],
+    [
+        ("id=1,url=http://y,events=tcp://y:1", "id=1"),
+        ("id=2,url=http://y,events=tcp://x:1", "events=tcp://x:1"),
+        ("id=2,url=http://y,events=tcp://localhost:5557", "events=tcp://localhost:5557"),
+        ("id=2,url=http://y,events=tcp://[::1]:5558", "events=tcp://[::1]:5558"),
+        (
+            "id=2,url=http://y,events=tcp://127.0.0.1:5556,dp=2",
+            "events=tcp://127.0.0.1:5557 (rank 0 at tcp://127.0.0.1:5556)",
+        ),
+    ],
 )
 def test_two_engines_with_one_id_or_one_address_of_events_are_refused(second: str, message: str) -> None:
     """One of them would be given the events of the other, and answers for it would be exact and wrong."""
     with pytest.raises(SettingsError, match=re.escape(f"two engines have {message}")):
-        check_distinct([engine_address(ADDRESS), engine_address(second)])
+        check_distinct([engine_address(ADDRESS), engine_address(LOCAL), engine_address(second)])
     check_distinct([engine_address(ADDRESS), engine_address("id=2,url=http://x:8001,events=tcp://x:2")])
+    check_distinct([engine_address(LOCAL), engine_address("id=2,url=http://x:8001,events=tcp://127.0.0.1:5559,dp=2")])
 
 
 def test_an_engines_adapters_are_separated_by_plus() -> None:
