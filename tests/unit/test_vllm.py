@@ -18,6 +18,7 @@ from streams.core.ids import U64_MASK, DpRank, EngineHash, Incarnation, RankId, 
 from streams.cxl.events import CxlStateChanged
 from streams.engines.dead_letters import of_payload
 from streams.engines.dialects import vllm as vllm_module
+from streams.engines.dialects.auto import AutoDecoder
 from streams.engines.dialects.interface import DecodedBatch, UnusableEvent
 from streams.engines.dialects.vllm import (
     PARTIAL_NAMES_MAX,
@@ -56,6 +57,12 @@ def stored_event(**changes: Any) -> dict[str, Any]:
         "lora_name": None,
     }
     return event | changes
+
+
+def chunk_event(**changes: Any) -> dict[str, Any]:
+    """A store of LMCache, as its connector sends it through vLLM: one chunk under a name of its own, and no adapter."""
+    chunk = {"block_hashes": [901], "token_ids": TOKENS, "block_size": len(TOKENS), "medium": "cpu"}
+    return stored_event(**chunk) | changes
 
 
 def removed_event(*names: int, medium: str = "GPU") -> dict[str, Any]:
@@ -380,6 +387,59 @@ def test_a_block_of_unknown_content_is_not_indexed_when_it_is_offloaded() -> Non
     rank.take(stored_event(extra_keys=[None, [b"an embedding"], None]))
     assert rank.take(stored_event(medium="CPU")) == 0
     assert rank.held(Tier.HOST) == LOCAL[:1]
+
+
+#: Stores of connectors that never report evictions: a chunk that is larger than a block, as large as one, and smaller;
+#: one of an older vLLM; one of a newer LMCache, whose medium is that of vLLM's own connector; and one of Mooncake.
+NEVER_REMOVED = {
+    "larger": chunk_event(),
+    "as large": chunk_event(token_ids=TOKENS[:BLOCK], block_size=BLOCK),
+    "smaller": chunk_event(token_ids=TOKENS[:2], block_size=2),
+    "array": as_array(chunk_event(block_hashes=[-901]))[:7],
+    "newer": chunk_event(medium="CPU"),
+    "mooncake": chunk_event(token_ids=None, block_size=BLOCK, group_idx=0),
+}
+
+
+@pytest.mark.parametrize("chunk", NEVER_REMOVED.values(), ids=NEVER_REMOVED.keys())
+def test_chunks_of_a_cache_that_never_reports_evictions_are_counted_and_not_indexed(chunk: Any) -> None:
+    """Their size says nothing about the engine's. The engine's own blocks come and go as without them."""
+    payload = decode_payload(pack(chunk), BLOCK)
+    assert (payload.events, payload.unusable, payload.is_incomplete) == ((), (), False)
+    assert (payload.n_unindexed, payload.not_indexed) == (1, {"unplaced": 1})
+    rank = Rank()
+    assert rank.take(stored_event()) == 0
+    assert rank.take(chunk) == 1
+    assert (rank.held(Tier.HOST), rank.held(Tier.DEVICE)) == ([], LOCAL)
+    rank.take(removed_event(12, 13))
+    assert rank.held(Tier.DEVICE) == LOCAL[:1]
+    assert (rank.ledger.complete, rank.ledger.may_lack_blocks) == (True, True)
+
+
+def test_a_clear_does_not_clear_the_chunks_of_a_cache_that_never_reports_evictions() -> None:
+    """vLLM clears its own cache alone, so the rank stays approximate. It was exact until the first chunk."""
+    rank = Rank()
+    assert rank.take(["AllBlocksCleared"], stored_event()) == 0
+    rank.take(chunk_event())
+    assert rank.take(["AllBlocksCleared"], stored_event()) == 1
+    assert (rank.held(Tier.DEVICE), rank.ledger.may_lack_blocks) == (LOCAL, True)
+
+
+def test_chunks_of_another_cache_do_not_hide_the_kind_of_a_group() -> None:
+    """A chunk names no group, so the kind of group 0 stays unknown, and a removal in that group removes."""
+    decoder = VllmDecoder(BLOCK)
+    decoder.decode(pack(chunk_event(), stored_event(group_idx=1, kv_cache_spec_kind="full_attention")))
+    batch = decoder.decode(pack(removed_event(12) | {"group_idx": 0}))
+    assert [each.engine.tolist() for each in batch.events if isinstance(each, BlocksRemoved)] == [[12]]
+
+
+def test_a_chunk_of_another_cache_does_not_show_the_dialect() -> None:
+    """Its size and the sign of its name are those of LMCache; vLLM's own store decides."""
+    decoder = AutoDecoder(BLOCK)
+    chunk = as_array(chunk_event(block_hashes=[-901], token_ids=TOKENS[:2], block_size=2))[:7]
+    assert decoder.decode(pack(chunk)).dialect is None
+    own = as_array(stored_event(block_hashes=[1 << 63, 12, 13]))[:7]
+    assert decoder.decode(pack(chunk, own)).dialect is VLLM
 
 
 @pytest.mark.parametrize("locality", ["REMOTE", "remote", "NEARBY", 5])

@@ -138,6 +138,8 @@ def _by_array(event: list[Any], block_size: int) -> Dialect | None:
         return None
     if len(values) >= METADATA_AT:
         return SGLANG if isinstance(values[METADATA_AT - 1], dict) else VLLM
+    if len(values) > 5 and values[5] == "cpu":
+        return None  # its chunk size and its hashes are a connector's, not the engine's
     tokens, size = values[2], values[3]
     # The versions of vLLM that report the beginnings of blocks have more fields.
     is_page = type(size) is int and 0 < size < block_size

@@ -23,6 +23,9 @@ map with `type`. Fields at the end of an array may be absent, later ones are ign
 | - | lookahead_token_ids | 0.33.0 on | makes the rank approximate: the last block of a match is uncertain |
 | - | cxl_metadata, moe | this project's engines | docs/cxl.md |
 
+Connectors to other caches (LMCache, Mooncake, Ascend) report their stores through vLLM, and never their evictions. Such
+stores are not indexed (`_is_never_removed`).
+
 BlockRemoved: block_hashes, medium, group_idx; then locality and ownership. AllBlocksCleared has no fields. Engines with
 CXL memory add the event CxlStateTransition. Up to 0.22.0 events are arrays, from 0.26.0 on maps. The versions are the
 first with the field among those of tests/golden_events.json.
@@ -156,6 +159,7 @@ class _State:
     special: local hashes of the last blocks with a salt, an image or an adapter, by engine hash; None for unknown
     content. Offloading connectors report such blocks again, in a lower tier, without their extra keys. has_all_special:
     whether none of them was dropped because of the limit.
+    has_never_removed: whether a connector reported a store whose eviction is never reported.
     """
 
     partial: dict[int, None] = field(default_factory=dict)
@@ -165,6 +169,7 @@ class _State:
     is_provisional: bool = False
     special: dict[int, int | None] = field(default_factory=dict)
     has_all_special: bool = True
+    has_never_removed: bool = False
 
     def forget_groups(self) -> None:
         """Forget which group is indexed, after a clear: a damaged event may have named the wrong one."""
@@ -228,6 +233,8 @@ def _decode_opened(outer: Any, block_size: int, state: _State) -> DecodedBatch:
             if len(batch.events) > n_before and isinstance(batch.events[-1], AllBlocksCleared):
                 state.forget_groups()
                 _find_main_group(batch, state, raw_events[index + 1 :])
+                if state.has_never_removed:
+                    batch.leave_out("unplaced", 1)  # vLLM clears its own cache, and the connector may keep its blocks
         except BadRecord as exc:
             batch.lose(index, exc, _shown(raw_event))
         except FIELD_ERRORS as exc:
@@ -322,6 +329,11 @@ def _store(batch: BatchBuilder, state: _State, get: Get, block_size: int) -> Non
     if is_elsewhere(get):
         batch.ignore("locality", len(hashes))
         return
+    if _is_never_removed(get, block_size):
+        # Its block size is the connector's, so it shows nothing about the engine's.
+        batch.leave_out("unplaced", len(hashes))
+        state.has_never_removed = True
+        return
     group, kind = group_of(get), get("kv_cache_spec_kind")
     if group not in state.kinds and len(state.kinds) < GROUPS_MAX:
         state.kinds[group] = kind if isinstance(kind, str) else None
@@ -365,6 +377,21 @@ def _store(batch: BatchBuilder, state: _State, get: Get, block_size: int) -> Non
         # The index does not know which blocks of a window are enough for a hit.
         batch.leave_out("cache_group", n_stored)
         state.is_provisional = True
+
+
+def _is_never_removed(get: Get, block_size: int) -> bool:
+    """Whether a store is by a connector that never reports evictions, nor the adapters and salts of its blocks.
+
+    The connectors of LMCache, Mooncake and Ascend write the medium `cpu`. Newer versions of LMCache write `CPU`, as
+    vLLM's own offloading connector does. Its chunks then differ from that connector's stores if they have another size,
+    and tokens, but no cache group.
+    """
+    medium = get("medium")
+    if medium == "cpu":
+        return True
+    tokens = get("token_ids")
+    is_chunk = get("group_idx") is None and is_tokens(tokens) and len(tokens) > 0 and get("block_size") != block_size
+    return medium == "CPU" and is_chunk
 
 
 def _store_blocks(
