@@ -7,12 +7,12 @@ the order of batches and their incarnation (gap_filling, feed), and which bridge
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import cast
 
 import aiohttp
 import zmq.asyncio
@@ -31,7 +31,7 @@ from streams.engines.feed_counters import FeedCounters, RankCounters
 from streams.engines.lease import EngineLease
 from streams.engines.lease_handle import LeaseHandle, LeaseLost
 from streams.engines.polling import polled
-from streams.engines.process_start import read_body
+from streams.engines.process_start import ModelChanged, ServedModel, listed_models, read_models
 from streams.engines.recovery import RecoveredRank
 from streams.engines.scraping import Scraper, reported_block_size
 from streams.engines.shared_calls import SharedCalls
@@ -54,8 +54,13 @@ REFUSED_RETRY_S = 30.0
 #: Feeds that Kafka refuses start again at once. If they have run for this long, Kafka takes their events.
 REFUSED_FOR_S = 5.0
 
-#: Bytes of an answer of /v1/models; one with a hundred adapters has 50 KB.
-MODELS_BYTES_MAX = 1024 * 1024
+#: How often a bridge that waits for an engine's lease checks which model the engine serves. Such a bridge has no feed
+#: that finds out when the engine is restarted, and would register it under the model of before when it takes over.
+STANDBY_CHECK_S = 10.0
+
+#: Engines whose model changes more often than this are fed again after a pause. An address behind which several engines
+#: answer in turn would otherwise begin incarnations as fast as Kafka takes them.
+MODEL_CHANGES_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +110,7 @@ class BridgedEngine:
         self._eventless: EventlessFeed | None = None
         self._unpublished = Outage()
         self._refused_at_s: float | None = None  # when Kafka last did not take the engine's events
+        self._model_changed_at_s = float("-inf")
         #: Whether the registry has been read to its end for this engine.
         self.is_read = False
 
@@ -156,19 +162,40 @@ class BridgedEngine:
 
         Whatever the engine sends, or does not send, ends nothing but this round; the other engines' tasks continue.
         """
+        model = self.engine.model or await _await_model(self._parts.http, self.engine)
+        while True:
+            other = await self._run_model(model)
+            now_s = time.monotonic()
+            log.warning(
+                "worker %d: the engine at %s was restarted with another model: it serves %s, not %s. From now on, this "
+                "bridge registers and feeds it under the new model",
+                self.engine.worker_id,
+                self.engine.url,
+                other,
+                model,
+            )
+            if now_s - self._model_changed_at_s < MODEL_CHANGES_S:
+                await asyncio.sleep(RETRY_S)
+            model, self._model_changed_at_s = other, now_s
+
+    async def _run_model(self, model: str) -> str:
+        """Register and feed the engine under a model, until it serves another one; return that."""
         engine, http, lease_handle = self.engine, self._parts.http, self.lease_handle
-        model = engine.model or await _await_model(http, engine)
+        served = ServedModel(http, engine.worker_id, engine.models_url, model, is_set=engine.model is not None)
         block_size = EngineBlockSize(self._settings.block_size_of(model))
         block_size.on_page(await reported_block_size(http, engine.metrics_url))
         await self._claim_model(model, block_size)
         registration, fixed = self._registration(model), _fixed_fields(engine)
+        registers = False  # whether the lease's registration is of this model
 
         def register() -> None:
             """Register the engine with the size that its blocks have."""
+            nonlocal registers
             own = replace(registration, block_size=block_size.size)
-            if own.block_size != lease_handle.lease.wanted_block_size:
+            if not registers or own.block_size != lease_handle.lease.wanted_block_size:
                 if block_size.is_wrong:
                     log.warning("%s", _wrong_block_size(engine, model, block_size))
+                registers = True
                 lease_handle.lease.want(own, fixed)
 
         def on_page(size: int | None) -> None:
@@ -183,8 +210,13 @@ class BridgedEngine:
             register()
 
         register()
+        # A bridge that holds the lease already writes the registration now. At its next tick, the records of another
+        # model's blocks might precede it, and routers would take the blocks for those of the model of before.
+        lease_handle.tick()
         while True:
-            term = await lease_handle.held()
+            term, other = await self._held(served)
+            if other is not None:
+                return other
             log.info("worker %d: %s serves %s; this bridge holds term %d", engine.worker_id, engine.url, model, term)
             wiring = EngineWiring(
                 self._settings,
@@ -204,7 +236,9 @@ class BridgedEngine:
                 self._parts.watch,
             )
             try:
-                await self._feed(wiring)
+                await self._feed(wiring, served)
+            except* ModelChanged as changed:
+                other = cast(ModelChanged, _first(changed)).model
             except* LeaseLost as lost:
                 log.warning("worker %d: %s", engine.worker_id, lost.exceptions[0])
             except* (KvStreamsError, KafkaException, BufferError) as refused:
@@ -213,6 +247,22 @@ class BridgedEngine:
             except* Exception:
                 log.exception("worker %d: the feeds failed and start again", engine.worker_id)
                 await asyncio.sleep(RETRY_S)
+            if other is not None:
+                return other
+
+    async def _held(self, served: ServedModel) -> tuple[int, str | None]:
+        """Wait until this bridge holds the lease, or the engine serves another model.
+
+        Returns the lease's term, and the other model or None.
+        """
+        while True:
+            try:
+                async with asyncio.timeout(STANDBY_CHECK_S):
+                    return await self.lease_handle.held(), None
+            except TimeoutError:
+                other = await served.ask_once()
+                if other is not None:
+                    return self.lease_handle.lease.term, other
 
     def _not_published(self, refused: BaseExceptionGroup[Exception]) -> None:
         """Log that Kafka does not take the engine's events, once and then once a minute; its feeds start again."""
@@ -222,11 +272,8 @@ class BridgedEngine:
         self._refused_at_s = now_s
         lasted_s = outage.failed(now_s)
         if lasted_s is not None:
-            first: BaseException = refused
-            while isinstance(first, BaseExceptionGroup):
-                first = first.exceptions[0]
             # As an error about Kafka, so that the line is left out while Kafka is away, which has lines of its own.
-            reason = KafkaUnreachable(str(first))
+            reason = KafkaUnreachable(str(_first(refused)))
             log.warning(
                 "worker %d: its events are not published: %s%s", self.engine.worker_id, reason, lasting(lasted_s)
             )
@@ -254,18 +301,21 @@ class BridgedEngine:
                 self._parts.refused(worker_id, None)
                 return
 
-    async def _feed(self, wiring: EngineWiring) -> None:
+    async def _feed(self, wiring: EngineWiring, served: ServedModel) -> None:
         """Feed every rank of an engine, until one of the feeds ends with an exception."""
         recovered_ranks = await self._recover(wiring.engine.worker_id)
         if wiring.engine.events is None:
-            await self._feed_without_events(wiring, recovered_ranks)
+            await self._feed_without_events(wiring, recovered_ranks, served)
             return
         async with polled(wiring) as read:
-            await self._feed_ranks(read, recovered_ranks)
+            await self._feed_ranks(read, recovered_ranks, served)
 
-    async def _feed_ranks(self, wiring: EngineWiring, recovered_ranks: Mapping[int, RecoveredRank]) -> None:
+    async def _feed_ranks(
+        self, wiring: EngineWiring, recovered_ranks: Mapping[int, RecoveredRank], served: ServedModel
+    ) -> None:
+        worker_id = wiring.engine.worker_id
         feeds = [
-            RankFeed(wiring, dp_rank, recovered_ranks.get(dp_rank), self._counters_of(wiring.engine.worker_id, dp_rank))
+            RankFeed(wiring, dp_rank, recovered_ranks.get(dp_rank), self._counters_of(worker_id, dp_rank), served)
             for dp_rank in range(wiring.engine.dp_size)
         ]
         try:
@@ -280,18 +330,46 @@ class BridgedEngine:
 
                 scraper = Scraper(wiring, lambda dp_rank: feeds[dp_rank].note_requests_running(), note_start)
                 tasks.create_task(scraper.run())
+        except* ModelChanged as changed:
+            self.retire(str(_first(changed)))  # until the new model is registered, which may take until Kafka answers
+            raise
         finally:
             for feed in feeds:
                 self._feeds.pop(feed.rank, None)
 
-    async def _feed_without_events(self, wiring: EngineWiring, recovered_ranks: Mapping[int, RecoveredRank]) -> None:
-        """State that an engine without events is running, and read its metrics, until one of both ends."""
+    async def _feed_without_events(
+        self, wiring: EngineWiring, recovered_ranks: Mapping[int, RecoveredRank], served: ServedModel
+    ) -> None:
+        """State that an engine without events is running, and read its metrics, until one of both ends.
+
+        Each time the metrics show another process, the engine is asked for its model.
+        """
         counters = [self._counters_of(wiring.engine.worker_id, dp_rank) for dp_rank in range(wiring.engine.dp_size)]
         self._eventless = EventlessFeed(wiring, recovered_ranks, counters)
+        known_start: Incarnation | None = None
+        checking: asyncio.Task[None] | None = None
+
+        async def check_model() -> None:
+            other = await served.check()
+            if other is not None:
+                raise ModelChanged(other)
+
         try:
             async with asyncio.TaskGroup() as tasks:
+
+                def note_start(started: Incarnation) -> None:
+                    nonlocal known_start, checking
+                    if started == known_start:
+                        return
+                    if checking is not None:
+                        checking.cancel()
+                    known_start, checking = started, tasks.create_task(check_model())
+
                 tasks.create_task(self._eventless.run())
-                tasks.create_task(Scraper(wiring).run())
+                tasks.create_task(Scraper(wiring, on_start=note_start).run())
+        except* ModelChanged as changed:
+            self.retire(str(_first(changed)))
+            raise
         finally:
             self._eventless = None
 
@@ -367,7 +445,7 @@ async def _await_model(http: aiohttp.ClientSession, engine: EngineAddress) -> st
     outage = Outage()
     while True:
         try:
-            model = await _served_model(http, engine.models_url)
+            model = first_model(await read_models(http, engine.models_url))
         except Exception as exc:  # whatever an HTTP server sends, it must not end the bridge
             lasted_s = outage.failed(time.monotonic())
             if lasted_s is not None:
@@ -387,24 +465,15 @@ async def _await_model(http: aiohttp.ClientSession, engine: EngineAddress) -> st
         return model
 
 
-async def _served_model(http: aiohttp.ClientSession, url: str) -> str:
-    async with http.get(url) as response:
-        response.raise_for_status()
-        body = await read_body(response, MODELS_BYTES_MAX)
-    return first_model(body)
-
-
 def first_model(body: bytes) -> str:
     """Return the id of the first model in an answer of /v1/models. Raises KvStreamsError for any other answer."""
-    try:
-        answer = json.loads(body)
-    except (ValueError, RecursionError) as exc:
-        raise KvStreamsError("the answer is not JSON") from exc
-    models = answer.get("data") if isinstance(answer, dict) else None
-    first = models[0] if isinstance(models, list) and models else None
-    name = first.get("id") if isinstance(first, dict) else None
-    if not isinstance(name, str) or not name:
-        raise KvStreamsError("the answer names no model")
-    if not name.isprintable():
-        raise KvStreamsError(f"the answer names the model {name!r}, which contains control characters")
-    return name
+    return listed_models(body)[0]
+
+
+def _first(group: BaseExceptionGroup[Exception]) -> Exception:
+    """Return the first exception in a group of groups."""
+    first: BaseException = group
+    while isinstance(first, BaseExceptionGroup):
+        first = first.exceptions[0]
+    assert isinstance(first, Exception)
+    return first

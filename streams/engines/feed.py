@@ -11,6 +11,9 @@ The loop never waits for the engine's HTTP server, and never for its replay sock
 connection, all batches come from one process. So once it is known which incarnation a connection belongs to, its
 batches are published until it breaks, whatever the HTTP server does. Until it is known, they wait in the socket (at
 most RECEIVE_HWM), and nothing of the connection is published.
+
+Another process may serve another model. So whenever an incarnation begins, a task asks the engine which model it
+serves. Until it is answered, the feed is not live; after MODEL_WAIT_S, it is live without an answer.
 """
 
 from __future__ import annotations
@@ -42,6 +45,7 @@ from streams.engines.continuity import (
     decide_after_connecting,
     decide_at_start,
     decide_while_feeding,
+    mint_incarnation,
     needs_replay_check,
 )
 from streams.engines.cxl_names import CxlNames, PooledRows
@@ -55,6 +59,7 @@ from streams.engines.heartbeats import Heartbeats
 from streams.engines.ledger import Ledger
 from streams.engines.link_delay import LinkDelay
 from streams.engines.missing_events import MissingEvents
+from streams.engines.process_start import ModelChanged, ServedModel
 from streams.engines.publisher import RankWriter
 from streams.engines.recovery import RecoveredRank
 from streams.engines.replay import SEQUENCE, Batch, ReplaySilent, replay
@@ -139,10 +144,21 @@ class RankFeed:
     """Feeds one rank, for as long as the bridge holds the engine's lease."""
 
     def __init__(
-        self, wiring: EngineWiring, dp_rank: int, recovered: RecoveredRank | None, counters: FeedCounters | None = None
+        self,
+        wiring: EngineWiring,
+        dp_rank: int,
+        recovered: RecoveredRank | None,
+        counters: FeedCounters | None = None,
+        served: ServedModel | None = None,
     ) -> None:
-        """recovered: the rank's state as read from Kafka. counters: the rank's counters, which outlive this feed."""
+        """recovered: the rank's state as read from Kafka. counters: the rank's counters, which outlive this feed.
+
+        served: whether the engine serves the model of this feed; it is not checked without it.
+        """
         self._wiring = wiring
+        self._served = served
+        self._checking_model: asyncio.Task[str | None] | None = None  # `check` of `_served`, until it was answered
+        self._unconfirmed_until_s = float("-inf")  # until when the feed is not live for that reason
         self._recovered = recovered
         self._replaces_state = recovered is not None and not recovered.is_removed
         self.rank = RankId(wiring.engine.worker_id, DpRank(dp_rank))
@@ -260,7 +276,7 @@ class RankFeed:
         self._heartbeats.retire(reason)
 
     async def run(self) -> None:
-        """Feed until cancelled. Raises LeaseLost, and KvStreamsError if Kafka refuses a record."""
+        """Feed until cancelled. Raises LeaseLost, ModelChanged, and KvStreamsError if Kafka refuses a record."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 heartbeats = tasks.create_task(self._heartbeats.run())
@@ -271,6 +287,8 @@ class RankFeed:
                     heartbeats.cancel()
                     if self._reading_rows is not None:
                         self._reading_rows.cancel()
+                    if self._checking_model is not None:
+                        self._checking_model.cancel()
                     self._evidence.close()
                     self._state.batches.abort()
         finally:
@@ -286,6 +304,7 @@ class RankFeed:
             await self._wait()
             await self._attend_connection()
             await self._attend_evidence()
+            self._attend_model()
             await self._take_live()
             if self._may_replay:
                 self._on_finding(await self._state.batches.advance())
@@ -322,6 +341,8 @@ class RankFeed:
             waiting.append(self._state.batches.answer)
         if self._reading_rows is not None:
             waiting.append(self._reading_rows)
+        if self._checking_model is not None:
+            waiting.append(self._checking_model)
         is_ready = connection.has_message and self._takes_live
         await self._first_of.wait(waiting, IDLE_S if connection.is_open else RECONNECT_S_MIN, is_ready=is_ready)
 
@@ -347,7 +368,7 @@ class RankFeed:
         if self._link.is_behind(now_s, batches.answered_from_s) or self._wiring.is_late(now_s):
             return FeedState.CATCHING_UP
         completed_at_s = self._connection.completed_at_s
-        if self._doubt is not None or completed_at_s is None:
+        if self._doubt is not None or completed_at_s is None or self._is_model_unconfirmed(now_s):
             return FeedState.UNPROVEN
         caught_up = batches.answered_from_s >= completed_at_s + SUBSCRIBED_AFTER_S
         return FeedState.LIVE if self._batch_seen or caught_up else FeedState.UNPROVEN
@@ -560,6 +581,8 @@ class RankFeed:
             return
         if isinstance(decision, NewIncarnation) or doubt not in _OF_BATCHES:
             log.info("rank %s: %s: %s", self.rank, decision, evidence)
+        if self._may_be_another_process(decision, evidence):
+            self._check_model(evidence)
         match decision:
             case NewIncarnation(incarnation):
                 await self._begin(incarnation, evidence.started)
@@ -611,6 +634,9 @@ class RankFeed:
         match self._doubt:
             case Doubt.START:
                 decision = decide_at_start(known, evidence, now_us, alone=alone)
+                if known is not None and isinstance(decision, SameIncarnation) and self._was_of_another_model:
+                    # Only the beginning of an incarnation changes the rank's model, and empties it.
+                    decision = NewIncarnation(mint_incarnation(known.incarnation, now_us))
             case Doubt.FIRST_CONNECTION | Doubt.RECONNECTION if of_connection:
                 assert known is not None
                 asked = finding.known
@@ -646,6 +672,52 @@ class RankFeed:
         same = evidence.replay_check is ReplayCheck.SAME or self._writer.sequence == BEFORE_FIRST
         if self._state.started is None and same:
             self._state.started = evidence.started
+
+    # -- the model -----------------------------------------------------------------------------------------------------
+
+    @property
+    def _was_of_another_model(self) -> bool:
+        """Whether the incarnation that Kafka has was published under another model than that of this feed."""
+        recovered = self._recovered
+        return recovered is not None and recovered.progress.model not in ("", self._wiring.model)
+
+    def _may_be_another_process(self, decision: Decision, evidence: Evidence) -> bool:
+        """Whether a decision leaves open which model the process serves.
+
+        An incarnation also continues after a reconnection if it has no batches yet, whatever process that is.
+        """
+        if isinstance(decision, NewIncarnation) or self._doubt is Doubt.START:
+            return True
+        same_start = evidence.started is not None and evidence.started == self._state.started
+        reconnected = self._doubt in (Doubt.FIRST_CONNECTION, Doubt.RECONNECTION)
+        return reconnected and self._writer.sequence == BEFORE_FIRST and not same_start
+
+    def _check_model(self, evidence: Evidence) -> None:
+        """Find out, in a task of its own, whether the engine's process serves the model of this feed."""
+        if self._served is None:
+            return
+        if self._checking_model is not None:
+            self._checking_model.cancel()
+        # Batches that have waited for an HTTP server that does not answer have waited for this as well.
+        wait_s = 0.0 if self._waited_long and not evidence.reachable else self._served.wait_s
+        self._unconfirmed_until_s = time.monotonic() + wait_s
+        self._checking_model = asyncio.create_task(self._served.check())
+
+    def _attend_model(self) -> None:
+        """Raise ModelChanged if the engine serves another model."""
+        if self._checking_model is not None and self._checking_model.done():
+            checking, self._checking_model = self._checking_model, None
+            other = checking.result()
+            if other is not None:
+                raise ModelChanged(other)
+
+    def _is_model_unconfirmed(self, now_s: float) -> bool:
+        """Whether the feed must not be live, since its process may not serve the model."""
+        if self._served is None or self._checking_model is None:
+            return False
+        return self._served.is_missing or now_s < self._unconfirmed_until_s
+
+    # -- beginning and continuing --------------------------------------------------------------------------------------
 
     def _state_the_known_incarnation(self) -> None:
         """Let heartbeats state the incarnation that Kafka has, as one that is not fed yet.

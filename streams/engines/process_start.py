@@ -1,7 +1,7 @@
-"""When an engine's process started, as its HTTP server reports it.
+"""What an engine's HTTP server reports about its process: when it started, and which models it serves.
 
-What lives here: reading `process_start_time_seconds`, and which answers of an HTTP server are a sign of life. What must
-not: what follows from it (continuity).
+What lives here: reading `process_start_time_seconds` and `/v1/models`, and which answers of an HTTP server are a sign
+of life. What must not: what follows from them (continuity, feed, bridged_engine).
 
 A proxy in front of an engine answers in its place while the engine is away: 502 or 503, and some proxies 404. So only
 a page with status 200 shows that the engine is running. An engine that serves no metrics answers 404 itself; it is then
@@ -10,15 +10,36 @@ asked for its models.
 
 from __future__ import annotations
 
+import asyncio
+import json
+import logging
 import re
+import time
 
 import aiohttp
 
-from streams.core.ids import Incarnation
+from streams.core.ids import Incarnation, WorkerId
 from streams.engines.continuity import Evidence
+from streams.errors import KvStreamsError
+
+log = logging.getLogger(__name__)
 
 #: Bytes of a page. vLLM's page of eight ranks with all its histograms is about 500 KB.
 PAGE_BYTES_MAX = 8 * 1024 * 1024
+
+#: Bytes of an answer of /v1/models; one with a hundred adapters has 50 KB.
+MODELS_BYTES_MAX = 1024 * 1024
+
+#: /v1/models is given up after this time, and asked for again after the pause.
+MODELS_TIMEOUT_S = 5.0
+MODELS_RETRY_S = 1.0
+
+#: A feed is not live for at most this long because /v1/models does not answer. It is as long as batches wait for
+#: evidence about their process: an engine without HTTP is fed from its events alone then.
+MODEL_WAIT_S = 10.0
+
+#: Names of a list in a log line.
+NAMES_LOGGED_MAX = 5
 
 _START_TIME = re.compile(r"^process_start_time_seconds(?:\{[^}]*\})?\s+(\S+)", re.MULTILINE)
 
@@ -56,3 +77,116 @@ def parse_process_start(page: str) -> Evidence:
         return Evidence(True, Incarnation(round(float(found[1]) * 1_000_000)) if found else None)
     except (ValueError, OverflowError):
         return Evidence(True, None)
+
+
+async def read_models(http: aiohttp.ClientSession, url: str) -> bytes:
+    """Read an engine's /v1/models. Raises ClientError, TimeoutError."""
+    async with http.get(url) as response:
+        response.raise_for_status()
+        return await read_body(response, MODELS_BYTES_MAX)
+
+
+def listed_models(body: bytes) -> tuple[str, ...]:
+    """Return the ids in an answer of /v1/models; the first is the engine's model, its adapters are among the others.
+
+    Raises KvStreamsError for an answer whose first id cannot be used.
+    """
+    try:
+        answer = json.loads(body)
+    except (ValueError, RecursionError) as exc:
+        raise KvStreamsError("the answer is not JSON") from exc
+    models = answer.get("data") if isinstance(answer, dict) else None
+    names = [each.get("id") if isinstance(each, dict) else None for each in models] if isinstance(models, list) else []
+    if not names or not isinstance(names[0], str) or not names[0]:
+        raise KvStreamsError("the answer names no model")
+    if not names[0].isprintable():
+        raise KvStreamsError(f"the answer names the model {names[0]!r}, which contains control characters")
+    return tuple(name for name in names if isinstance(name, str))
+
+
+class ModelChanged(KvStreamsError):
+    """Another process runs at the engine's address, and serves another model."""
+
+    code = "model_changed"
+
+    def __init__(self, model: str) -> None:
+        super().__init__(f"the engine serves {model} now", model=model)
+        self.model = model
+
+
+class ServedModel:
+    """Whether an engine lists the model that it is fed under. Shared by the feeds of its ranks.
+
+    A model that the operator has set is never replaced by another. Some engines never list it, and nothing follows
+    from that. If the engine has listed it before, another process without it must not get its requests.
+    """
+
+    def __init__(
+        self, http: aiohttp.ClientSession, worker_id: WorkerId, models_url: str, model: str, *, is_set: bool
+    ) -> None:
+        """is_set: whether the operator has set the model; otherwise it is from the engine's list."""
+        self._http = http
+        self._worker_id = worker_id
+        self._url = models_url
+        self._model = model
+        self._is_set = is_set
+        self._was_listed = not is_set
+        #: Whether the engine's last list lacks the model that the operator has set, and an earlier one had it.
+        self.is_missing = False
+
+    @property
+    def wait_s(self) -> float:
+        """How long a feed is not live at most if the engine's list cannot be read."""
+        return MODEL_WAIT_S if self._was_listed else 0.0
+
+    async def check(self) -> str | None:
+        """Return None once the engine lists the model, or the name of the model that it serves instead.
+
+        Asks until it is answered, since an engine's events may arrive before its HTTP server is up. An engine that has
+        not listed its model before is asked for a short time only: it may have no such list.
+        """
+        give_up_at_s = time.monotonic() + MODEL_WAIT_S
+        while True:
+            names = await self._read()
+            if names is None and not self._was_listed and time.monotonic() >= give_up_at_s:
+                return None
+            if names is not None:
+                other = self._replacement(names)
+                if other is not None or not self.is_missing:
+                    return other
+            await asyncio.sleep(MODELS_RETRY_S)
+
+    async def ask_once(self) -> str | None:
+        """Return the name of the model that the engine serves instead; None if there is none, or no answer."""
+        names = None if self._is_set else await self._read()
+        return None if names is None else self._replacement(names)
+
+    async def _read(self) -> tuple[str, ...] | None:
+        """Return the names that the engine lists, None if they cannot be read."""
+        try:
+            async with asyncio.timeout(MODELS_TIMEOUT_S):
+                return listed_models(await read_models(self._http, self._url))
+        except Exception:  # whatever an HTTP server sends, it must not end the feed
+            log.debug("worker %d: %s cannot be read", self._worker_id, self._url, exc_info=True)
+            return None
+
+    def _replacement(self, names: tuple[str, ...]) -> str | None:
+        """Return the model that takes the place of this one, None if none does; note whether this one is missing."""
+        if self._model in names:
+            if self.is_missing:
+                log.info("worker %d: %s lists %s again", self._worker_id, self._url, self._model)
+            self._was_listed, self.is_missing = True, False
+            return None
+        if not self._is_set:
+            return names[0]
+        if self._was_listed and not self.is_missing:
+            self.is_missing = True
+            log.warning(
+                "worker %d: the engine was restarted, and %s is not among the models that %s lists: %s. Its answers "
+                "are not exact until it is. Restart the engine with this model, or change model= of its --engine",
+                self._worker_id,
+                self._model,
+                self._url,
+                ", ".join(map(repr, names[:NAMES_LOGGED_MAX])),
+            )
+        return None

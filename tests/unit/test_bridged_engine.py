@@ -47,29 +47,47 @@ class TableUnderTest:
 
     def __init__(self, *recovered: RecoveredRank) -> None:
         self._recovered = {int(each.progress.rank.dp_rank): each for each in recovered}
+        self._applied_from: RecordingProducer | None = None
+        self._n_applied = 0
         self.is_asked = False
         self.is_read = asyncio.Event()
+
+    def apply_from(self, producer: RecordingProducer) -> None:
+        """Contain what is published, too, from now on."""
+        self._applied_from = producer
 
     async def result(self, _partition: int, _worker_id: WorkerId) -> dict[int, RecoveredRank]:
         self.is_asked = True
         await self.is_read.wait()
+        if self._applied_from is not None:
+            published = self._applied_from.values("kv-events")
+            for batch in map(decode_batch, published[self._n_applied :]):
+                unknown = RecoveredRank(Progress(batch.rank, Epoch(Incarnation(0), 0)), Ledger(False))
+                self._recovered.setdefault(int(batch.rank.dp_rank), unknown).fold(batch)
+            self._n_applied = len(published)
         return self._recovered
 
 
 class _Claimed:
     """Claims every model."""
 
-    async def result(self, _model: tuple[str, bool], _worker_id: WorkerId) -> None:
-        return
+    def __init__(self) -> None:
+        self.models: list[str] = []
+
+    async def result(self, model: tuple[str, bool], _worker_id: WorkerId) -> None:
+        self.models.append(model[0])
 
 
 class EngineUnderTest:
     """An engine of a bridge that holds its lease, without a log: what is written about it is read back at once."""
 
-    def __init__(self, bridged: BridgedEngine, table: TableUnderTest, producer: RecordingProducer) -> None:
+    def __init__(
+        self, bridged: BridgedEngine, table: TableUnderTest, producer: RecordingProducer, claimed: list[str]
+    ) -> None:
         self.bridged = bridged
         self.table = table
         self.producer = producer
+        self.claimed = claimed  # models
 
     async def read_back(self) -> None:
         """Read what the bridge writes about its worker, until cancelled."""
@@ -102,7 +120,7 @@ def bridging(
 
     async def main() -> None:
         settings, producer, table = Settings(bridge_lease_s=600.0), RecordingProducer(), TableUnderTest(*recovered)
-        context = zmq.asyncio.Context()
+        context, claims = zmq.asyncio.Context(), _Claimed()
         async with aiohttp.ClientSession() as http:
             parts = BridgeParts(
                 settings,
@@ -110,7 +128,7 @@ def bridging(
                 "bridge",
                 http,
                 cast(Any, table),
-                cast(Any, _Claimed()),
+                cast(Any, claims),
                 cast(Any, None),
                 RankCounters(),
                 Counter(),
@@ -120,7 +138,7 @@ def bridging(
                 SocketWatch(),
                 context,
             )
-            under_test = EngineUnderTest(BridgedEngine(parts, address, 0), table, producer)
+            under_test = EngineUnderTest(BridgedEngine(parts, address, 0), table, producer, claims.models)
             running = [asyncio.create_task(each) for each in (under_test.bridged.run(), under_test.read_back())]
             try:
                 await act(under_test)
