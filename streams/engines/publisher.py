@@ -56,16 +56,14 @@ from streams.cxl.pool_registry import PoolDirectory
 from streams.cxl.records import encode_transition
 from streams.cxl.states import stored_as
 from streams.engines.acknowledgements import Acknowledgements, tolerated_s
-from streams.engines.continuity import mint_incarnation
 from streams.engines.cxl_names import CxlNames, PooledRows, announced_states
 from streams.engines.dialects.interface import EngineEvent
 from streams.engines.held_lease import HeldLease
 from streams.engines.ledger import Ledger
 from streams.engines.pooled_rows import read_pooled
-from streams.engines.recovery import recover_ranks
 from streams.engines.restatements import Restatements, chunks
 from streams.engines.stored_blocks import StoredBlock, store_events
-from streams.errors import BadRecord, BlockSizeContradicted, InvalidEvent, InvalidRequest, KvStreamsError, TableError
+from streams.errors import BadRecord, BlockSizeContradicted, InvalidEvent, InvalidRequest, KvStreamsError
 from streams.kafka import partition_of, producer, require_topic, worker_key
 from streams.model_registry import claim_model, writer_name
 from streams.settings import Settings
@@ -423,8 +421,8 @@ class KvEventPublisher:
         kafka: Producer | None = None,
         lease_s: float = 0.0,
     ) -> None:
-        """incarnation: greater than any earlier one of the rank. By default it is the current time in microseconds, or
-        the number after the rank's last incarnation in Kafka if that is greater, which is read without `kafka` only.
+        """incarnation: greater than any earlier one of the rank; the current time in microseconds by default. All that
+        a publisher with a smaller one writes is ignored, and the rank keeps its former blocks.
 
         lease_s: length of the lease; 0 holds none, and the rank then stays as it is when the process ends.
 
@@ -437,8 +435,6 @@ class KvEventPublisher:
         rank = RankId(WorkerId(worker_id), DpRank(dp_rank))
         if kafka is None:
             require_topic(settings, topics(settings).kv_events.name)
-            if incarnation is None:
-                own_incarnation = _after_former_incarnation(settings, rank, own_incarnation)
             try:
                 claim_model(settings, model, writer_name(f"publisher of worker {worker_id}"))
             except BlockSizeContradicted as exc:
@@ -673,19 +669,6 @@ class KvEventPublisher:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _after_former_incarnation(settings: Settings, rank: RankId, now: Incarnation) -> Incarnation:
-    """Return the time, or the number after the rank's last incarnation if this process has an earlier clock.
-
-    Everything that a publisher with a smaller incarnation writes is stale, so the rank would keep the old blocks.
-    """
-    try:
-        known = recover_ranks(settings, rank.worker_id).get(rank.dp_rank)
-    except (TableError, KafkaException) as exc:
-        log.warning("rank %s: its last incarnation cannot be read, so the clock has to be right: %s", rank, exc)
-        return now
-    return now if known is None else mint_incarnation(known.incarnation, now)
 
 
 def _end_former_incarnation(
