@@ -36,7 +36,7 @@ _SCHEMES = {
 #: What separates taints, and names of adapters, in `--engine`, whose parts are separated by commas.
 _SEPARATOR = "+"
 
-#: The beginning of an address of this machine, without the port.
+#: The beginning of an address on the loopback interface, without the port.
 _LOOPBACK = re.compile(r"^(\w+:)//(?:localhost|127\.0\.0\.1|\[::1\]):", re.IGNORECASE)
 
 #: What a template has in place of an engine's host.
@@ -280,7 +280,10 @@ def first_clash(engines: Sequence[EngineAddress]) -> tuple[EngineAddress, str] |
 
 
 def _event_sockets(engine: EngineAddress) -> dict[str, str]:
-    """The addresses of the events of all ranks, by a form that is the same for each name of this machine."""
+    """The addresses of the events of all ranks, by a form that is the same for `localhost` and its addresses.
+
+    Other names are not resolved: their addresses may change, and a name server that is away must not stop a bridge.
+    """
     if engine.events is None:
         return {}
     n_ranks = 1 if is_polled(engine) else engine.dp_size
