@@ -17,11 +17,11 @@ import zmq.asyncio
 from streams.core.workers import Worker
 from streams.doctor.http_reading import Answer, call
 from streams.doctor.observations import EngineSeen, SocketSeen
-from streams.engines.address import port_above
+from streams.engines.address import rank_endpoints
 from streams.engines.connection import Change, EventConnection
 from streams.engines.metrics import parse_block_size, tokens_processed
 from streams.engines.replay import ReplaySilent, replay
-from streams.errors import BadRecord, KvStreamsError
+from streams.errors import BadRecord
 
 #: Engines that are read at a time; each needs up to three sockets per rank.
 ENGINES_AT_ONCE = 32
@@ -114,16 +114,10 @@ def _tokens(answer: Answer, worker: Worker) -> float:
 
 
 def _of_ranks(worker: Worker, endpoint: str | None) -> list[str]:
-    """The ZMQ addresses of all ranks; one that cannot be computed is left as it is, and connecting shows the error.
-
-    Events that a bridge reads over HTTP have none: reading them would take them from the bridge.
-    """
+    """The ZMQ addresses of all ranks. Events over HTTP have none: reading them would take them from the bridge."""
     if endpoint is None or endpoint.startswith(("http://", "https://")):
         return []
-    try:
-        return [port_above(endpoint, rank) for rank in range(worker.dp_size)]
-    except (KvStreamsError, ValueError):
-        return [endpoint]
+    return rank_endpoints(endpoint, worker.dp_size)
 
 
 async def _listen(context: zmq.asyncio.Context, address: str) -> SocketSeen:

@@ -186,6 +186,20 @@ def port_above(endpoint: str, offset: int) -> str:
     return urlunsplit(("tcp", f"{host}:{parts.port + offset}", "", "", ""))
 
 
+def rank_endpoints(endpoint: str, dp_size: int) -> list[str]:
+    """Return the addresses of all ranks; only that of rank 0 if the others cannot be computed.
+
+    A page that is polled over HTTP has all ranks. The registry may have any text as an address, and connecting shows
+    what is wrong with it.
+    """
+    if endpoint.startswith(("http://", "https://")):
+        return [endpoint]
+    try:
+        return [port_above(endpoint, dp_rank) for dp_rank in range(dp_size)]
+    except (KvStreamsError, ValueError):
+        return [endpoint]
+
+
 def needs_lookup(engine: EngineAddress) -> bool:
     """Whether an address of an engine's sockets contains a name that must be resolved."""
     return any(_has_name(endpoint) for endpoint in (engine.events, engine.replay) if endpoint is not None)
@@ -286,6 +300,5 @@ def _event_sockets(engine: EngineAddress) -> dict[str, str]:
     """
     if engine.events is None:
         return {}
-    n_ranks = 1 if is_polled(engine) else engine.dp_size
-    endpoints = [port_above(engine.events, dp_rank) for dp_rank in range(n_ranks)]
+    endpoints = rank_endpoints(engine.events, engine.dp_size)
     return {_LOOPBACK.sub(r"\1//localhost:", endpoint): endpoint for endpoint in endpoints}

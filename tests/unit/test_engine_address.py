@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 
 from streams.core.ids import WorkerId
-from streams.engines.address import EngineAddress, check_distinct, engine_address, needs_lookup, port_above
+from streams.engines.address import (
+    EngineAddress,
+    check_distinct,
+    engine_address,
+    first_clash,
+    needs_lookup,
+    port_above,
+)
 from streams.engines.dialects.registry import DEFAULT_DIALECT, DIALECTS
 from streams.errors import KvStreamsError, SettingsError
 
@@ -129,6 +137,16 @@ def test_two_engines_with_one_id_or_one_address_of_events_are_refused(second: st
         check_distinct([engine_address(ADDRESS), engine_address(LOCAL), engine_address(second)])
     check_distinct([engine_address(ADDRESS), engine_address("id=2,url=http://x:8001,events=tcp://x:2")])
     check_distinct([engine_address(LOCAL), engine_address("id=2,url=http://x:8001,events=tcp://127.0.0.1:5559,dp=2")])
+
+
+@pytest.mark.parametrize("endpoint", ["gpu1:5557", "tcp://gpu1", "tcp://gpu1:port", "tcp://gpu1:65536", "tcp://[::1"])
+def test_an_unusable_address_of_events_in_the_registry_clashes_only_with_itself(endpoint: str) -> None:
+    """`PUT /workers/{id}` takes any text. One such record must not end a bridge, whose other engines are usable."""
+    unusable = EngineAddress(WorkerId(1), "http://x", endpoint, dp_size=2)
+    other = engine_address("id=2,url=http://y,events=tcp://y:1")
+    assert first_clash([unusable, other]) is None
+    again = replace(unusable, worker_id=WorkerId(3))
+    assert first_clash([unusable, other, again]) == (again, f"events={endpoint} (rank 0 at {endpoint})")
 
 
 def test_an_engines_adapters_are_separated_by_plus() -> None:
