@@ -85,20 +85,18 @@ class WorkerProcess:
 
     async def _prepare(self) -> None:
         settings, startup, access = self._settings, Startup(), Access(self._settings)
-        host, port, port_setting = self._app.conf.web_bind, self._app.conf.web_port, "port"
+        host, port, web_enabled = self._app.conf.web_bind, self._app.conf.web_port, self._app.conf.web_enabled
+        is_apart = settings.router and settings.router_process
+        answers = settings.router and not is_apart
         check_schemas()
         Path(settings.data_dir).mkdir(parents=True, exist_ok=True)  # Faust creates only the last folder of its path
         api = self._api = LoopThread("api")
-        answers = settings.router and not settings.router_process
-        if settings.router and not answers:
-            if self._app.conf.web_enabled:
-                self._processes = ProcessGroup(replace(settings, host=host, port=port))
-                await self._processes.check_address()
-            port = settings.metrics_port
-        if not answers:
-            port_setting = "metrics_port"
-        if self._app.conf.web_enabled and (answers or settings.metrics_port):
-            server = HttpServer(host, port, port_setting, access)
+        if is_apart and web_enabled:
+            self._processes = ProcessGroup(replace(settings, host=host, port=port))
+            await self._processes.check_address()
+        if web_enabled and (answers or settings.metrics_port):
+            own_port = settings.metrics_port if is_apart else port
+            server = HttpServer(host, own_port, "port" if answers else "metrics_port", access)
             await api.run(lambda: server.serve(starting_app(startup)))
             self._server = server
         startup.note("connecting to Kafka")
