@@ -656,6 +656,7 @@ class KvEventPublisher:
         with self._lock:
             self._writer.send_within(timeout_s)
             self._write_loss()
+            self._writer.send_within(timeout_s)
         left = self._kafka.flush(timeout_s)
         if left or self._writer.failed:
             why = self._writer.failed[0] if self._writer.failed else "no answer"
