@@ -9,19 +9,23 @@ from __future__ import annotations
 
 import functools
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
+from typing import NamedTuple
+
+import numpy as np
 
 from streams.avro_numbers import encoded_long
 from streams.codec import codec, decode_load, encode_load, from_long, load_key, to_long
-from streams.core.ids import DpRank, RankId, WorkerId
+from streams.core.ids import DpRank, Int64Array, RankId, WorkerId
 from streams.core.kernels.available import kernels_available
 from streams.core.loads.bookings import Booking, BookingId, BookingPhase
+from streams.core.loads.kernels.layout import FIELD_KIND, FIELD_WORDS
 from streams.core.loads.observations import NO_FORECAST, Forecast
 
 _HAS_KERNEL = kernels_available()
 if _HAS_KERNEL:
-    from streams.tables.kernels.loads import read_add
+    from streams.tables.kernels.loads import read_add, read_records
 
 #: A datum of router-loads begins with this header; then come request id, router id and counter, which are the same in
 #: all records of one booking.
@@ -103,6 +107,42 @@ def encoded_load(booking_id: BookingId, phase: BookingPhase, booking: Booking | 
         )
     except (ValueError, KeyError):  # the slow way says what is wrong
         return encode_load(booking_id, phase, booking, written_at_ms)[1]
+
+
+class LoadFields(NamedTuple):
+    """Many records as numbers, for `ActiveLoads.fold`.
+
+    fields: int64[n, FIELD_WORDS] (core.loads.kernels.layout). kinds: their first column. clocks: the partitions that
+    occur. raw: the records themselves, whose addresses are among the fields.
+    """
+
+    fields: Int64Array
+    kinds: list[int]
+    clocks: frozenset[int]
+    raw: bytes
+
+
+#: Kernels copy whole words, and so read up to seven bytes after the end of a record.
+_PADDING = bytes(8)
+
+
+def read_fields(records: Sequence[tuple[bytes | None, int, int]]) -> LoadFields:
+    """Find the fields of many records. Needs kernels.
+
+    records: values, append times and partitions. An empty value stands for a record that the caller folds itself.
+    """
+    values = [value for value, _, _ in records if value]
+    raw = b"".join((*values, _PADDING))
+    places, at = [], 0
+    for value, at_ms, partition in records:
+        n_bytes = -1 - at if value is None else len(value)
+        places.append((at, at + n_bytes, at_ms, partition))
+        if value:
+            at += n_bytes
+    fields = np.empty((len(records), FIELD_WORDS), dtype=np.int64)
+    read_records(np.frombuffer(raw, dtype=np.uint8), _HEADER, np.array(places, dtype=np.int64), fields)
+    clocks = frozenset([partition for _, _, partition in records])
+    return LoadFields(fields, fields[:, FIELD_KIND].tolist(), clocks, raw)
 
 
 class LoadDecoder:
@@ -320,4 +360,12 @@ def _is_time(raw: bytes) -> bool:
     return raw[-1] < 0x80 and min(raw[:-1]) >= 0x80
 
 
-__all__ = ["BOOKINGS_KEPT_MAX", "LoadDecoder", "encoded_load", "load_key", "request_partition"]
+__all__ = [
+    "BOOKINGS_KEPT_MAX",
+    "LoadDecoder",
+    "LoadFields",
+    "encoded_load",
+    "load_key",
+    "read_fields",
+    "request_partition",
+]

@@ -33,13 +33,14 @@ from streams.core.loads.bookings import (
     Renewal,
     with_output,
 )
+from streams.core.loads.kernels.layout import ADD, FIELD_KIND, FIELD_REQUEST_AT, FIELD_REQUEST_BYTES, OTHER
 from streams.core.loads.log_clock import LogClock
 from streams.core.routing.policies import MODES as POLICY_MODES
 from streams.core.routing.selection import NAMED_MODES
 from streams.core.routing.unreported import UnreportedBookings, UnreportedLoad
 from streams.errors import BadRecord, BookingConflict
 from streams.kafka import Record
-from streams.load_records import LoadDecoder, encoded_load, load_key, request_partition
+from streams.load_records import LoadDecoder, LoadFields, encoded_load, load_key, read_fields, request_partition
 from streams.router_api.outbox import Outbox
 from streams.settings import Settings
 from streams.topics import TopicSpec
@@ -397,51 +398,107 @@ class LoadsSync:
         """records: keys, values, append times and partitions."""
         if records:
             self._note_time(max(each[2] for each in records), live=live)
-        bad = []
+        bad: list[tuple[int, BadRecord]] = []
         for start in range(0, len(records), _FOLDED_TOGETHER_MAX):
             together = records[start : start + _FOLDED_TOGETHER_MAX]
-            contents: list[tuple[BookingId, BookingPhase, Booking | None] | None] = []
-            with self._decoding:
-                for position, (key, value, _, _) in enumerate(together, start):
-                    own = self._own.get(key)
-                    if own is not None and own[0] == value:  # this router wrote it itself, so it is not decoded
-                        self._own.pop(key, None)  # not `del`: sending may have dropped it in between
-                        contents.append(own[1])
-                        continue
-                    try:
-                        contents.append(None if value is None else self._decoder.decode(value))
-                    except BadRecord as exc:
-                        contents.append(None)
-                        bad.append((position, exc))
-            with self._lock:
-                now_ms = self._now_ms()
-                loads = self._loads
-                # The modes that read engines' reports need to know more of each booking than `add_new` returns.
-                is_plain = self._unreported is None
-                for content, (_, _, at_ms, clock) in zip(contents, together, strict=True):
+            bad += [(start + position, exc) for position, exc in self._fold_together(together)]
+        return bad
+
+    def _fold_together(self, records: Sequence[tuple[bytes, bytes | None, int, int]]) -> list[tuple[int, BadRecord]]:
+        """Fold records under one lock. Those that kernels do not fold are decoded before, if that is known before."""
+        bad: list[tuple[int, BadRecord]] = []
+        contents: list[_Content | None] = [None] * len(records)
+        read: LoadFields | None = None
+        with self._decoding:
+            for position, (key, value, _, _) in enumerate(records):
+                own = self._own.get(key)
+                if own is not None and own[0] == value:  # this router wrote it itself, so it is not decoded
+                    self._own.pop(key, None)  # not `del`: sending may have dropped it in between
+                    contents[position] = own[1]
+            if self._folds_records and None in contents:
+                read = read_fields(
+                    [
+                        (value if content is None else b"", at_ms, partition)
+                        for content, (_, value, at_ms, partition) in zip(contents, records, strict=True)
+                    ]
+                )
+            left: set[int] = set()  # those that kernels will probably fold
+            for position, (_, value, _, _) in enumerate(records):
+                if contents[position] is None:
+                    if read is None or read.kinds[position] == OTHER:
+                        contents[position] = self._decode(position, value, bad)
+                    else:
+                        left.add(position)
+        with self._lock:
+            now_ms = self._now_ms()
+            if read is not None and not self._folds_records:
+                read = None
+            if read is not None and self._buffered:
+                self._leave_buffered(read, records)
+            at = 0
+            while at < len(records):
+                done = at
+                if read is not None and read.kinds[at] != OTHER:
+                    done = self._loads.fold(read.fields, at, read.clocks)
+                for _, _, at_ms, clock in records[at:done]:
+                    self._heard_ms[clock] = now_ms
+                    if at_ms > self._stream_ms[clock]:
+                        self._stream_ms[clock] = at_ms
+                if done < len(records):
+                    _, value, at_ms, clock = records[done]
+                    content = contents[done]
+                    if done in left:
+                        with self._decoding:
+                            content = self._decode(done, value, bad)
                     if content is not None:
-                        booking_id, phase, booking = content
-                        if is_plain and phase is BookingPhase.FREE:
-                            loads.free(booking_id, at_ms, clock)
-                        elif booking is None:
-                            self._apply(booking_id, phase, at_ms, clock)
-                        elif (
-                            is_plain
-                            and booking_id.router_id != self.router_id
-                            and loads.add_new(booking_id, booking, at_ms, clock)
-                        ):
-                            if self._buffered:
-                                self._release_buffered(booking_id, booking.phase)
-                        else:
-                            self._fold_add(booking_id, booking, at_ms, clock)
+                        self._fold_content(content, at_ms, clock)
                     self._heard_ms[clock] = now_ms
                     # The broker gives all records of a batch the same time, in which nothing more expires.
                     if at_ms != self._stream_ms[clock]:
                         self._stream_ms[clock] = max(at_ms, self._stream_ms[clock])
                         self._loads.expire(self._stream_ms[clock], clock)
-                if self._listeners:
-                    self._announce_falls()
+                at = done + 1
+            if self._listeners:
+                self._announce_falls()
         return bad
+
+    @property
+    def _folds_records(self) -> bool:
+        """Whether kernels fold records of other routers.
+
+        The modes that read engines' reports need to know more of each booking than kernels return.
+        """
+        return self._unreported is None and self._loads.folds_records
+
+    def _decode(self, position: int, value: bytes | None, bad: list[tuple[int, BadRecord]]) -> _Content | None:
+        try:
+            return None if value is None else _Content(*self._decoder.decode(value))
+        except BadRecord as exc:
+            bad.append((position, exc))
+            return None
+
+    def _leave_buffered(self, read: LoadFields, records: Sequence[tuple[bytes, bytes | None, int, int]]) -> None:
+        """Leave the records to Python that name a request whose calls wait for it."""
+        waiting = {key[0].encode("utf-8", "surrogatepass") for key in self._buffered}
+        for position, (_, value, _, _) in enumerate(records):
+            if read.kinds[position] == ADD and value is not None:
+                request, n_bytes = read.fields[position, [FIELD_REQUEST_AT, FIELD_REQUEST_BYTES]].tolist()
+                if value[request : request + n_bytes] in waiting:
+                    read.kinds[position] = read.fields[position, FIELD_KIND] = OTHER
+
+    def _fold_content(self, content: _Content, at_ms: int, clock: int) -> None:
+        booking_id, phase, booking = content
+        loads = self._loads
+        is_plain = self._unreported is None
+        if is_plain and phase is BookingPhase.FREE:
+            loads.free(booking_id, at_ms, clock)
+        elif booking is None:
+            self._apply(booking_id, phase, at_ms, clock)
+        elif is_plain and booking_id.router_id != self.router_id and loads.add_new(booking_id, booking, at_ms, clock):
+            if self._buffered:
+                self._release_buffered(booking_id, booking.phase)
+        else:
+            self._fold_add(booking_id, booking, at_ms, clock)
 
     def reset(self) -> None:
         """Drop all bookings, so that the topic can be folded again from its beginning.

@@ -332,6 +332,12 @@ def _digest(address: int, n_bytes: int, seed: Any, secret: int) -> Any:
     """Digest 4 or more bytes; for more than 240, `secret` is the address of the secret that `_derive_secret` wrote."""
     if n_bytes > LONG_BYTES:
         return _digest_long(address, n_bytes, secret)
+    return digest_short(address, n_bytes, seed)
+
+
+@inlined
+def digest_short(address: int, n_bytes: int, seed: Any) -> Any:
+    """Digest 4 to 240 bytes at any address."""
     if n_bytes > 128:
         return _digest_129_to_240(address, n_bytes, seed)
     if n_bytes > 16:

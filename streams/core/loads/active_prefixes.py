@@ -11,10 +11,18 @@ A rank is a row, which is a small number, and a set of ranks is an int with one 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any, Protocol
 
+import numpy as np
+
+from streams.core.ids import Int64Array
 from streams.errors import IndexCorrupt
 
 _BYTES_PER_BLOCK = 8
+
+#: Arrays of shared blocks that are cached, by set of rows and number of blocks: the set of ranks that uses a system
+#: prompt rarely changes. Beyond this limit the cache is cleared.
+_SHARED_CACHED_MAX = 256
 
 
 class PrefixNode:
@@ -39,11 +47,33 @@ class PrefixNode:
         return len(self.chain) // _BYTES_PER_BLOCK
 
 
+class Prefixes(Protocol):
+    """What ActiveLoads needs of the tree. With kernels it is a PrefixArena, whose runs are numbers."""
+
+    def add(self, row: int, chain: bytes) -> tuple[Any, int]:
+        """As in ActivePrefixes."""
+
+    def remove(self, row: int, node: Any, /) -> int:
+        """As in ActivePrefixes."""
+
+    def shared(self, chain: bytes, n_rows: int) -> Int64Array:
+        """As in ActivePrefixes."""
+
+    def shared_and_users(self, chain: bytes, n_rows: int) -> tuple[Int64Array, list[tuple[int, int, int]]]:
+        """As in ActivePrefixes."""
+
+    def nodes(self) -> Iterator[Any]:
+        """As in ActivePrefixes."""
+
+
 class ActivePrefixes:
     """The tree. A run exists as long as a request uses it, so that the caller's limit on requests limits the tree."""
 
     def __init__(self) -> None:
         self._root = PrefixNode(b"", None)
+        self._cached: dict[tuple[int, int], Int64Array] = {}
+        self._n_rows = 0  # of the cached arrays
+        self._no_blocks = np.zeros(0, dtype=np.int64)
 
     def add(self, row: int, chain: bytes) -> tuple[PrefixNode, int]:
         """Add a request on this row that uses these blocks from the root.
@@ -116,6 +146,40 @@ class ActivePrefixes:
                 break
             node = child
         return found, users
+
+    def shared(self, chain: bytes, n_rows: int) -> Int64Array:
+        """How many leading blocks of a chain each row has in use: int64[n_rows], read-only. n_rows: divisible by 8."""
+        return self._shared(self.match(chain)[0], n_rows)
+
+    def shared_and_users(self, chain: bytes, n_rows: int) -> tuple[Int64Array, list[tuple[int, int, int]]]:
+        """The same, and how many requests use these blocks, as in `match`."""
+        matched, users = self.match(chain)
+        return self._shared(matched, n_rows), users
+
+    def _shared(self, matched: list[tuple[int, int]], n_rows: int) -> Int64Array:
+        if n_rows != self._n_rows:
+            self._cached.clear()
+            self._n_rows, self._no_blocks = n_rows, np.zeros(n_rows, dtype=np.int64)
+        shared: Int64Array | None = None
+        for bits, n_blocks in matched:
+            if bits & (bits - 1):
+                these = self._shared_by(bits, n_blocks)
+                shared = these if shared is None else shared + these
+            else:  # only one rank uses these blocks, as in most long matches; any that several ranks share come before
+                shared = (self._no_blocks if shared is None else shared).copy()
+                shared[bits.bit_length() - 1] += n_blocks
+        return self._no_blocks if shared is None else shared
+
+    def _shared_by(self, bits: int, n_blocks: int) -> Int64Array:
+        """An array with n_blocks in the rows whose bit is set and 0 in all others."""
+        shared = self._cached.get((bits, n_blocks))
+        if shared is None:
+            if len(self._cached) >= _SHARED_CACHED_MAX:
+                self._cached.clear()
+            packed = np.frombuffer(bits.to_bytes(self._n_rows // 8, "little"), dtype=np.uint8)
+            shared = np.unpackbits(packed, bitorder="little") * np.int64(n_blocks)
+            self._cached[bits, n_blocks] = shared
+        return shared
 
     def nodes(self) -> Iterator[PrefixNode]:
         """Every run, parents first. For tests and debugging."""

@@ -11,16 +11,19 @@ import enum
 import heapq
 import itertools
 from collections import Counter, OrderedDict, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import numpy as np
 
-from streams.core.ids import Float64Array, Int64Array, RankId
-from streams.core.loads.active_prefixes import ActivePrefixes, PrefixNode
-from streams.core.loads.ended_bookings import ENDED_MAX, EndedBookings
+from streams.core.ids import DpRank, Float64Array, Int64Array, RankId, WorkerId
+from streams.core.kernels.available import kernels_available
+from streams.core.loads.active_prefixes import ActivePrefixes, Prefixes, PrefixNode
+from streams.core.loads.booking_hashes import booking_digest, request_digest
+from streams.core.loads.ended_bookings import EndedBookings
+from streams.core.loads.kernels.layout import CLOCKS_MAX_EVER, CONTEXT_WORDS, FIELD_CLOCK, N_BOOKINGS, N_BYTES
 from streams.core.loads.observations import (
     NO_FORECAST,
     Forecast,
@@ -29,33 +32,35 @@ from streams.core.loads.observations import (
     PrefillObserved,
     Unreported,
 )
-from streams.core.loads.rank_times import WAITING_TOKENS, RankTimes, TimedBooking
+from streams.core.loads.rank_times import PREFILLED_MS, WAITING_TOKENS, RankTimes, TimedBooking
 from streams.errors import IndexCorrupt
+
+if TYPE_CHECKING:
+    from streams.core.loads.memory import BookingMemory
+    from streams.core.loads.plain_bookings import PlainBookings
+    from streams.core.loads.prefix_arena import PrefixArena
 
 #: The numbers that the table of loads has for each rank, and its number of rows at first.
 _PREFILL, _DECODE, _REQUESTS, _OUTPUT = range(4)
 _ROWS_FIRST = 64
-
-#: Arrays of shared blocks that are cached, by set of ranks and number of blocks: the set of ranks that uses a system
-#: prompt rarely changes. Beyond this limit the cache is cleared.
-_SHARED_CACHED_MAX = 256
 
 #: Bookings kept at once, without those that have ended (ended_bookings.ENDED_MAX). Beyond this limit the oldest one is
 #: dropped and counted, so that the router does not run out of memory. A fleet of 1,000 ranks with 256 running requests
 #: each stays below it.
 BOOKINGS_MAX = 1_000_000
 
-#: Bytes of memory that they may take, by the estimates below. The same fleet, with prompts of 4,000 tokens, takes
-#: 1.4 GB; a million bookings of a million tokens each would take a terabyte.
+#: Bytes of memory that they may take, by the estimates below. The same fleet, with prompts of 4,000 tokens, counts
+#: as 1.9 GB; a million bookings of a million tokens each would take a terabyte.
 BOOKINGS_BYTES_MAX = 2 * 1024**3
 
 #: Bytes that a booking takes, measured over 200,000 of them: one that has ended; one that has not, or that the log has
 #: not given a time yet, without its request id; and what an active one takes in addition, without its hashes. They are
-#: stored twice: in the booking and in the tree.
+#: stored in the booking and in the tree, which needs up to twice their size. Bookings in kernels' memory take less.
 ENDED_BOOKING_BYTES = 64
 KNOWN_BOOKING_BYTES = 540
 ACTIVE_BOOKING_BYTES = 700
-_HASHES_STORED = 2
+_HASHES_STORED = 3
+_BYTES_PER_HASH = 8
 
 #: Observations that are kept until a policy asks for them. Beyond this limit the oldest ones are dropped.
 OBSERVATIONS_MAX = 4096
@@ -149,6 +154,9 @@ class RankLoad:
         return self.prompt_blocks + self.output_blocks
 
 
+_U64 = (1 << 64) - 1
+_I64 = 1 << 63
+
 _NO_LOAD = RankLoad()
 _NO_MS: Mapping[RankId, float] = {}
 
@@ -178,12 +186,13 @@ class _State:
     counted_prefill: int = 0
     clock: int = 0
     expires_ms: int | None = None  # None until the log has given the booking a time
-    node: PrefixNode | None = None  # the end of its chain in the tree of active prefixes, while it is active
+    node: PrefixNode | int | None = None  # the end of its chain in the tree of active prefixes, while it is active
     phase: str | None = None
     since_ms: int = 0
     prefilled_ms: int = 0
     timed: TimedBooking | None = None
     computed_us: int = 0
+    request: int = 0  # the digest of its request id
 
     @property
     def live(self) -> bool:
@@ -233,7 +242,25 @@ class ActiveLoads:
         self._rows: dict[RankId, int] = {}
         self._set_table(np.zeros((4, _ROWS_FIRST), dtype=np.int64))
         self._numbering = 0  # changes when a row may belong to another rank
-        self._prefixes = ActivePrefixes()
+        self._prefixes: Prefixes
+        # Bookings of other routers that no caller has asked for: all that one active booking of its request id needs,
+        # without objects. None without kernels, and if bookings are observed.
+        self._plain: PlainBookings | None = None
+        self._words: Sequence[int] = (0,) * CONTEXT_WORDS  # the context of kernels' memory; zeros if nothing is there
+        self._memory: BookingMemory | None = None
+        if kernels_available():  # imported here, since processes that keep no loads import this module for its types
+            from streams.core.loads.memory import BookingMemory
+            from streams.core.loads.plain_bookings import PlainBookings
+            from streams.core.loads.prefix_arena import PrefixArena
+
+            self._memory = BookingMemory(BOOKINGS_MAX)
+            self._prefixes = PrefixArena(self._memory)
+            if not observe:
+                self._plain = PlainBookings(self._memory)
+                self._words = self._memory.context.data
+        else:
+            self._prefixes = ActivePrefixes()
+        self._tables_set: tuple[Int64Array, Int64Array] | None = None  # those that kernels write to
         self._n_bytes = 0  # of the states
         self.expired = 0
         self.dropped = 0
@@ -287,11 +314,16 @@ class ActiveLoads:
             or booking.phase is not None
             or booking.forecast is not NO_FORECAST
             or self.observations is not None
-            or len(self._states) >= BOOKINGS_MAX
+            or self._n_kept >= BOOKINGS_MAX
             or self._ended.may_know(request_id)
         ):
             return False
         state = _State(booking_id, booking)
+        state.request = request_digest(request_id)
+        if self._plain is not None:
+            if self._plain.find(state.request):
+                return False
+            self._plain.note(state.request, known=True)
         self._states[booking_id] = state
         self._known_by_request[request_id] = 1
         self._live_by_request[request_id] = [booking_id]
@@ -315,8 +347,106 @@ class ActiveLoads:
         cells[_REQUESTS * n_rows + row] += 1
         if booking.output_blocks:
             cells[_OUTPUT * n_rows + row] += booking.output_blocks
-        if self._n_bytes > BOOKINGS_BYTES_MAX - ENDED_MAX * ENDED_BOOKING_BYTES and self.n_bytes > BOOKINGS_BYTES_MAX:
+        if self.n_bytes > BOOKINGS_BYTES_MAX:
             self._drop_oldest()
+        return True
+
+    @property
+    def folds_records(self) -> bool:
+        """Whether `fold` takes any records."""
+        return self._plain is not None
+
+    def fold(self, fields: Int64Array, first: int, clocks: Iterable[int]) -> int:
+        """Fold records of other routers from `first` on; return the first one that was not folded, or their number.
+
+        fields: int64[n, FIELD_WORDS], as `tables.kernels.loads.read_records` writes them. clocks: those that occur in
+        them. Has the same effects as `add`, `prefill_complete` and `free`, with `expire` at the time of each record
+        after it, in a fifth of the time. The caller folds the record that is returned in this way, and then goes on.
+        """
+        plain = self._plain
+        if plain is None:
+            return first
+        tables = self._loads, self.times.table
+        if self._tables_set is None or self._tables_set[0] is not tables[0] or self._tables_set[1] is not tables[1]:
+            self._tables_set = tables
+            plain.set_tables(self._loads, self.times.table[PREFILLED_MS])
+        plain.set_ranks(self._numbering, self._rows)
+        for clock in clocks:
+            plain.limit(clock, self._next_expiry_ms(clock))
+        while True:
+            plain.set_ended(self._ended.shards_address, self._ended.shards_mask)
+            first, is_due = plain.fold(
+                fields,
+                first,
+                (
+                    self._ttl_ms,
+                    BOOKINGS_MAX - len(self._states),
+                    BOOKINGS_BYTES_MAX - self.n_bytes + plain.n_bytes,
+                    KNOWN_BOOKING_BYTES + ACTIVE_BOOKING_BYTES,
+                    _HASHES_STORED * _BYTES_PER_HASH,
+                ),
+            )
+            for request, booking, expires_ms, of in plain.freed():
+                if expires_ms <= plain.latest_ms(of):
+                    continue  # its records came so late that it has expired
+                self.dropped += self._ended.add_digests(request, booking, None, expires_ms, of)
+            self.n_falls += plain.falls()
+            if not is_due:
+                for clock in clocks:  # what has ended by now is not kept if it ends again
+                    self._ended.expire(plain.latest_ms(clock), clock)
+                return first
+            clock = int(fields[first - 1, FIELD_CLOCK])
+            self.expire(plain.latest_ms(clock), clock)
+            plain.limit(clock, self._next_expiry_ms(clock))
+
+    def _next_expiry_ms(self, clock: int) -> int:
+        """When something of a clock that kernels do not keep may expire; 0 for never."""
+        due, expiries, ended_ms = self._due.get(clock), self._expiries.get(clock), self._ended.oldest_ms(clock)
+        found = [ended_ms] if ended_ms else []
+        if due:
+            found.append(next(iter(due.values())))
+        if expiries:
+            found.append(expiries[0][0])
+        return min(found, default=0)
+
+    def _take_out(self, request_id: str) -> bool:
+        """Keep the booking of a request as an object from now on, if kernels have it; return whether they had it."""
+        plain = self._plain
+        if plain is None or not self._words[N_BOOKINGS]:
+            return False
+        request = request_digest(request_id)
+        number = plain.find(request)
+        if not number:
+            return False
+        found = plain.take_out(number)
+        booking_id = BookingId(found.request_id, found.router_id, found.counter)
+        booking = Booking(
+            RankId(WorkerId(found.worker_id & _U64), DpRank(found.dp_rank)),
+            found.model,
+            found.prefill,
+            found.sequence,
+            found.overlap,
+            found.request_blocks,
+            None if found.expected < 0 else found.expected,
+            found.output,
+        )
+        state = _State(
+            booking_id,
+            booking,
+            prefilled=found.prefilled,
+            counted_prefill=found.counted,
+            clock=found.clock,
+            expires_ms=found.expires_ms,
+            node=found.run,
+            since_ms=found.since_ms,
+            prefilled_ms=found.prefilled_ms,
+            request=request,
+        )
+        self._states[booking_id] = state
+        self._known_by_request[request_id] = 1
+        self._live_by_request[request_id] = [booking_id]
+        self._schedule(state, found.expires_ms)
+        self._n_bytes += _known_bytes(booking_id) + _active_bytes(booking)
         return True
 
     def prefill_complete(self, booking_id: BookingId, at_ms: int | None, clock: int = 0) -> None:
@@ -399,6 +529,8 @@ class ActiveLoads:
         assert booking is not None  # it has a node
         del self._states[booking_id], self._live_by_request[request_id]
         self._known_by_request.pop(request_id)  # not `del`, which is a Python function of Counter
+        if self._plain is not None:
+            self._plain.note(state.request, known=False)
         due = self._due.get(clock)
         if due:
             due.pop(booking_id, None)
@@ -415,7 +547,8 @@ class ActiveLoads:
             cells[_OUTPUT * n_rows + row] -= booking.output_blocks
         self.n_falls += 1
         expires_ms = max(state.expires_ms, at_ms + self._ttl_ms)
-        self.dropped += self._ended.add(request_id, booking_id, None, expires_ms, clock)
+        digest = booking_digest(state.request, booking_id.router_id, booking_id.counter)
+        self.dropped += self._ended.add_digests(state.request, digest, None, expires_ms, clock)
         return True
 
     def logged(self, booking_id: BookingId, booking: Booking, at_ms: int, clock: int = 0) -> bool:
@@ -484,6 +617,8 @@ class ActiveLoads:
     def forget(self, booking_id: BookingId) -> None:
         """End a booking as if it had never been made. An unknown id is ignored."""
         state = self._states.get(booking_id)
+        if state is None and self._take_out(booking_id.request_id):
+            state = self._states.get(booking_id)
         if state is not None:
             self._end(booking_id, state)
         else:
@@ -495,6 +630,9 @@ class ActiveLoads:
         Examines only bookings that are due. One that was renewed is looked at again at its later time.
         """
         ended = self._ended.expire(now_ms, clock)
+        if self._plain is not None and 0 <= clock < CLOCKS_MAX_EVER:
+            ended += self._plain.expire(now_ms, clock)
+            self.n_falls += self._plain.falls()
         due = self._due.get(clock)
         while due:
             booking_id = next(iter(due))
@@ -527,11 +665,11 @@ class ActiveLoads:
     def expiring(self) -> list[int]:
         """Clocks that still have bookings to expire."""
         clocks = {clock for of in (self._due, self._expiries) for clock, bookings in of.items() if bookings}
-        return sorted(clocks.union(self._ended.clocks()))
+        return sorted(clocks.union(self._ended.clocks(), () if self._plain is None else self._plain.clocks()))
 
     def live(self, request_id: str, phase: str | None = None) -> tuple[BookingId, Booking] | None:
         """The earliest active booking of a request id and this phase; None is a phase of its own."""
-        for booking_id in self._live_by_request.get(request_id, ()):
+        for booking_id in self._live_of(request_id):
             booking = self._states[booking_id].booking
             assert booking is not None
             if booking.phase == phase:
@@ -543,20 +681,21 @@ class ActiveLoads:
 
         Several of one phase are made by routers that book at once.
         """
-        return tuple(self._live_by_request.get(request_id, ()))
+        return tuple(self._live_of(request_id))
 
     def live_ids_of(self, request_id: str, phase: str | None) -> tuple[BookingId, ...]:
         """Every active booking of a request id and exactly this phase, the earliest first."""
-        ids = self._live_by_request.get(request_id, ())
-        return tuple(each for each in ids if self._phase_of(each) == phase)
+        return tuple(each for each in self._live_of(request_id) if self._phase_of(each) == phase)
 
     def booking(self, booking_id: BookingId) -> Booking | None:
         """The active booking with this id, or None."""
+        self._live_of(booking_id.request_id)
         state = self._states.get(booking_id)
         return state.booking if state is not None and state.live else None
 
     def renewal(self, booking_id: BookingId) -> Renewal | None:
         """What renewing an active booking takes; None if there is none, or the log has not given it a time yet."""
+        self._live_of(booking_id.request_id)
         state = self._states.get(booking_id)
         if state is None or state.booking is None or state.expires_ms is None:
             return None
@@ -570,7 +709,9 @@ class ActiveLoads:
         if self._ended.knows(request_id, phase):
             return True
         if phase is None:
-            return request_id in self._known_by_request
+            if request_id in self._known_by_request:
+                return True
+            return self._plain is not None and self._plain.find(request_digest(request_id)) != 0
         return (request_id, phase) in self._known_by_phase
 
     def load(self, rank: RankId) -> RankLoad:
@@ -637,37 +778,30 @@ class ActiveLoads:
 
     def recent_routers(self, n_bookings: int) -> set[str]:
         """The routers that made the n_bookings most recently changed bookings, ended ones included."""
-        return {booking_id.router_id for booking_id in itertools.islice(reversed(self._states), n_bookings)}
+        routers = {booking_id.router_id for booking_id in itertools.islice(reversed(self._states), n_bookings)}
+        return routers if self._plain is None else routers | self._plain.routers(n_bookings)
 
     def shared_blocks(self, sequence: bytes) -> Int64Array:
         """How many leading blocks of a request each rank has in use, by row: int64[n_rows]. Read-only."""
-        return self._shared_in(self._prefixes.match(sequence)[0])
+        return self._prefixes.shared(sequence, self._n_rows)
 
     def shared_and_users(self, sequence: bytes) -> tuple[Int64Array, list[tuple[int, int, int]]]:
         """The same, and how many running requests use these blocks, as in ActivePrefixes.match."""
-        matched, users = self._prefixes.match(sequence)
-        return self._shared_in(matched), users
-
-    def _shared_in(self, matched: list[tuple[int, int]]) -> Int64Array:
-        shared: Int64Array | None = None
-        for bits, n_blocks in matched:
-            if bits & (bits - 1):
-                these = self._shared_by(bits, n_blocks)
-                shared = these if shared is None else shared + these
-            else:  # only one rank uses these blocks, as in most long matches; any that several ranks share come before
-                shared = (self._shared_by_none if shared is None else shared).copy()
-                shared[bits.bit_length() - 1] += n_blocks
-        return self._shared_by_none if shared is None else shared
+        return self._prefixes.shared_and_users(sequence, self._n_rows)
 
     def decode_blocks_with(self, rank: RankId, sequence: bytes) -> int:
         """Distinct active blocks of a rank if a request with this chain joined it."""
         row = self._rows.get(rank, 0)
-        shared = sum(n_blocks for bits, n_blocks in self._prefixes.match(sequence)[0] if bits >> row & 1)
-        return self.load(rank).decode_blocks + len(sequence) // 8 - shared
+        shared = self.shared_blocks(sequence)[row] if row else 0
+        return self.load(rank).decode_blocks + len(sequence) // 8 - int(shared)
 
     def check(self) -> None:
         """Raise IndexCorrupt, which names the first broken invariant. Slow; for tests and debugging."""
-        self._prefixes.check()
+        if isinstance(self._prefixes, ActivePrefixes):
+            self._prefixes.check()
+        else:
+            other_words = 0 if self._plain is None else self._plain.check()
+            cast("PrefixArena", self._prefixes).check(other_words)
         prompt = [0] * self._n_rows
         for node in self._prefixes.nodes():
             for row in node.uses:
@@ -695,12 +829,17 @@ class ActiveLoads:
 
     def __len__(self) -> int:
         """Number of bookings kept, including ended ones that have not expired."""
-        return len(self._states) + len(self._ended)
+        return self._n_kept + len(self._ended)
+
+    @property
+    def _n_kept(self) -> int:
+        """Number of bookings that have not ended, or whose end has no time yet."""
+        return len(self._states) + self._words[N_BOOKINGS]
 
     @property
     def n_bytes(self) -> int:
         """About how much memory the bookings take."""
-        return self._n_bytes + ENDED_BOOKING_BYTES * len(self._ended)
+        return self._n_bytes + self._words[N_BYTES] + ENDED_BOOKING_BYTES * len(self._ended)
 
     def _has_ended(self, booking_id: BookingId, at_ms: int | None) -> bool:
         """Whether a booking has ended. If so, a record of it at this time renews how long that is known."""
@@ -714,17 +853,24 @@ class ActiveLoads:
         if state.expires_ms is not None:
             booking_id, phase = state.booking_id, state.phase
             self._end(booking_id, state)
-            self.dropped += self._ended.add(booking_id.request_id, booking_id, phase, state.expires_ms, state.clock)
+            digest = booking_digest(state.request, booking_id.router_id, booking_id.counter)
+            self.dropped += self._ended.add_digests(state.request, digest, phase, state.expires_ms, state.clock)
 
     def _state(self, booking_id: BookingId, at_ms: int | None, clock: int) -> _State:
         state = self._states.pop(booking_id, None)
+        if state is None and self._take_out(booking_id.request_id):
+            state = self._states.pop(booking_id, None)
         if state is None:
-            if len(self._states) >= BOOKINGS_MAX:
+            if self._n_kept >= BOOKINGS_MAX:
                 self._end_oldest()
             state = _State(booking_id)
-            # Not `+= 1`, which takes three times as long for a key that a Counter does not have.
             request_id = booking_id.request_id
-            self._known_by_request[request_id] = self._known_by_request.get(request_id, 0) + 1
+            state.request = request_digest(request_id)
+            n_known = self._known_by_request.get(request_id, 0)
+            # Not `+= 1`, which takes three times as long for a key that a Counter does not have.
+            self._known_by_request[request_id] = n_known + 1
+            if not n_known and self._plain is not None:
+                self._plain.note(state.request, known=True)
             self._n_bytes += _known_bytes(booking_id)
         if at_ms is not None:
             expires_ms = at_ms + self._ttl_ms
@@ -738,13 +884,29 @@ class ActiveLoads:
 
     def _drop_oldest(self) -> None:
         """Drop the bookings whose last records are the oldest until the others are within the limit of memory."""
-        while self.n_bytes > BOOKINGS_BYTES_MAX and len(self._states) > 1:
+        while self.n_bytes > BOOKINGS_BYTES_MAX and self._n_kept > 1:
             self._end_oldest()
 
     def _end_oldest(self) -> None:
-        oldest = next(iter(self._states))
+        oldest = next(iter(self._states), None)
+        plain_ms = None if self._plain is None else self._plain.oldest_expires_ms()
+        if self._plain is not None and plain_ms is not None:
+            expires_ms = None if oldest is None else self._states[oldest].expires_ms
+            if expires_ms is None or plain_ms <= expires_ms:
+                self._plain.end_oldest()
+                self.n_falls += self._plain.falls()
+                self.dropped += 1
+                return
+        assert oldest is not None  # there is a booking
         self._end(oldest, self._states[oldest])
         self.dropped += 1
+
+    def _live_of(self, request_id: str) -> Sequence[BookingId]:
+        """Every active booking of a request id, as objects."""
+        found = self._live_by_request.get(request_id)
+        if found is None and self._take_out(request_id):
+            found = self._live_by_request[request_id]
+        return found or ()
 
     def _schedule(self, state: _State, at_ms: int) -> None:
         """Look at a booking at this time. There is nothing to be looked at before for it."""
@@ -810,19 +972,6 @@ class ActiveLoads:
         # The same numbers as one row: changing a number through the array takes five times as long.
         self._cells: memoryview = loads.reshape(-1).data
         self._n_rows: int = loads.shape[1]
-        self._shared: dict[tuple[int, int], Int64Array] = {}
-        self._shared_by_none = np.zeros(self._n_rows, dtype=np.int64)
-
-    def _shared_by(self, bits: int, n_blocks: int) -> Int64Array:
-        """An array with n_blocks in the rows whose bit is set and 0 in all others."""
-        shared = self._shared.get((bits, n_blocks))
-        if shared is None:
-            if len(self._shared) >= _SHARED_CACHED_MAX:
-                self._shared.clear()
-            packed = np.frombuffer(bits.to_bytes(self._n_rows // 8, "little"), dtype=np.uint8)
-            shared = np.unpackbits(packed, bitorder="little") * np.int64(n_blocks)
-            self._shared[bits, n_blocks] = shared
-        return shared
 
     def _new_row(self, rank: RankId) -> int:
         """Give a rank a row. When all are taken, those of ranks without bookings are reused."""
@@ -869,6 +1018,8 @@ class ActiveLoads:
         self._n_bytes -= _known_bytes(booking_id)
         if self._known_by_request[booking_id.request_id] == 1:
             del self._known_by_request[booking_id.request_id]
+            if self._plain is not None:
+                self._plain.note(state.request, known=False)
         else:
             self._known_by_request[booking_id.request_id] -= 1
 

@@ -22,6 +22,8 @@ import numpy as np
 import numpy.typing as npt
 
 from streams.core.ids import Int64Array
+from streams.core.loads.booking_hashes import booking_digest, request_digest
+from streams.core.loads.kernels.layout import DIGEST_BITS
 
 #: Entries of a shard, those that have expired included. Rebuilding one of this size takes 1 ms.
 SHARD_ENTRIES_MAX = 8192
@@ -41,8 +43,8 @@ SAME_ID_MAX = 8
 #: and with a TTL of 10 minutes there are 1.8 million.
 ENDED_MAX = 4_000_000
 
-_U64 = (1 << 64) - 1
-_U32 = (1 << 32) - 1
+#: What kernels need of a shard (kernels.plain): the addresses of `request` and `expires_ms`, and its bits.
+_SHARD_WORDS = 3
 
 #: A place that was never used, and one whose entry was removed. Every time is greater.
 _FREE, _REMOVED = 0, -1
@@ -92,12 +94,12 @@ class _Times:
 
 
 class _Shard:
-    """A table of places. request: hash of the request id. booking: a part of the booking id's hash. The key is both.
+    """Places. request: digest of the request id. booking: that of the rest of the booking's id. Both are the key.
 
     Places are ordered by the top bits of `request`; an entry whose place is taken is in one of the next ones.
     """
 
-    __slots__ = ("bits", "booking", "clock", "depth", "expires_ms", "n_used", "n_used_max", "phase", "request")
+    __slots__ = ("bits", "booking", "clock", "depth", "expires_ms", "n_used", "n_used_max", "phase", "request", "words")
 
     def __init__(self, depth: int, bits: int) -> None:
         n = (1 << bits) + _TAIL
@@ -106,9 +108,11 @@ class _Shard:
         self.n_used = 0
         self.n_used_max = int(_LOAD_MAX * (1 << bits))
         # Reading one element of a memoryview takes a third of the time of reading one of an array.
-        self.request = np.zeros(n, dtype=np.uint64).data
+        request, expires_ms = np.zeros(n, dtype=np.uint64), np.zeros(n, dtype=np.int64)
+        self.words = (request.ctypes.data, expires_ms.ctypes.data, bits)
+        self.request = request.data
         self.booking = np.zeros(n, dtype=np.uint32).data
-        self.expires_ms = np.zeros(n, dtype=np.int64).data
+        self.expires_ms = expires_ms.data
         self.clock = np.zeros(n, dtype=np.int16).data
         self.phase = np.zeros(n, dtype=np.uint8).data
 
@@ -121,8 +125,11 @@ class _Shard:
 class EndedBookings:
     """Which bookings have ended. Times are of one clock per partition of the log, as in ActiveLoads.
 
-    A booking is found by 96 bits of hashes that Python makes anew in each process: with two million entries, one new
+    A booking is found by 95 bits of digests, with another seed in each process: with two million entries, one new
     booking in 10^22 is taken for an ended one.
+
+    shards_address, shards_mask: where kernels find the shards (three words each), and which bits of a request's digest
+    are the number of its shard. Both change with any call that adds, drops or expires a booking.
     """
 
     def __init__(self) -> None:
@@ -132,13 +139,23 @@ class EndedBookings:
         self._clear()
 
     def _clear(self) -> None:
-        self._directory = [_Shard(0, _SHARD_BITS_MIN)]
-        self._mask = 0
+        self._set_directory([_Shard(0, _SHARD_BITS_MIN)])
+
+    def _set_directory(self, shards: list[_Shard]) -> None:
+        self._directory = shards
+        self._mask = self.shards_mask = len(shards) - 1
+        self._words = np.array([shard.words for shard in shards], dtype=np.int64)
+        self.shards_address = int(self._words.ctypes.data)
 
     def add(
-        self, request_id: str, booking_id: tuple[object, ...], phase: str | None, expires_ms: int, clock: int
+        self, request_id: str, booking_id: tuple[str, str, int], phase: str | None, expires_ms: int, clock: int
     ) -> int:
         """Keep a booking that is not kept yet; return how many others were dropped because there were too many."""
+        request = request_digest(request_id)
+        return self.add_digests(request, booking_digest(request, *booking_id[1:]), phase, expires_ms, clock)
+
+    def add_digests(self, request: int, booking: int, phase: str | None, expires_ms: int, clock: int) -> int:
+        """The same for a booking with these digests."""
         times = self._clocks.get(clock)
         if times is None:
             times = self._clocks[clock] = _Times()
@@ -148,15 +165,17 @@ class EndedBookings:
         if self._n >= ENDED_MAX:
             dropped = self._drop_oldest()
             self._n -= dropped
+            if expires_ms <= times.floor_ms:
+                return dropped  # it would have been among those that were dropped
         times.add(expires_ms)
         self._n += 1
         number = self._phase_numbers.get(phase)
         if number is None:
             number = self._phase_numbers[phase] = len(self._phase_numbers)
-        self._put(hash(request_id) & _U64, hash(booking_id) & _U32, number, expires_ms, clock)
+        self._put(request, booking, number, expires_ms, clock)
         return dropped
 
-    def renew(self, request_id: str, booking_id: tuple[object, ...], expires_ms: int | None) -> bool:
+    def renew(self, request_id: str, booking_id: tuple[str, str, int], expires_ms: int | None) -> bool:
         """Whether a booking has ended. If so, it is kept until the later one of its time and expires_ms."""
         found = self._find(request_id, booking_id)
         if found is None:
@@ -178,17 +197,17 @@ class EndedBookings:
 
     def may_know(self, request_id: str) -> bool:
         """Whether any booking of this request id may be kept. It also returns True for some that have expired."""
-        request = hash(request_id) & _U64
+        request = request_digest(request_id)
         shard = self._directory[request & self._mask]
         requests, expires_ms = shard.request, shard.expires_ms
-        place = request >> (64 - shard.bits)
+        place = request >> (DIGEST_BITS - shard.bits)
         while expires_ms[place] != _FREE:
             if requests[place] == request:
                 return True
             place += 1
         return False
 
-    def forget(self, request_id: str, booking_id: tuple[object, ...]) -> bool:
+    def forget(self, request_id: str, booking_id: tuple[str, str, int]) -> bool:
         """Drop a booking as if it had never been made; return False if it is not kept."""
         found = self._find(request_id, booking_id)
         if found is None:
@@ -210,6 +229,11 @@ class EndedBookings:
             if not self._n:
                 self._clear()  # an idle router gives the memory back
         return ended
+
+    def oldest_ms(self, clock: int) -> int:
+        """When the first booking of a clock expires; 0 if it has none."""
+        times = self._clocks.get(clock)
+        return times.oldest_ms() if times else 0
 
     def clocks(self) -> Iterable[int]:
         """Clocks of which any booking is kept."""
@@ -234,16 +258,16 @@ class EndedBookings:
         return found
 
     def _find(
-        self, request_id: str, booking_id: tuple[object, ...] | None, phase: int | None = None
+        self, request_id: str, booking_id: tuple[str, str, int] | None, phase: int | None = None
     ) -> tuple[_Shard, int] | None:
         """Return the place of an ended booking; of any booking of the request id and phase if booking_id is None."""
-        request = hash(request_id) & _U64
+        request = request_digest(request_id)
         shard = self._directory[request & self._mask]
         if not shard.n_used:
             return None
-        booking = None if booking_id is None else hash(booking_id) & _U32
+        booking = None if booking_id is None else booking_digest(request, *booking_id[1:])
         requests, expires_ms = shard.request, shard.expires_ms
-        place = request >> (64 - shard.bits)
+        place = request >> (DIGEST_BITS - shard.bits)
         while (at := expires_ms[place]) != _FREE:
             if (
                 requests[place] == request
@@ -258,7 +282,7 @@ class EndedBookings:
     def _put(self, request: int, booking: int, phase: int, expires_ms: int, clock: int) -> None:
         while True:
             shard = self._directory[request & self._mask]
-            place = request >> (64 - shard.bits)
+            place = request >> (DIGEST_BITS - shard.bits)
             same: list[int] | None = None  # places of this request id's other bookings
             requests, all_expire_ms = shard.request, shard.expires_ms
             while (at := all_expire_ms[place]) != _FREE:
@@ -297,8 +321,7 @@ class EndedBookings:
             return
         depth = shard.depth
         if 1 << depth == len(self._directory):
-            self._directory += self._directory
-            self._mask = len(self._directory) - 1
+            self._set_directory(self._directory * 2)
         upper = (columns[0] >> np.uint64(depth)) & np.uint64(1) != 0
         for half, bit in ((~upper, 0), (upper, 1)):
             name = request & ((1 << depth) - 1) | bit << depth
@@ -312,7 +335,7 @@ class EndedBookings:
         while True:
             new = _Shard(depth, bits)
             # Linear probing without a loop: in order, each entry is at its own place or after the one before it.
-            own = (columns[0][order] >> np.uint64(64 - bits)).astype(np.int64)
+            own = (columns[0][order] >> np.uint64(DIGEST_BITS - bits)).astype(np.int64)
             steps = np.arange(n)
             places = np.maximum.accumulate(own - steps) + steps
             if not n or places[-1] < (1 << bits) + _TAIL - 1:
@@ -324,6 +347,7 @@ class EndedBookings:
         new.n_used = n
         for index in range(request & ((1 << depth) - 1), len(self._directory), 1 << depth):
             self._directory[index] = new
+            self._words[index] = new.words
 
     def _drop_oldest(self) -> int:
         """Expire the booking that would expire first on the clock with the most bookings, and all of the same time."""

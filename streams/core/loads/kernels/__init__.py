@@ -1,0 +1,16 @@
+"""Compiled kernels of bookings; `layout` is the format of their memory."""
+
+#: What Python calls, as module and kernel, the slowest to compile first.
+ENTRY_POINTS = (
+    "plain.fold",
+    "prefixes.add_bytes",
+    "plain.set_ranks",
+    "prefixes.match_bytes",
+    "prefixes.remove_chain",
+    "plain.expire",
+    "plain.end",
+    "plain.take_out",
+    "plain.note",
+    "plain.find",
+    "plain.copy_chain",
+)

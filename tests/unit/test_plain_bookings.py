@@ -1,0 +1,196 @@
+"""Records that kernels fold leave the state that Python leaves step by step, whatever comes between them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import streams.core.loads.bookings as loads_module
+import streams.core.loads.ended_bookings as ended_module
+from streams.core.hashing import pack_hashes
+from streams.core.ids import DpRank, RankId, WorkerId
+from streams.core.loads.bookings import ActiveLoads, Booking, BookingId, BookingPhase
+from streams.core.loads.observations import NO_FORECAST, Forecast
+from streams.load_records import encoded_load, load_key
+from streams.router_api.loads_sync import LoadsSync
+from streams.settings import Settings
+from streams.topics import topics
+
+TTL_MS = 10_000
+KNOBS = Settings(partitions=3, booking_ttl_s=TTL_MS / 1000, kafka="127.0.0.1:1")
+RANKS = [RankId(WorkerId(number), DpRank(number % 2)) for number in (1, 2, 3, (1 << 64) - 5, 1 << 63)]
+
+_Record = tuple[bytes, bytes | None, int, int]
+
+
+class NoClient:
+    """A producer to which nothing is given, since nothing is sent."""
+
+    def poll(self, _: float) -> int:
+        return 0
+
+
+class PythonSync(LoadsSync):
+    """Folds every record by Python."""
+
+    _folds_records = False
+
+
+def synced(clock: list[int], of: type[LoadsSync]) -> LoadsSync:
+    return of(KNOBS, topics(KNOBS).router_loads, NoClient(), lambda: clock[0])  # type: ignore[arg-type]
+
+
+def records(rng: random.Random, n: int, n_names: int) -> Iterator[_Record]:
+    """Records of two routers as they and older or newer ones write them, many in an order that no log has.
+
+    With many names, most of them have one booking, whose records come in order.
+    """
+    unusual = 1.0 if n_names < 100 else 0.1
+    known: list[tuple[BookingId, Booking, int]] = []
+    now_ms = [1_000_000 + 7 * clock for clock in range(KNOBS.partitions)]
+    for _ in range(n):
+        what = rng.random()
+        if not known or what < 0.35:
+            name = f"request-{rng.randrange(n_names)}"
+            if rng.random() < 0.4 * unusual:
+                name = rng.choice((f"r{rng.randrange(3)}", f"längere-{rng.randrange(3)}"))
+            booking_id = BookingId(name, rng.choice(("router-one", "router-two")), rng.randrange(3))
+            branch = rng.randrange(3)
+            chain = [1, 2, 3, 4 + branch, 7 + branch, *range(10 + branch, 20)][: rng.randrange(15)]
+            booking = Booking(
+                rng.choice(RANKS), rng.choice(("model", "other")), rng.randrange(90), pack_hashes(chain), 0, len(chain)
+            )
+            if rng.random() < 0.1 * unusual:
+                forecast = rng.choice((NO_FORECAST, Forecast(2_000, 50, 400), Forecast(0, 0, 300)))
+                booking = booking._replace(phase=rng.choice((None, "prefill", "decode")), forecast=forecast)
+            clock = rng.randrange(KNOBS.partitions)
+            known.append((booking_id, booking, clock))
+            phase = BookingPhase.ADD
+        else:
+            booking_id, booking, clock = known[-1 - min(len(known) - 1, int(rng.expovariate(0.3)))]
+            phase = rng.choice((BookingPhase.ADD, BookingPhase.PREFILL, BookingPhase.FREE, BookingPhase.FREE))
+            if rng.random() < 0.5:
+                booking = booking._replace(
+                    output_blocks=rng.randrange(4),
+                    prefill_tokens=rng.choice((0, booking.prefill_tokens, 50)),
+                    expected_output_tokens=rng.choice((None, 100)),
+                )
+            if rng.random() < 0.1 * unusual:
+                booking = booking._replace(rank=rng.choice(RANKS), sequence=booking.sequence[:8])
+            if rng.random() < 0.1 * unusual:
+                clock = rng.randrange(KNOBS.partitions)
+        now_ms[clock] += rng.choice((0, 0, 0, 1, 5, TTL_MS // 3 if rng.random() < 0.1 else 0))
+        at_ms = now_ms[clock]
+        if rng.random() < 0.2 * unusual:
+            at_ms -= rng.choice((3, 500, TTL_MS + 5))
+        value: bytes | None = encoded_load(booking_id, phase, booking if phase is BookingPhase.ADD else None, at_ms)
+        if rng.random() < 0.03:
+            yield b"tick", None, at_ms, clock
+        elif rng.random() < 0.03:
+            assert value is not None
+            cut = rng.randrange(len(value))
+            yield (
+                b"bad",
+                rng.choice((value[:cut], value + b"x", b"", value[:cut] + b"\xff" + value[cut + 1 :])),
+                at_ms,
+                clock,
+            )
+        yield load_key(booking_id, phase), value, at_ms, clock
+
+
+def seen(loads: ActiveLoads) -> dict[str, Any]:
+    """What callers can see without asking for a booking."""
+    loads.check()
+    return {
+        "ranks": loads.ranks(),
+        "counts": (len(loads), loads.n_bytes, loads.expired, loads.dropped, loads.n_falls),
+        "times": {rank: loads.times.table[:, row].tolist() for rank, row in loads._rows.items()},
+        "routers": loads.recent_routers(1_000),
+    }
+
+
+def bookings(loads: ActiveLoads, n_names: int) -> dict[str, Any]:
+    """All that is known of every request; each becomes an object by this."""
+    names = [f"{kind}{number}" for kind in ("request-", "r", "längere-") for number in range(n_names)]
+    live = {name: [(each, loads.renewal(each)) for each in loads.live_ids(name)] for name in names}
+    kept = (
+        "booking",
+        "prefilled",
+        "freed",
+        "counted_prefill",
+        "clock",
+        "expires_ms",
+        "phase",
+        "since_ms",
+        "prefilled_ms",
+    )
+    return {
+        "live": live,
+        "known": [(name, phase, loads.knows(name, phase)) for name in names for phase in (None, "prefill", "decode")],
+        "states": sorted(
+            (key, *(str(getattr(state, name)) for name in kept), state.node is None)
+            for key, state in loads._states.items()
+        ),
+        "active": sorted(loads._live_by_request),
+    }
+
+
+@settings(max_examples=150, deadline=None, print_blob=True)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    n_names=st.sampled_from([12, 500]),
+    limits=st.sampled_from([{}, {}, {"BOOKINGS_MAX": 4}, {"BOOKINGS_BYTES_MAX": 7_000}, {"ENDED_MAX": 3}]),
+)
+def test_kernels_leave_the_state_of_python(seed: int, n_names: int, limits: dict[str, int]) -> None:
+    """Any records, in batches of any size, with calls between them, leave the same state."""
+    rng = random.Random(seed)
+    clock = [0]
+    with pytest.MonkeyPatch.context() as patched:
+        for name, limit in limits.items():
+            for module in (loads_module, ended_module):
+                if hasattr(module, name):
+                    patched.setattr(module, name, limit)
+        by_kernels, by_python = synced(clock, LoadsSync), synced(clock, PythonSync)
+        by_python.router_id = by_kernels.router_id
+        made = list(records(rng, rng.choice((20, 60, 300)), n_names))
+        at = 0
+        while at < len(made):
+            n = rng.choice((1, 2, 5, 20, 64, 100))
+            clock[0] += rng.choice((0, 1, 30))
+            assert [each for each, _ in by_kernels._fold_all(made[at : at + n])] == [
+                each for each, _ in by_python._fold_all(made[at : at + n])
+            ]
+            at += n
+            name = f"request-{rng.randrange(n_names)}"
+            call = rng.randrange(8)
+            found: list[Any] = []
+            for sync in (by_kernels, by_python):
+                loads = sync._loads
+                match call:
+                    case 0:
+                        found.append(sync.report_phase(name, BookingPhase.FREE))
+                    case 1:
+                        found.append(sync.report_phase(name, BookingPhase.PREFILL))
+                    case 2:
+                        found.append(sync.report_output(name, 40))
+                    case 3:
+                        found.append(loads.live(name))
+                    case 4 if loads.live_ids(name):
+                        loads.forget(loads.live_ids(name)[0])
+                    case 5 if not loads.live_ids(name):
+                        sync.book(name, Booking(RANKS[0], "model", 16, pack_hashes([1, 2]), 0, 2))
+            if not limits or "ENDED_MAX" in limits:
+                assert found[:1] == found[1:]
+                assert seen(by_kernels._loads) == seen(by_python._loads)
+                # A heap of Python keeps entries of bookings that have ended until they are due.
+                assert set(by_kernels._loads.expiring()) <= set(by_python._loads.expiring())
+            else:  # which booking of two clocks is the oldest is not the same question for both
+                by_kernels._loads.check()
+        if not limits:
+            assert bookings(by_kernels._loads, n_names) == bookings(by_python._loads, n_names)
+            assert seen(by_kernels._loads) == seen(by_python._loads)
