@@ -17,6 +17,7 @@ from streams.core.hashing import pack_hashes
 from streams.core.ids import DpRank, RankId, WorkerId
 from streams.core.loads.bookings import Booking, BookingId, BookingPhase
 from streams.kafka import producer
+from streams.load_batches import batch_of
 from streams.load_records import encoded_load, load_key, read_fields
 from streams.router_api.loads_sync import LoadsSync
 from streams.settings import Settings
@@ -71,7 +72,7 @@ def main(pairs: int, per_batch: int, repeats: int) -> None:
         sync = LoadsSync(knobs, topics(knobs).router_loads, client, lambda: time.monotonic_ns() // 1_000_000)
         began_s = time.process_time()
         for batch in records:
-            read_fields([record[1:] for record in batch])
+            read_fields(batch_of(batch))
         found_s = time.process_time()
         for batch in records:
             assert not sync._fold_all(batch)

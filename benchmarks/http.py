@@ -19,7 +19,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,7 +46,7 @@ from benchmarks.wire_engines import (
 from streams.kafka import reader
 from streams.local.ports import free_port
 from streams.local.processes import Child, Children
-from streams.local.stack import get_json, wait_workers
+from streams.local.stack import RouterProcess, get_json, wait_workers
 from streams.settings import as_environ
 from streams.topics import topics
 from streams.waiting import wait_for
@@ -73,6 +73,14 @@ _WARM_UP_S = 10.0
 
 #: How long other bookings are made before a second router is measured, and then its processor time.
 _SETTLED_S = 4.0
+
+#: How long the processor time of a group is measured. The system counts it in steps of 10 ms, which are then 1 us per
+#: booking at 1,000 bookings per second.
+_GROUP_S = 10.0
+
+
+#: The metric that has a limit: what a process needs to know a booking that another process of its group made.
+_PER_OTHERS_BOOKING = "processor time per booking of the other process"
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,13 +217,13 @@ class Bench:
                 if server.series == OURS:
                     self._await_no_loads(server.url)
 
-    def processes(self) -> None:
-        """Measure decisions that book nothing, with one process and with two on one port.
+    def processes(self, pairs_per_s: float) -> None:
+        """Measure decisions that book nothing, with one process and with two on one port; and bookings of one of two.
 
         Two are faster only where there are cores for both, for the client and for what else runs.
         """
         one = next(each for each in self.servers if each.series == OURS and each.content_type == OCTETS)
-        group = self.parts.stack.router("group", processes=2)
+        group = self.parts.stack.router("group", processes=2, process_port=free_port())
         wait_workers(group.url, N_WORKERS)
         pids = [child.pid for child in psutil.Process(group.child.pid).children()]
         requests = [one.select(prompt) for prompt in self.workload.prompts(SHORT_TOKENS, N_PROMPTS)]
@@ -235,7 +243,49 @@ class Bench:
                         OURS,
                         used_s / len(done.latencies) * 1e6,
                     )
+        if pairs_per_s:
+            self._group_bookings(group, pairs_per_s)
         group.child.stop()
+
+    def _group_bookings(self, group: RouterProcess, pairs_per_s: float) -> None:
+        """Measure what a booking of one process, and its end, cost the other one and their parent.
+
+        Of these nothing is asked meanwhile. What they need without bookings is measured before, and subtracted.
+        """
+        own = [f"http://{group.settings.host}:{group.settings.process_port + number}" for number in range(2)]
+        named = dict(re.findall(r"process (\d) has pid (\d+)", group.child.log_path.read_text()))
+        pids = {"other process": int(named["2"]), "parent": group.child.pid}
+        for url in own:
+            wait_workers(url, N_WORKERS)
+        time.sleep(_SETTLED_S)
+        idle_s = self._used_s(pids)
+        load = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "benchmarks.http", "--load", own[0]),
+                *("--seconds", str(_GROUP_S + 3 * _SETTLED_S), "--rate", str(pairs_per_s)),  # it is ended before that
+            ]
+        )
+        try:
+            time.sleep(_SETTLED_S)
+            before = self._n_records()
+            used_s = self._used_s(pids)
+            n_pairs = (self._n_records() - before) / 2
+        finally:
+            load.terminate()
+            load.wait()
+        case = f"bookings of one of two processes, {pairs_per_s:.0f} pairs/s"
+        self.samples.add(case, "pairs", "1/s", OURS, n_pairs / _GROUP_S)
+        metrics = {"other process": _PER_OTHERS_BOOKING, "parent": "parent's processor time per booking"}
+        for name, metric in metrics.items():
+            self.samples.add(case, metric, "us", OURS, (used_s[name] - idle_s[name]) / n_pairs * 1e6)
+            self.samples.add(case, f"{name}, without bookings", "ms/s", OURS, idle_s[name] / _GROUP_S * 1e3)
+
+    @staticmethod
+    def _used_s(pids: Mapping[str, int]) -> dict[str, float]:
+        """Processor time that processes use in _GROUP_S."""
+        before_s = {name: cpu_seconds(pid) for name, pid in pids.items()}
+        time.sleep(_GROUP_S)
+        return {name: cpu_seconds(pid) - before_s[name] for name, pid in pids.items()}
 
     def visibility(self, n_probes: int, pairs_per_s: float) -> None:
         """Measure when a second router knows a booking, while other bookings are made at this rate.
@@ -476,8 +526,8 @@ def _bars(rows: Sequence[Row]) -> list[Bar]:
     for row in rows:
         if row.metric == "known after, p99":
             most(row.case, row.case, row.metric, 50.0, "ms at p99")
-        if row.metric == "other router's processor time per pair":
-            most(f"{row.case}: processor time there", row.case, row.metric, 10.0, "us per pair")
+        if row.metric == _PER_OTHERS_BOOKING:
+            most(f"{row.case}: processor time of the other one", row.case, row.metric, 10.0, "us per pair")
     return bars
 
 
@@ -489,7 +539,12 @@ def _bars(rows: Sequence[Row]) -> list[Bar]:
 @click.option("--repeats", default=5, show_default=True, help="Runs of each case, by turns.")
 @click.option("--blocks", default=200_000, show_default=True, help="Blocks that the engines store.")
 @click.option("--case", "cases", multiple=True, type=click.Choice(["select", "pairs", "visible", "processes"]))
-@click.option("--visible-rate", default=1000.0, show_default=True, help="Pairs per second next to the probes.")
+@click.option(
+    "--visible-rate",
+    default=1000.0,
+    show_default=True,
+    help="Pairs per second next to others.",
+)
 @click.option("--floor", type=int, hidden=True, help="Serve the floor on this port.")
 @click.option("--load", hidden=True, help="Only book and free at this router.")
 @click.option("--rate", default=0.0, hidden=True)
@@ -538,7 +593,7 @@ def main(
         if not cases or "select" in cases:
             bench.selects()
         if not cases or "processes" in cases:
-            bench.processes()
+            bench.processes(visible_rate)
         if not cases or "visible" in cases:
             for pairs_per_s in (0.0, visible_rate):
                 bench.visibility(30 if quick else 300, pairs_per_s)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -22,6 +22,7 @@ from streams.core.kernels.available import kernels_available
 from streams.core.loads.bookings import Booking, BookingId, BookingPhase
 from streams.core.loads.kernels.layout import FIELD_KIND, FIELD_WORDS
 from streams.core.loads.observations import NO_FORECAST, Forecast
+from streams.load_batches import BEGIN, END, PARTITION, LoadBatch
 
 _HAS_KERNEL = kernels_available()
 if _HAS_KERNEL:
@@ -112,8 +113,8 @@ def encoded_load(booking_id: BookingId, phase: BookingPhase, booking: Booking | 
 class LoadFields(NamedTuple):
     """Many records as numbers, for `ActiveLoads.fold`.
 
-    fields: int64[n, FIELD_WORDS] (core.loads.kernels.layout). kinds: their first column. clocks: the partitions that
-    occur. raw: the records themselves, whose addresses are among the fields.
+    fields: int64[n, FIELD_WORDS] (core.loads.kernels.layout); the addresses in it are those of `raw`. kinds: its first
+    column. clocks: the partitions that occur.
     """
 
     fields: Int64Array
@@ -122,27 +123,16 @@ class LoadFields(NamedTuple):
     raw: bytes
 
 
-#: Kernels copy whole words, and so read up to seven bytes after the end of a record.
-_PADDING = bytes(8)
-
-
-def read_fields(records: Sequence[tuple[bytes | None, int, int]]) -> LoadFields:
-    """Find the fields of many records. Needs kernels.
-
-    records: values, append times and partitions. An empty value stands for a record that the caller folds itself.
-    """
-    values = [value for value, _, _ in records if value]
-    raw = b"".join((*values, _PADDING))
-    places, at = [], 0
-    for value, at_ms, partition in records:
-        n_bytes = -1 - at if value is None else len(value)
-        places.append((at, at + n_bytes, at_ms, partition))
-        if value:
-            at += n_bytes
-    fields = np.empty((len(records), FIELD_WORDS), dtype=np.int64)
-    read_records(np.frombuffer(raw, dtype=np.uint8), _HEADER, np.array(places, dtype=np.int64), fields)
-    clocks = frozenset([partition for _, _, partition in records])
-    return LoadFields(fields, fields[:, FIELD_KIND].tolist(), clocks, raw)
+def read_fields(batch: LoadBatch, without: Collection[int] = ()) -> LoadFields:
+    """Find the fields of many records. Needs kernels. without: records that get the kind OTHER."""
+    places = batch.places
+    if without:
+        places = places.copy()
+        for number in without:
+            places[number, END] = places[number, BEGIN]
+    fields = np.empty((len(batch), FIELD_WORDS), dtype=np.int64)
+    read_records(np.frombuffer(batch.raw, dtype=np.uint8), _HEADER, places, fields)
+    return LoadFields(fields, fields[:, FIELD_KIND].tolist(), frozenset(places[:, PARTITION].tolist()), batch.raw)
 
 
 class LoadDecoder:

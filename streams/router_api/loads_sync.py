@@ -40,7 +40,9 @@ from streams.core.routing.selection import NAMED_MODES
 from streams.core.routing.unreported import UnreportedBookings, UnreportedLoad
 from streams.errors import BadRecord, BookingConflict
 from streams.kafka import Record
+from streams.load_batches import AT_MS, PARTITION, LoadBatch, RawLoad, batch_of, joined
 from streams.load_records import LoadDecoder, LoadFields, encoded_load, load_key, read_fields, request_partition
+from streams.router_api.group_reader import GroupReader
 from streams.router_api.outbox import Outbox
 from streams.settings import Settings
 from streams.topics import TopicSpec
@@ -79,8 +81,18 @@ TICK_KEY = b"tick"
 #: fetches in this interval as well, which takes most of its processor time.
 READ_INTERVAL_S = 0.012
 
-#: Records that are decoded and folded under one lock; requests get their turn in between. Folding one takes 2 to 5 us.
+#: Records that are decoded and folded under one lock; requests get their turn in between. Folding one takes 5 to 10 us,
+#: and 1 us if kernels do it.
 _FOLDED_TOGETHER_MAX = 64
+_BY_KERNELS_TOGETHER_MAX = 256
+
+#: Records of the group's feed that one call folds before it uses the loads, which takes 1 ms if kernels do it. The rest
+#: is left to the feed's thread. At 1,000 bookings per second, 400 records come between two wake-ups of that thread.
+CAUGHT_UP_MAX = 512
+
+#: The same for a call whose booking is not known: it is probably among the records that are not folded yet. Beyond this
+#: the call is buffered, as calls are that overtake their booking.
+LOOKED_THROUGH_MAX = 4096
 
 #: Own records that are kept until they are read back, so that they need not be decoded. Beyond this limit the oldest
 #: one is dropped; it is then decoded like any other.
@@ -171,6 +183,7 @@ class LoadsSync:
         self.unknown_calls = 0
         self._listeners: tuple[Callable[[], None], ...] = ()
         self._falls_announced = 0
+        self._group: GroupReader | None = None  # while records come from the group's feed
         self._begin()
 
     def _begin(self) -> None:
@@ -214,6 +227,8 @@ class LoadsSync:
         with self._lock:
             self._falls_announced = self._loads.n_falls
             self._listeners = (*self._listeners, on_load_fell)
+            if self._group is not None:
+                self._group.hurry()
 
         def end() -> None:
             with self._lock:
@@ -229,12 +244,17 @@ class LoadsSync:
                 on_load_fell()
 
     def locked(self) -> AbstractContextManager[ActiveLoads]:
-        """The loads without expired bookings. They do not change until the block ends, except by its own calls."""
+        """The loads without expired bookings. They do not change until the block ends, except by its own calls.
+
+        They have everything that the group's feed had when the block began, up to CAUGHT_UP_MAX records.
+        """
         return self._locked
 
     def _enter(self) -> ActiveLoads:
         self._lock.acquire()
         try:
+            if self._group is not None and self._group.has_news():
+                self._fold_group(CAUGHT_UP_MAX)
             self._expire()
             if self._listeners:
                 self._announce_falls()
@@ -242,6 +262,69 @@ class LoadsSync:
             self._lock.release()
             raise
         return self._loads
+
+    # -- the group's feed: records of router-loads that another process of this machine has read -----------------------
+
+    @property
+    def is_waited_for(self) -> bool:
+        """Whether anyone listens for load that falls."""
+        return bool(self._listeners)
+
+    @property
+    def reads_back(self) -> bool:
+        """As `in_sync`, without asking for a tick."""
+        with self._lock:
+            return self._reads_back()
+
+    @property
+    def follows_group(self) -> bool:
+        """Whether records come from the group's feed, and not from Kafka."""
+        return self._group is not None
+
+    def follow(self, group: GroupReader, begin: Callable[[], bool]) -> bool:
+        """Call `begin` under the lock; if it returns True, fold what the group's feed has from now on.
+
+        Its records are folded before the loads are used, and by `catch_up`. `fold_messages` is not called meanwhile.
+        """
+        with self._lock:
+            if not begin():
+                return False
+            self._group = group
+            return True
+
+    def unfollow(self) -> None:
+        """Fold nothing more from the group's feed."""
+        with self._lock:
+            self._group = None
+
+    def catch_up(self, records_max: int) -> bool:
+        """Fold at most so many records of the group's feed; returns whether there may be more."""
+        with self._lock:
+            return self._fold_group(min(records_max, self._together_max))
+
+    def _fold_group(self, records_max: int) -> bool:
+        """The same under the lock. Nothing that goes wrong here must fail the request that needs the loads."""
+        group, left = self._group, records_max
+        try:
+            if group is None:
+                return False
+            parts = []
+            while left and (part := group.take(left)) is not None:
+                left -= len(part)
+                parts.append(part)
+            if not parts:
+                return False
+            batch = joined([part.batch() for part in parts])
+            bad = self._fold_batch(batch, read_ms=parts[-1].frame.read_ms)
+            for number, exc in bad:
+                _, _, _, partition, _, offset = batch.places[number].tolist()
+                group.note_bad(partition, offset, exc)
+        except Exception:
+            log.exception("the group's feed could not be folded, and all topics are read again")
+            assert group is not None
+            group.fail()
+            return False
+        return left == 0
 
     @property
     def unpublished(self) -> int:
@@ -263,13 +346,14 @@ class LoadsSync:
         """
         with self._lock:  # every exact answer comes through here
             self._sync_was_read = True
-            if not self._shared:
-                return True
-            since_ms = self._now_ms() - self._stale_after_ms
-            for bookings in (self._unlogged, self._ticking):
-                if bookings and next(iter(bookings.values())) < since_ms:
-                    return False
-            return self._outbox.oldest_ms() <= self._stale_after_ms
+            return not self._shared or self._reads_back()
+
+    def _reads_back(self) -> bool:
+        since_ms = self._now_ms() - self._stale_after_ms
+        for bookings in (self._unlogged, self._ticking):
+            if bookings and next(iter(bookings.values())) < since_ms:
+                return False
+        return self._outbox.oldest_ms() <= self._stale_after_ms
 
     def book(self, request_id: str, booking: Booking) -> BookingId:
         """Book here at once, and publish the booking.
@@ -346,7 +430,7 @@ class LoadsSync:
         that arrives for it.
         """
         with self._lock:
-            live = self._live_ids(request_id, phase)
+            live = self._find_live(request_id, phase)
             if not live:
                 if self._loads.knows(request_id, phase):
                     return True
@@ -366,7 +450,7 @@ class LoadsSync:
         is not published, unless half of a booking's TTL has passed since its last record: then it renews the booking.
         """
         with self._lock:
-            live = self._live_ids(request_id, phase)
+            live = self._find_live(request_id, phase)
             if not live:
                 if self._loads.knows(request_id, phase):
                     return True
@@ -392,72 +476,73 @@ class LoadsSync:
             live=live,
         )
 
-    def _fold_all(
-        self, records: Sequence[tuple[bytes, bytes | None, int, int]], *, live: bool = True
+    def _fold_all(self, records: Sequence[RawLoad], *, live: bool = True) -> list[tuple[int, BadRecord]]:
+        return self._fold_batch(batch_of(records), live=live)
+
+    def _fold_batch(
+        self, batch: LoadBatch, *, live: bool = True, read_ms: int | None = None
     ) -> list[tuple[int, BadRecord]]:
-        """records: keys, values, append times and partitions."""
-        if records:
-            self._note_time(max(each[2] for each in records), live=live)
+        """read_ms: when the records were read, if not now."""
+        if len(batch):
+            self._note_time(int(batch.places[:, AT_MS].max()), live=live, read_ms=read_ms)
         bad: list[tuple[int, BadRecord]] = []
-        for start in range(0, len(records), _FOLDED_TOGETHER_MAX):
-            together = records[start : start + _FOLDED_TOGETHER_MAX]
-            bad += [(start + position, exc) for position, exc in self._fold_together(together)]
+        n_together = self._together_max
+        for start in range(0, len(batch), n_together):
+            found = self._fold_together(batch.part(start, start + n_together))
+            bad += [(start + number, exc) for number, exc in found]
         return bad
 
-    def _fold_together(self, records: Sequence[tuple[bytes, bytes | None, int, int]]) -> list[tuple[int, BadRecord]]:
+    @property
+    def _together_max(self) -> int:
+        return _BY_KERNELS_TOGETHER_MAX if self._folds_records else _FOLDED_TOGETHER_MAX
+
+    def _fold_together(self, batch: LoadBatch) -> list[tuple[int, BadRecord]]:
         """Fold records under one lock. Those that kernels do not fold are decoded before, if that is known before."""
         bad: list[tuple[int, BadRecord]] = []
-        contents: list[_Content | None] = [None] * len(records)
+        contents: dict[int, _Content | None] = {}
         read: LoadFields | None = None
         with self._decoding:
-            for position, (key, value, _, _) in enumerate(records):
-                own = self._own.get(key)
-                if own is not None and own[0] == value:  # this router wrote it itself, so it is not decoded
-                    self._own.pop(key, None)  # not `del`: sending may have dropped it in between
-                    contents[position] = own[1]
-            if self._folds_records and None in contents:
-                read = read_fields(
-                    [
-                        (value if content is None else b"", at_ms, partition)
-                        for content, (_, value, at_ms, partition) in zip(contents, records, strict=True)
-                    ]
-                )
-            left: set[int] = set()  # those that kernels will probably fold
-            for position, (_, value, _, _) in enumerate(records):
-                if contents[position] is None:
-                    if read is None or read.kinds[position] == OTHER:
-                        contents[position] = self._decode(position, value, bad)
-                    else:
-                        left.add(position)
+            if self._own:
+                for number in range(len(batch)):
+                    key, value, _, _ = batch.record(number)
+                    own = self._own.get(key)
+                    if own is not None and own[0] == value:  # this router wrote it itself, so it is not decoded
+                        self._own.pop(key, None)  # not `del`: sending may have dropped it in between
+                        contents[number] = own[1]
+            if self._folds_records and len(contents) < len(batch):
+                read = read_fields(batch, contents)
+            if read is None or OTHER in read.kinds:
+                for number in range(len(batch)):
+                    if number not in contents and (read is None or read.kinds[number] == OTHER):
+                        contents[number] = self._decode(number, batch.record(number)[1], bad)
         with self._lock:
-            now_ms = self._now_ms()
-            if read is not None and not self._folds_records:
+            if read is not None and not self._folds_records:  # the first request came that overrides the mode
                 read = None
             if read is not None and self._buffered:
-                self._leave_buffered(read, records)
-            at = 0
-            while at < len(records):
-                done = at
+                self._leave_buffered(read)
+            loads, stream_ms, at = self._loads, self._stream_ms, 0
+            while at < len(batch):
                 if read is not None and read.kinds[at] != OTHER:
-                    done = self._loads.fold(read.fields, at, read.clocks)
-                for _, _, at_ms, clock in records[at:done]:
-                    self._heard_ms[clock] = now_ms
-                    if at_ms > self._stream_ms[clock]:
-                        self._stream_ms[clock] = at_ms
-                if done < len(records):
-                    _, value, at_ms, clock = records[done]
-                    content = contents[done]
-                    if done in left:
-                        with self._decoding:
-                            content = self._decode(done, value, bad)
-                    if content is not None:
-                        self._fold_content(content, at_ms, clock)
-                    self._heard_ms[clock] = now_ms
-                    # The broker gives all records of a batch the same time, in which nothing more expires.
-                    if at_ms != self._stream_ms[clock]:
-                        self._stream_ms[clock] = max(at_ms, self._stream_ms[clock])
-                        self._loads.expire(self._stream_ms[clock], clock)
-                at = done + 1
+                    at = loads.fold(read.fields, at, read.clocks)
+                    for clock in read.clocks:
+                        stream_ms[clock] = max(stream_ms[clock], loads.latest_ms(clock))
+                if at == len(batch):
+                    break
+                _, value, at_ms, clock = batch.record(at)
+                if at not in contents:
+                    with self._decoding:
+                        contents[at] = self._decode(at, value, bad)
+                content = contents[at]
+                if content is not None:
+                    self._fold_content(content, at_ms, clock)
+                # The broker gives all records of a batch the same time, in which nothing more expires.
+                if at_ms != stream_ms[clock]:
+                    stream_ms[clock] = max(at_ms, stream_ms[clock])
+                    loads.expire(stream_ms[clock], clock)
+                at += 1
+            now_ms = self._now_ms()
+            for clock in set(batch.places[:, PARTITION].tolist()) if read is None else read.clocks:
+                self._heard_ms[clock] = now_ms
             if self._listeners:
                 self._announce_falls()
         return bad
@@ -477,14 +562,14 @@ class LoadsSync:
             bad.append((position, exc))
             return None
 
-    def _leave_buffered(self, read: LoadFields, records: Sequence[tuple[bytes, bytes | None, int, int]]) -> None:
+    def _leave_buffered(self, read: LoadFields) -> None:
         """Leave the records to Python that name a request whose calls wait for it."""
         waiting = {key[0].encode("utf-8", "surrogatepass") for key in self._buffered}
-        for position, (_, value, _, _) in enumerate(records):
-            if read.kinds[position] == ADD and value is not None:
-                request, n_bytes = read.fields[position, [FIELD_REQUEST_AT, FIELD_REQUEST_BYTES]].tolist()
-                if value[request : request + n_bytes] in waiting:
-                    read.kinds[position] = read.fields[position, FIELD_KIND] = OTHER
+        for number, kind in enumerate(read.kinds):
+            if kind == ADD:
+                begin, n_bytes = read.fields[number, [FIELD_REQUEST_AT, FIELD_REQUEST_BYTES]].tolist()
+                if read.raw[begin : begin + n_bytes] in waiting:
+                    read.kinds[number] = read.fields[number, FIELD_KIND] = OTHER
 
     def _fold_content(self, content: _Content, at_ms: int, clock: int) -> None:
         booking_id, phase, booking = content
@@ -632,6 +717,18 @@ class LoadsSync:
         """The active bookings to which a call applies."""
         return self._loads.live_ids(request_id) if phase is None else self._loads.live_ids_of(request_id, phase)
 
+    def _find_live(self, request_id: str, phase: str | None) -> tuple[BookingId, ...]:
+        """The same after what the group's feed has. Further records are folded only if the booking is not known."""
+        group = self._group
+        if group is None or not group.has_news():
+            return self._live_ids(request_id, phase)
+        self._fold_group(CAUGHT_UP_MAX)
+        live = self._live_ids(request_id, phase)
+        if not live and not self._loads.knows(request_id, phase):
+            self._fold_group(LOOKED_THROUGH_MAX)
+            live = self._live_ids(request_id, phase)
+        return live
+
     def _buffer_call(self, request_id: str, call: _Call, phase: str | None, output_tokens: int = 0) -> None:
         before = self._buffered.pop((request_id, call, phase), None)
         if before is not None:
@@ -697,11 +794,11 @@ class LoadsSync:
 
     # -- time ----------------------------------------------------------------------------------------------------------
 
-    def _note_time(self, append_ms: int, *, live: bool) -> None:
-        """Take in the append time of a record that was read now."""
+    def _note_time(self, append_ms: int, *, live: bool, read_ms: int | None = None) -> None:
+        """Take in the append time of a record that was read now, or by the group's parent at `read_ms`."""
         now_ms = self._now_ms()
         with self._lock:
-            jumped_ms = self._log_clock.note(append_ms, now_ms, live=live)
+            jumped_ms = self._log_clock.note(append_ms, now_ms if read_ms is None else read_ms, live=live)
             if not jumped_ms:
                 return
             self._expired_ms = -1  # what is not due at this local time by the former estimate may be due by this one

@@ -184,12 +184,12 @@ def test_kernels_leave_the_state_of_python(seed: int, n_names: int, limits: dict
                         loads.forget(loads.live_ids(name)[0])
                     case 5 if not loads.live_ids(name):
                         sync.book(name, Booking(RANKS[0], "model", 16, pack_hashes([1, 2]), 0, 2))
-            if not limits or "ENDED_MAX" in limits:
+            if not limits:
                 assert found[:1] == found[1:]
                 assert seen(by_kernels._loads) == seen(by_python._loads)
                 # A heap of Python keeps entries of bookings that have ended until they are due.
                 assert set(by_kernels._loads.expiring()) <= set(by_python._loads.expiring())
-            else:  # which booking of two clocks is the oldest is not the same question for both
+            else:  # which booking is dropped depends on how many are folded together
                 by_kernels._loads.check()
         if not limits:
             assert bookings(by_kernels._loads, n_names) == bookings(by_python._loads, n_names)

@@ -386,10 +386,9 @@ class ActiveLoads:
                     _HASHES_STORED * _BYTES_PER_HASH,
                 ),
             )
-            for request, booking, expires_ms, of in plain.freed():
-                if expires_ms <= plain.latest_ms(of):
-                    continue  # its records came so late that it has expired
-                self.dropped += self._ended.add_digests(request, booking, None, expires_ms, of)
+            freed = plain.freed()
+            if freed:
+                self.dropped += self._ended.add_freed(freed, self._put_freed)
             self.n_falls += plain.falls()
             if not is_due:
                 for clock in clocks:  # what has ended by now is not kept if it ends again
@@ -398,6 +397,15 @@ class ActiveLoads:
             clock = int(fields[first - 1, FIELD_CLOCK])
             self.expire(plain.latest_ms(clock), clock)
             plain.limit(clock, self._next_expiry_ms(clock))
+
+    def _put_freed(self, first: int) -> int:
+        assert self._plain is not None  # it has freed something
+        self._plain.set_ended(self._ended.shards_address, self._ended.shards_mask)
+        return self._plain.put_freed(first)
+
+    def latest_ms(self, clock: int) -> int:
+        """The latest time of a clock that `fold` and `expire` were called with."""
+        return 0 if self._plain is None else self._plain.latest_ms(clock)
 
     def _next_expiry_ms(self, clock: int) -> int:
         """When something of a clock that kernels do not keep may expire; 0 for never."""

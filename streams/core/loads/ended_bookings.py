@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from streams.core.ids import Int64Array
 from streams.core.loads.booking_hashes import booking_digest, request_digest
-from streams.core.loads.kernels.layout import DIGEST_BITS
+from streams.core.loads.kernels.layout import DIGEST_BITS, SHARD_TAIL
 
 #: Entries of a shard, those that have expired included. Rebuilding one of this size takes 1 ms.
 SHARD_ENTRIES_MAX = 8192
@@ -31,9 +31,6 @@ SHARD_ENTRIES_MAX = 8192
 #: A shard is rebuilt when it is filled to this share, and then has at least twice as many places as entries.
 _LOAD_MAX = 0.7
 _SHARD_BITS_MIN = 4
-
-#: Places after the last one that a hash can name, for entries that find their own place taken.
-_TAIL = 64
 
 #: Ended bookings of one request id. If a client uses an id again and again, the one that expires first is dropped: a
 #: late record of it would have to come after this many other bookings of the id.
@@ -43,8 +40,6 @@ SAME_ID_MAX = 8
 #: and with a TTL of 10 minutes there are 1.8 million.
 ENDED_MAX = 4_000_000
 
-#: What kernels need of a shard (kernels.plain): the addresses of `request` and `expires_ms`, and its bits.
-_SHARD_WORDS = 3
 
 #: A place that was never used, and one whose entry was removed. Every time is greater.
 _FREE, _REMOVED = 0, -1
@@ -99,24 +94,36 @@ class _Shard:
     Places are ordered by the top bits of `request`; an entry whose place is taken is in one of the next ones.
     """
 
-    __slots__ = ("bits", "booking", "clock", "depth", "expires_ms", "n_used", "n_used_max", "phase", "request", "words")
+    __slots__ = ("_used", "bits", "booking", "clock", "depth", "expires_ms", "n_used_max", "phase", "request", "words")
 
     def __init__(self, depth: int, bits: int) -> None:
-        n = (1 << bits) + _TAIL
+        n = (1 << bits) + SHARD_TAIL
         self.depth = depth
         self.bits = bits
-        self.n_used = 0
         self.n_used_max = int(_LOAD_MAX * (1 << bits))
-        # Reading one element of a memoryview takes a third of the time of reading one of an array.
         request, expires_ms = np.zeros(n, dtype=np.uint64), np.zeros(n, dtype=np.int64)
-        self.words = (request.ctypes.data, expires_ms.ctypes.data, bits)
+        booking, clock = np.zeros(n, dtype=np.uint32), np.zeros(n, dtype=np.int32)
+        used = np.zeros(1, dtype=np.int64)
+        # What kernels need, in the order of SHARD_WORDS.
+        columns = (request, expires_ms, booking, clock, used)
+        self.words = (*(column.ctypes.data for column in columns), self.n_used_max, bits, 0)
+        # Reading one element of a memoryview takes a third of the time of reading one of an array.
         self.request = request.data
-        self.booking = np.zeros(n, dtype=np.uint32).data
+        self.booking = booking.data
         self.expires_ms = expires_ms.data
-        self.clock = np.zeros(n, dtype=np.int16).data
+        self.clock = clock.data
         self.phase = np.zeros(n, dtype=np.uint8).data
+        self._used = used.data
 
-    def entries(self) -> tuple[_U64Array, Int64Array, npt.NDArray[np.int16], *tuple[npt.NDArray[Any], ...]]:
+    @property
+    def n_used(self) -> int:
+        return self._used[0]
+
+    @n_used.setter
+    def n_used(self, n_used: int) -> None:
+        self._used[0] = n_used
+
+    def entries(self) -> tuple[_U64Array, Int64Array, npt.NDArray[np.int32], *tuple[npt.NDArray[Any], ...]]:
         """The columns as arrays over the same memory: request, expires_ms, clock, and the others."""
         columns = (self.request, self.expires_ms, self.clock, self.booking, self.phase)
         return tuple(np.asarray(column) for column in columns)  # type: ignore[return-value]
@@ -128,14 +135,16 @@ class EndedBookings:
     A booking is found by 95 bits of digests, with another seed in each process: with two million entries, one new
     booking in 10^22 is taken for an ended one.
 
-    shards_address, shards_mask: where kernels find the shards (three words each), and which bits of a request's digest
+    shards_address, shards_mask: where kernels find the shards (SHARD_WORDS each), and which bits of a request's digest
     are the number of its shard. Both change with any call that adds, drops or expires a booking.
     """
 
     def __init__(self) -> None:
         self._clocks: dict[int, _Times] = {}
         self._n = 0
-        self._phase_numbers: dict[str | None, int] = {}  # there are three phases
+        self._phase_numbers: dict[str | None, int] = {
+            None: 0
+        }  # there are three phases; kernels only keep the first one
         self._clear()
 
     def _clear(self) -> None:
@@ -173,6 +182,29 @@ class EndedBookings:
         if number is None:
             number = self._phase_numbers[phase] = len(self._phase_numbers)
         self._put(request, booking, number, expires_ms, clock)
+        return dropped
+
+    def add_freed(self, freed: Sequence[Sequence[int]], put: Callable[[int], int]) -> int:
+        """Keep many bookings of no phase, as `add_digests` does; return how many others were dropped.
+
+        freed: for each, the digests of request and booking, when it expires, and its clock. put: has a kernel keep
+        those from a number on in the shards; returns the first one that it leaves to Python.
+        """
+        floors = {clock: times.floor_ms for clock, times in self._clocks.items()}
+        by_kernel = self._n + len(freed) <= ENDED_MAX and all(each[2] > floors.get(each[3], 0) for each in freed)
+        dropped = at = 0
+        while at < len(freed):
+            done = put(at) if by_kernel else at
+            for _, _, expires_ms, clock in freed[at:done]:
+                times = self._clocks.get(clock)
+                if times is None:
+                    times = self._clocks[clock] = _Times()
+                times.add(expires_ms)
+            self._n += done - at
+            if done < len(freed):
+                request, booking, expires_ms, clock = freed[done]
+                dropped += self.add_digests(request, booking, None, expires_ms, clock)
+            at = done + 1
         return dropped
 
     def renew(self, request_id: str, booking_id: tuple[str, str, int], expires_ms: int | None) -> bool:
@@ -338,7 +370,7 @@ class EndedBookings:
             own = (columns[0][order] >> np.uint64(DIGEST_BITS - bits)).astype(np.int64)
             steps = np.arange(n)
             places = np.maximum.accumulate(own - steps) + steps
-            if not n or places[-1] < (1 << bits) + _TAIL - 1:
+            if not n or places[-1] < (1 << bits) + SHARD_TAIL - 1:
                 break
             bits += 1
         entries: tuple[npt.NDArray[Any], ...] = new.entries()

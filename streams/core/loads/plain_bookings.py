@@ -113,6 +113,11 @@ class PlainBookings:
         n_freed = self._context[layout.N_FREED]
         return self._memory.freed[:n_freed].tolist() if n_freed else []
 
+    def put_freed(self, first: int) -> int:
+        """Keep what the last `fold` freed, from a number on, among the bookings that have ended; see the kernel."""
+        left: int = plain.put_freed(self._address, first)
+        return left
+
     def latest_ms(self, clock: int) -> int:
         """The latest time of a clock that is known here."""
         return int(self._memory.clocks[clock, 2])

@@ -184,18 +184,19 @@ def _phase_alone(raw: Any, at: int, end: int) -> int:
     return PREFILL if raw[at] == _PREFILL_BYTE else FREE
 
 
-_ROWS = types.Array(int64, 2, "C")
+_PLACES = types.Array(int64, 2, "C", readonly=True)
+_FIELDS = types.Array(int64, 2, "C")
 
 
 # It keeps the GIL, as `read_add` does: 64 records take 30 us.
-@kernel(types.void(types.Array(types.uint8, 1, "C", readonly=True), typeof(b""), _ROWS, _ROWS), nogil=False)
+@kernel(types.void(types.Array(types.uint8, 1, "C", readonly=True), typeof(b""), _PLACES, _FIELDS), nogil=False)
 def read_records(raw: Any, header: bytes, places: Any, fields: Any) -> None:
     """Find the fields of many records, as core.loads folds them; see its kernels' `layout` for the columns.
 
-    raw: uint8[n_bytes], the records. header: with which each begins. places: int64[n, 4], where a record begins and
-    ends (-1: it has no content), its append time, and its partition. fields: int64[n, FIELD_WORDS], which is written. A
-    record of another form than routers write has the kind OTHER, and so has one with a forecast or of one part of a
-    request.
+    raw: uint8[n_bytes], the records. header: with which each begins. places: int64[n, 4 or more], where a record begins
+    and ends (-1: it has no content), its append time, and its partition. fields: int64[n, FIELD_WORDS], which is
+    written. A record of another form than routers write has the kind OTHER, and so has one with a forecast or of one
+    part of a request.
     """
     start = address_of(raw)
     for nth in range(len(places)):
@@ -224,7 +225,7 @@ def read_records(raw: Any, header: bytes, places: Any, fields: Any) -> None:
             continue
         row[FIELD_HEAD], row[FIELD_HEAD_BYTES] = start + head, head_end - head
         row[FIELD_REQUEST], row[FIELD_REQUEST_BYTES] = start + request, request_end - request
-        row[FIELD_REQUEST_AT] = request - begin
+        row[FIELD_REQUEST_AT] = request
         row[FIELD_ROUTER], row[FIELD_ROUTER_BYTES] = start + router, router_end - router
         row[FIELD_COUNTER] = counter
         if raw[head_end] != 0:

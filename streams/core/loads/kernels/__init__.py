@@ -7,6 +7,7 @@ ENTRY_POINTS = (
     "plain.set_ranks",
     "prefixes.match_bytes",
     "prefixes.remove_chain",
+    "plain.put_freed",
     "plain.expire",
     "plain.end",
     "plain.take_out",

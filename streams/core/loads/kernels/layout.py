@@ -47,7 +47,7 @@ PREFILLED = 111  # address of the table of rank times' row of the last prefill-c
 RANKS = 112  # address of the hash table of rows by rank: three words per place, worker id, dp_rank, row (0: free)
 RANKS_PLACES = 113
 N_RANKS = 114
-ENDED = 115  # address of three words per shard of EndedBookings: its columns `request` and `expires_ms`, and its bits
+ENDED = 115  # address of SHARD_WORDS words per shard of EndedBookings
 ENDED_MASK = 116
 SEED = 117  # of the digests of ids
 FREED_LIST = 118  # address of four words per booking that `fold` freed: request, booking, when that expires, clock
@@ -112,6 +112,19 @@ BOOKING_REQUEST_AT = 27  # where in its head the request id begins, and its byte
 BOOKING_REQUEST_BYTES = 28
 BOOKING_WORDS = 32
 
+# -- a shard of EndedBookings: addresses of its columns, and numbers -----------
+SHARD_REQUEST = 0
+SHARD_EXPIRES = 1
+SHARD_BOOKING = 2
+SHARD_CLOCK = 3
+SHARD_USED = 4  # address of how many of its places are in use
+SHARD_USED_MAX = 5
+SHARD_BITS = 6
+SHARD_WORDS = 8
+
+#: Places of a shard after the last one that a digest can name.
+SHARD_TAIL = 64
+
 # -- what the table of requests says of a request id --------------------------
 KNOWN = -1  # ActiveLoads has its bookings as objects
 FREED = -2  # its booking was freed in the last call of `fold`
@@ -138,7 +151,7 @@ FIELD_EXPECTED = 17
 FIELD_OUTPUT = 18
 FIELD_AT_MS = 19
 FIELD_CLOCK = 20
-FIELD_REQUEST_AT = 21  # bytes from the record's beginning to its request id
+FIELD_REQUEST_AT = 21  # where its request id begins in the buffer of all records
 FIELD_WORDS = 24
 
 #: What a record is: one that a kernel leaves to Python; one without content; and the three phases.

@@ -13,7 +13,7 @@ from __future__ import annotations
 from numba import uint64
 
 from streams.core.kernels.compiling import inlined, kernel
-from streams.core.kernels.memory import copy_words, load, load_byte, shift_right, signed, store
+from streams.core.kernels.memory import copy_words, load, load_byte, shift_right, signed, store, store32
 from streams.core.kernels.xxh3 import digest_short, load_u64, store_u64
 from streams.core.loads.kernels.heap import allocate, release
 from streams.core.loads.kernels.layout import (
@@ -108,6 +108,15 @@ from streams.core.loads.kernels.layout import (
     RUN_WORDS,
     RUNS,
     SEED,
+    SHARD_BITS,
+    SHARD_BOOKING,
+    SHARD_CLOCK,
+    SHARD_EXPIRES,
+    SHARD_REQUEST,
+    SHARD_TAIL,
+    SHARD_USED,
+    SHARD_USED_MAX,
+    SHARD_WORDS,
     STOPPED,
     TICK,
 )
@@ -117,10 +126,9 @@ from streams.core.loads.kernels.prefixes import add_chain, remove_chain
 _PREFILL, _DECODE, _REQUESTS, _OUTPUT = range(4)
 
 #: Words of an entry: of the table of requests (digest and value; 0 as value marks a free place), of that of ranks
-#: (worker id, dp_rank and row), of a shard, and of FREED_LIST.
+#: (worker id, dp_rank and row), and of FREED_LIST.
 _REQUEST_WORDS = 2
 _RANK_WORDS = 3
-_SHARD_WORDS = 3
 _FREED_WORDS = 4
 
 #: Words of a clock: the bookings that expire first and last, its latest time, and when anything else of it may expire,
@@ -438,11 +446,16 @@ def _words_of(n_bytes: int) -> int:
 
 
 @inlined
+def _shard_of(context: int, request: int) -> int:
+    return _word(context, ENDED) + (request & _word(context, ENDED_MASK)) * (SHARD_WORDS << 3)
+
+
+@inlined
 def _may_have_ended(context: int, request: int) -> bool:
     """EndedBookings.may_know."""
-    shard = _word(context, ENDED) + (request & _word(context, ENDED_MASK)) * (_SHARD_WORDS << 3)
-    requests, expires_ms = load(shard), load(shard + 8)
-    place = shift_right(request, DIGEST_BITS - load(shard + 16))
+    shard = _shard_of(context, request)
+    requests, expires_ms = _word(shard, SHARD_REQUEST), _word(shard, SHARD_EXPIRES)
+    place = shift_right(request, DIGEST_BITS - _word(shard, SHARD_BITS))
     while load(expires_ms + (place << 3)) != 0:
         if load(requests + (place << 3)) == request:
             return True
@@ -635,6 +648,11 @@ def _free(context: int, record: int, ttl_ms: int) -> bool:
     mixed = request + router * ROUTER_FACTOR + _word(record, FIELD_COUNTER) * COUNTER_FACTOR
     clock = _clock(context, _word(booking, BOOKING_CLOCK))
     limit_ms = _word(clock, _LIMIT)
+    if expires_ms <= _word(clock, _LATEST):  # its records came so late that it has expired
+        _delete(context, place)
+        _drop(context, number)
+        _add_word(context, N_FALLS, 1)
+        return True
     if limit_ms == 0 or expires_ms < limit_ms:
         _set_word(clock, _LIMIT, expires_ms)
     freed = _word(context, FREED_LIST) + n_freed * (_FREED_WORDS << 3)
@@ -723,6 +741,32 @@ def fold(
             _set_word(context, STOPPED, 1)
             return at + 1
     return n_records
+
+
+@kernel(nogil=False)
+def put_freed(context: int, first: int) -> int:
+    """Keep what `fold` freed, from the entry at `first` on, in the shards of EndedBookings; returns the first one that
+    is left to it: its shard is full, or has its request id already."""
+    freed = _word(context, FREED_LIST)
+    for nth in range(first, _word(context, N_FREED)):
+        entry = freed + nth * (_FREED_WORDS << 3)
+        request = load(entry)
+        shard = _shard_of(context, request)
+        requests, expires_ms = _word(shard, SHARD_REQUEST), _word(shard, SHARD_EXPIRES)
+        bits, n_used = _word(shard, SHARD_BITS), _word(shard, SHARD_USED)
+        place = shift_right(request, DIGEST_BITS - bits)
+        while load(expires_ms + (place << 3)) != 0:
+            if load(requests + (place << 3)) == request:
+                return nth
+            place += 1
+        if place >= (1 << bits) + SHARD_TAIL - 1 or load(n_used) > _word(shard, SHARD_USED_MAX):
+            return nth
+        store(requests + (place << 3), request)
+        store32(_word(shard, SHARD_BOOKING) + (place << 2), load(entry + 8))
+        store(expires_ms + (place << 3), load(entry + 16))
+        store32(_word(shard, SHARD_CLOCK) + (place << 2), load(entry + 24))
+        store(n_used, load(n_used) + 1)
+    return _word(context, N_FREED)
 
 
 @kernel(nogil=False)
