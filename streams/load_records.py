@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import zlib
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -22,7 +22,7 @@ from streams.core.kernels.available import kernels_available
 from streams.core.loads.bookings import Booking, BookingId, BookingPhase
 from streams.core.loads.kernels.layout import FIELD_KIND, FIELD_WORDS
 from streams.core.loads.observations import NO_FORECAST, Forecast
-from streams.load_batches import BEGIN, END, PARTITION, LoadBatch
+from streams.load_batches import PARTITION, LoadBatch
 
 _HAS_KERNEL = kernels_available()
 if _HAS_KERNEL:
@@ -122,17 +122,17 @@ class LoadFields(NamedTuple):
     clocks: frozenset[int]
     raw: bytes
 
+    def part(self, n_records: int) -> LoadFields:
+        """The first records."""
+        return LoadFields(self.fields[:n_records], self.kinds[:n_records], self.clocks, self.raw)
 
-def read_fields(batch: LoadBatch, without: Collection[int] = ()) -> LoadFields:
-    """Find the fields of many records. Needs kernels. without: records that get the kind OTHER."""
-    places = batch.places
-    if without:
-        places = places.copy()
-        for number in without:
-            places[number, END] = places[number, BEGIN]
+
+def read_fields(batch: LoadBatch, own_router: bytes = b"") -> LoadFields:
+    """Find the fields of many records. Needs kernels. own_router: the records of this router get the kind OTHER."""
     fields = np.empty((len(batch), FIELD_WORDS), dtype=np.int64)
-    read_records(np.frombuffer(batch.raw, dtype=np.uint8), _HEADER, places, fields)
-    return LoadFields(fields, fields[:, FIELD_KIND].tolist(), frozenset(places[:, PARTITION].tolist()), batch.raw)
+    read_records(np.frombuffer(batch.raw, dtype=np.uint8), _HEADER, own_router, batch.places, fields)
+    clocks = frozenset(batch.places[:, PARTITION].tolist())
+    return LoadFields(fields, fields[:, FIELD_KIND].tolist(), clocks, batch.raw)
 
 
 class LoadDecoder:

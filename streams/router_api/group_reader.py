@@ -118,7 +118,7 @@ class GroupReader:
         """Begin a switch. None if the feed cannot be used now."""
         ring = self._ring
         mark = Mark(ring.written, ring.epoch)
-        if ring.closed or -1 in ring.covered_from():
+        if ring.closed or -1 in ring.covered_from() or not self._follower.reads_back:
             return None
         if time.monotonic_ns() - ring.heartbeat_ns > LOST_AFTER_S * 1e9:
             return None
@@ -251,7 +251,7 @@ class GroupReader:
             if reason:
                 log.warning("bookings are read from Kafka again: %s", reason)
                 self.end()
-                return self.next_offsets()
+                return None if self._failed else self.next_offsets()
         return None
 
     def _lost(self, passed_s: float) -> str:

@@ -94,6 +94,9 @@ CAUGHT_UP_MAX = 512
 #: the call is buffered, as calls are that overtake their booking.
 LOOKED_THROUGH_MAX = 4096
 
+#: Of records that Python folds, one call folds so many times fewer.
+_PYTHON_FACTOR = 8
+
 #: Own records that are kept until they are read back, so that they need not be decoded. Beyond this limit the oldest
 #: one is dropped; it is then decoded like any other.
 _OWN_RECORDS_MAX = 20_000
@@ -198,6 +201,8 @@ class LoadsSync:
         self._sent: set[BookingId] = set()  # those of the active ones that may be in the log
         self._expired_ms = -1  # when this router's own clock was last checked for what expires
         self.router_id = uuid.uuid4().hex
+        self._own_id = self.router_id.encode()
+        self._by_python = False  # whether Python folds most records, as the last ones showed
 
     def start(self) -> None:
         """Begin to send records by a thread of its own; without this, `poll` sends them."""
@@ -254,7 +259,7 @@ class LoadsSync:
         self._lock.acquire()
         try:
             if self._group is not None and self._group.has_news():
-                self._fold_group(CAUGHT_UP_MAX)
+                self._catch_up()
             self._expire()
             if self._listeners:
                 self._announce_falls()
@@ -300,7 +305,13 @@ class LoadsSync:
     def catch_up(self, records_max: int) -> bool:
         """Fold at most so many records of the group's feed; returns whether there may be more."""
         with self._lock:
-            return self._fold_group(min(records_max, self._together_max))
+            return self._fold_group(min(records_max, _FOLDED_TOGETHER_MAX if self._by_python else records_max))
+
+    def _catch_up(self) -> None:
+        """Fold what is new, and leave what is too much for one call to the group's thread."""
+        group = self._group
+        if self._fold_group(CAUGHT_UP_MAX // (_PYTHON_FACTOR if self._by_python else 1)) and group is not None:
+            group.hurry()
 
     def _fold_group(self, records_max: int) -> bool:
         """The same under the lock. Nothing that goes wrong here must fail the request that needs the loads."""
@@ -314,8 +325,11 @@ class LoadsSync:
                 parts.append(part)
             if not parts:
                 return False
+            # The time at which the parent read the newest ones, which says more than the time of folding them.
+            newest = parts[-1].batch()
+            self._note_time(int(newest.places[:, AT_MS].max()), live=True, read_ms=parts[-1].frame.read_ms)
             batch = joined([part.batch() for part in parts])
-            bad = self._fold_batch(batch, read_ms=parts[-1].frame.read_ms)
+            bad = self._fold_batch(batch, live=None)
             for number, exc in bad:
                 _, _, _, partition, _, offset = batch.places[number].tolist()
                 group.note_bad(partition, offset, exc)
@@ -479,28 +493,28 @@ class LoadsSync:
     def _fold_all(self, records: Sequence[RawLoad], *, live: bool = True) -> list[tuple[int, BadRecord]]:
         return self._fold_batch(batch_of(records), live=live)
 
-    def _fold_batch(
-        self, batch: LoadBatch, *, live: bool = True, read_ms: int | None = None
-    ) -> list[tuple[int, BadRecord]]:
-        """read_ms: when the records were read, if not now."""
-        if len(batch):
-            self._note_time(int(batch.places[:, AT_MS].max()), live=live, read_ms=read_ms)
+    def _fold_batch(self, batch: LoadBatch, *, live: bool | None = True) -> list[tuple[int, BadRecord]]:
+        """live: None if their time was noted."""
+        if len(batch) and live is not None:
+            self._note_time(int(batch.places[:, AT_MS].max()), live=live)
         bad: list[tuple[int, BadRecord]] = []
-        n_together = self._together_max
-        for start in range(0, len(batch), n_together):
-            found = self._fold_together(batch.part(start, start + n_together))
-            bad += [(start + number, exc) for number, exc in found]
+        at = 0
+        while at < len(batch):
+            together, read = batch.part(at, at + _BY_KERNELS_TOGETHER_MAX), None
+            if self._folds_records:
+                read = read_fields(together, self._own_id)
+            self._by_python = read is None or read.kinds.count(OTHER) * 2 > len(together)
+            if self._by_python:
+                together = batch.part(at, at + _FOLDED_TOGETHER_MAX)
+                read = None if read is None else read.part(_FOLDED_TOGETHER_MAX)
+            bad += [(at + number, exc) for number, exc in self._fold_together(together, read)]
+            at += len(together)
         return bad
 
-    @property
-    def _together_max(self) -> int:
-        return _BY_KERNELS_TOGETHER_MAX if self._folds_records else _FOLDED_TOGETHER_MAX
-
-    def _fold_together(self, batch: LoadBatch) -> list[tuple[int, BadRecord]]:
+    def _fold_together(self, batch: LoadBatch, read: LoadFields | None) -> list[tuple[int, BadRecord]]:
         """Fold records under one lock. Those that kernels do not fold are decoded before, if that is known before."""
         bad: list[tuple[int, BadRecord]] = []
         contents: dict[int, _Content | None] = {}
-        read: LoadFields | None = None
         with self._decoding:
             if self._own:
                 for number in range(len(batch)):
@@ -509,8 +523,6 @@ class LoadsSync:
                     if own is not None and own[0] == value:  # this router wrote it itself, so it is not decoded
                         self._own.pop(key, None)  # not `del`: sending may have dropped it in between
                         contents[number] = own[1]
-            if self._folds_records and len(contents) < len(batch):
-                read = read_fields(batch, contents)
             if read is None or OTHER in read.kinds:
                 for number in range(len(batch)):
                     if number not in contents and (read is None or read.kinds[number] == OTHER):
@@ -564,11 +576,11 @@ class LoadsSync:
 
     def _leave_buffered(self, read: LoadFields) -> None:
         """Leave the records to Python that name a request whose calls wait for it."""
-        waiting = {key[0].encode("utf-8", "surrogatepass") for key in self._buffered}
         for number, kind in enumerate(read.kinds):
             if kind == ADD:
                 begin, n_bytes = read.fields[number, [FIELD_REQUEST_AT, FIELD_REQUEST_BYTES]].tolist()
-                if read.raw[begin : begin + n_bytes] in waiting:
+                request_id = read.raw[begin : begin + n_bytes].decode()
+                if any(key in self._buffered for key in self._keys_of(request_id, None)):
                     read.kinds[number] = read.fields[number, FIELD_KIND] = OTHER
 
     def _fold_content(self, content: _Content, at_ms: int, clock: int) -> None:
@@ -614,6 +626,8 @@ class LoadsSync:
             self._outbox.pump()
         self._kafka.poll(0)  # ticks are acknowledged here; the thread that sends records may be asleep
         with self._lock:
+            if self._group is not None and self._group.has_news():
+                self._catch_up()  # a tick of another router may be among it
             self._expire()
             if self._listeners:
                 self._announce_falls()
@@ -722,10 +736,10 @@ class LoadsSync:
         group = self._group
         if group is None or not group.has_news():
             return self._live_ids(request_id, phase)
-        self._fold_group(CAUGHT_UP_MAX)
+        self._catch_up()
         live = self._live_ids(request_id, phase)
         if not live and not self._loads.knows(request_id, phase):
-            self._fold_group(LOOKED_THROUGH_MAX)
+            self._fold_group(LOOKED_THROUGH_MAX // (_PYTHON_FACTOR if self._by_python else 1))
             live = self._live_ids(request_id, phase)
         return live
 

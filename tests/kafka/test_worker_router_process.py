@@ -54,6 +54,11 @@ def apart(scope: Settings, tmp_path: Path) -> Iterator[Apart]:
         yield Apart(Stack(settings, tmp_path, children))
 
 
+def is_published(url: str) -> bool:
+    """Whether Kafka has acknowledged all bookings of a router."""
+    return b"\nkvstreams_bookings_unacknowledged 0" in get_bytes(f"{url}/metrics")
+
+
 def families(url: str) -> set[str]:
     """The names of all metrics."""
     return set(re.findall(r"# TYPE (\S+)", get_bytes(f"{url}/metrics").decode()))
@@ -68,6 +73,7 @@ def test_a_workers_router_answers_from_a_process_of_its_own(apart: Apart) -> Non
     assert "kvstreams_agent_lag_records" in agents - router
     assert "kvstreams_kv_hit_rate" in router - agents
     wait_for(lambda: is_ready(apart.agents), PATIENCE_S, "the worker to be ready")
+    wait_for(lambda: is_published(apart.worker.url), PATIENCE_S, "the booking in Kafka")
 
     os.kill(pid, signal.SIGKILL)
     wait_for(lambda: apart.router_pid() != pid and is_ready(apart.worker.url), PATIENCE_S, "the router's return")

@@ -258,9 +258,9 @@ class ActiveLoads:
             if not observe:
                 self._plain = PlainBookings(self._memory)
                 self._words = self._memory.context.data
+                self._plain.set_tables(self._loads, self.times.table[PREFILLED_MS])
         else:
             self._prefixes = ActivePrefixes()
-        self._tables_set: tuple[Int64Array, Int64Array] | None = None  # those that kernels write to
         self._n_bytes = 0  # of the states
         self.expired = 0
         self.dropped = 0
@@ -366,10 +366,6 @@ class ActiveLoads:
         plain = self._plain
         if plain is None:
             return first
-        tables = self._loads, self.times.table
-        if self._tables_set is None or self._tables_set[0] is not tables[0] or self._tables_set[1] is not tables[1]:
-            self._tables_set = tables
-            plain.set_tables(self._loads, self.times.table[PREFILLED_MS])
         plain.set_ranks(self._numbering, self._rows)
         for clock in clocks:
             plain.limit(clock, self._next_expiry_ms(clock))
@@ -388,6 +384,9 @@ class ActiveLoads:
             )
             freed = plain.freed()
             if freed:
+                _, _, expires_ms, clock = freed[-1]
+                if expires_ms <= plain.latest_ms(clock):  # its records came so late that it has expired
+                    self.expire(plain.latest_ms(clock), clock)
                 self.dropped += self._ended.add_freed(freed, self._put_freed)
             self.n_falls += plain.falls()
             if not is_due:
@@ -786,8 +785,12 @@ class ActiveLoads:
 
     def recent_routers(self, n_bookings: int) -> set[str]:
         """The routers that made the n_bookings most recently changed bookings, ended ones included."""
-        routers = {booking_id.router_id for booking_id in itertools.islice(reversed(self._states), n_bookings)}
-        return routers if self._plain is None else routers | self._plain.routers(n_bookings)
+        newest = itertools.islice(reversed(self._states.items()), n_bookings)
+        # By when they expire: TTL after their last records. The log has yet to give one without a time its own.
+        found = [(state.expires_ms or _I64, booking_id.router_id) for booking_id, state in newest]
+        if self._plain is not None:
+            found += self._plain.newest(n_bookings)
+        return {router_id for _, router_id in heapq.nlargest(n_bookings, found)}
 
     def shared_blocks(self, sequence: bytes) -> Int64Array:
         """How many leading blocks of a request each rank has in use, by row: int64[n_rows]. Read-only."""
@@ -816,6 +819,7 @@ class ActiveLoads:
                 prompt[row] += node.n_blocks
         if prompt != (self._loads[_DECODE] - self._loads[_OUTPUT]).tolist():
             raise IndexCorrupt("distinct blocks are miscounted")
+        self._check_sums()
         if any(state.freed and state.live for state in self._states.values()):
             raise IndexCorrupt("a booking has ended and is still active")
         n_bytes = sum(map(_known_bytes, self._states))
@@ -834,6 +838,18 @@ class ActiveLoads:
                 raise IndexCorrupt("a booking that has ended is kept as an object", booking=booking_id)
         if any(booking_id not in self._states for due in self._due.values() for booking_id in due):
             raise IndexCorrupt("a booking that has ended is due")
+
+    def _check_sums(self) -> None:
+        sums = np.zeros_like(self._loads)
+        for state in self._states.values():
+            if state.booking is not None and state.node is not None:
+                row = self._rows[state.booking.rank]
+                sums[:, row] += (state.counted_prefill, state.booking.output_blocks, 1, state.booking.output_blocks)
+        for row, plain in () if self._plain is None else self._plain.bookings():
+            sums[:, row] += (plain.counted, plain.output, 1, plain.output)
+        for which in (_PREFILL, _REQUESTS, _OUTPUT):
+            if sums[which].tolist() != self._loads[which].tolist():
+                raise IndexCorrupt("loads are miscounted", which=which)
 
     def __len__(self) -> int:
         """Number of bookings kept, including ended ones that have not expired."""
@@ -992,6 +1008,8 @@ class ActiveLoads:
             if len(self._rows) * 2 >= n_rows:
                 self._set_table(np.concatenate([self._loads, np.zeros_like(self._loads)], axis=1))
                 self.times.grow(self._n_rows)
+                if self._plain is not None:  # before any kernel changes a load
+                    self._plain.set_tables(self._loads, self.times.table[PREFILLED_MS])
         taken = set(self._rows.values())
         row = len(self._rows) + 1
         if row in taken:

@@ -141,16 +141,17 @@ class PlainBookings:
         """End the booking whose last record is the oldest."""
         plain.end(self._address, self._context[layout.OLDEST])
 
-    def routers(self, n_bookings: int) -> set[str]:
-        """The routers that made the n_bookings whose last records are the newest."""
-        found: set[str] = set()
+    def newest(self, n_bookings: int) -> list[tuple[int, str]]:
+        """When those n_bookings expire whose last records are the newest, and which routers made them."""
+        found: list[tuple[int, str]] = []
         number = self._context[layout.NEWEST]
         for _ in range(n_bookings):
             if not number:
                 break
             head, _ = self._names(number)
             at = self._field(number, layout.BOOKING_HEAD_AT)
-            found.add(head[at : at + self._field(number, layout.BOOKING_ROUTER_BYTES)].decode())
+            router_id = head[at : at + self._field(number, layout.BOOKING_ROUTER_BYTES)].decode()
+            found.append((self._field(number, layout.BOOKING_EXPIRES), router_id))
             number = self._field(number, layout.BOOKING_OLDER)
         return found
 

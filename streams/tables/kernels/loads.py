@@ -174,6 +174,17 @@ def _is_ascii(raw: Any, begin: int, end: int) -> bool:
 
 
 @inlined
+def _is_same(raw: Any, begin: int, end: int, name: bytes) -> bool:
+    if end - begin != len(name):
+        return False
+    is_same = True
+    for at in range(len(name)):
+        if raw[begin + at] != name[at]:
+            is_same = False
+    return is_same
+
+
+@inlined
 def _phase_alone(raw: Any, at: int, end: int) -> int:
     """The kind of a record without a booking, by the bytes after its ids."""
     if at >= end or (raw[at] != _PREFILL_BYTE and raw[at] != _FREE_BYTE):
@@ -189,14 +200,16 @@ _FIELDS = types.Array(int64, 2, "C")
 
 
 # It keeps the GIL, as `read_add` does: 64 records take 30 us.
-@kernel(types.void(types.Array(types.uint8, 1, "C", readonly=True), typeof(b""), _PLACES, _FIELDS), nogil=False)
-def read_records(raw: Any, header: bytes, places: Any, fields: Any) -> None:
+@kernel(
+    types.void(types.Array(types.uint8, 1, "C", readonly=True), typeof(b""), typeof(b""), _PLACES, _FIELDS), nogil=False
+)
+def read_records(raw: Any, header: bytes, own_router: bytes, places: Any, fields: Any) -> None:
     """Find the fields of many records, as core.loads folds them; see its kernels' `layout` for the columns.
 
-    raw: uint8[n_bytes], the records. header: with which each begins. places: int64[n, 4 or more], where a record begins
-    and ends (-1: it has no content), its append time, and its partition. fields: int64[n, FIELD_WORDS], which is
-    written. A record of another form than routers write has the kind OTHER, and so has one with a forecast or of one
-    part of a request.
+    raw: uint8[n_bytes], the records. header: with which each begins. own_router: whose records get the kind OTHER.
+    places: int64[n, 4 or more], where a record begins and ends (-1: it has no content), its append time, and its
+    partition. fields: int64[n, FIELD_WORDS], which is written. A record of another form than routers write has the kind
+    OTHER, and so has one with a forecast or of one part of a request.
     """
     start = address_of(raw)
     for nth in range(len(places)):
@@ -222,6 +235,8 @@ def read_records(raw: Any, header: bytes, places: Any, fields: Any) -> None:
         if head_end >= end or counter < 0:
             continue
         if not _is_plain(raw, request, request_end) or not _is_plain(raw, router, router_end):
+            continue
+        if _is_same(raw, router, router_end, own_router):
             continue
         row[FIELD_HEAD], row[FIELD_HEAD_BYTES] = start + head, head_end - head
         row[FIELD_REQUEST], row[FIELD_REQUEST_BYTES] = start + request, request_end - request

@@ -13,5 +13,6 @@ ENTRY_POINTS = (
     "plain.take_out",
     "plain.note",
     "plain.find",
+    "prefixes.find_child",
     "plain.copy_chain",
 )

@@ -648,11 +648,6 @@ def _free(context: int, record: int, ttl_ms: int) -> bool:
     mixed = request + router * ROUTER_FACTOR + _word(record, FIELD_COUNTER) * COUNTER_FACTOR
     clock = _clock(context, _word(booking, BOOKING_CLOCK))
     limit_ms = _word(clock, _LIMIT)
-    if expires_ms <= _word(clock, _LATEST):  # its records came so late that it has expired
-        _delete(context, place)
-        _drop(context, number)
-        _add_word(context, N_FALLS, 1)
-        return True
     if limit_ms == 0 or expires_ms < limit_ms:
         _set_word(clock, _LIMIT, expires_ms)
     freed = _word(context, FREED_LIST) + n_freed * (_FREED_WORDS << 3)
