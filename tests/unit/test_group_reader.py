@@ -239,7 +239,7 @@ def test_a_feed_that_does_not_cover_a_partition_or_does_not_run_is_not_used() ->
 
 
 def test_a_mark_that_the_writer_has_overwritten_is_not_used() -> None:
-    """Whoever takes too long for the switch begins anew."""
+    """A process that takes too long for the switch begins anew."""
     group = Group(Taking())
     group.cover()
     mark = group.reader.mark()
@@ -403,7 +403,7 @@ def n_live(sync: LoadsSync, request_id: str) -> int:
 
 
 def test_a_decision_sees_what_the_parent_has_read(sync: LoadsSync, group: Group) -> None:
-    """No thread folds here: whoever takes the loads folds what has come, and sees it."""
+    """No thread folds here: a call that takes the loads folds what has come, and sees it."""
     book(group, "r")
     assert not n_live(sync, "r")
     group.pass_on()

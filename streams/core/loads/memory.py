@@ -23,6 +23,11 @@ SCRATCH_BYTES = 256 << 20
 TABLE_PLACES_FIRST = 1024
 
 
+def span_words(n_words: int) -> int:
+    """The words of a span that was allocated for so many, as in kernels.heap."""
+    return max(1 << layout.HEAP_CLASS_MIN, 1 << (n_words - 1).bit_length())
+
+
 class BookingMemory:
     """The arenas of one ActiveLoads. `address` is what kernels take."""
 

@@ -1,7 +1,7 @@
 """Bookings of other routers that kernels fold, many records in one call.
 
-What lives here: calling the kernels, and a booking as an object for whoever asks for it. What must not: which records
-kernels fold (kernels.plain), and the bytes of records.
+What lives here: calling the kernels, and a booking as an object for a caller that asks for it. What must not: which
+records kernels fold (kernels.plain), and the bytes of records.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 
 from streams.core.ids import Int64Array, RankId
 from streams.core.loads.kernels import layout, plain
-from streams.core.loads.memory import TABLE_PLACES_FIRST, BookingMemory
+from streams.core.loads.memory import TABLE_PLACES_FIRST, BookingMemory, span_words
 from streams.errors import IndexCorrupt
 
 
@@ -225,8 +225,7 @@ class PlainBookings:
             raise IndexCorrupt("a booking is in no list of its clock, or in two")
         spans = [(row[layout.BOOKING_ID_BYTES] + row[layout.BOOKING_MODEL_BYTES] + 15) // 8 for _, row in rows]
         tables = 2 * context[layout.REQUESTS_PLACES], 3 * context[layout.RANKS_PLACES]
-        least = 1 << layout.HEAP_CLASS_MIN
-        return sum(1 << (max(n_words, least) - 1).bit_length() for n_words in (*spans, *tables) if n_words)
+        return sum(span_words(n_words) for n_words in (*spans, *tables) if n_words)
 
     def _row(self, number: int) -> list[int]:
         start = number * layout.BOOKING_WORDS

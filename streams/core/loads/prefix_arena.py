@@ -13,10 +13,9 @@ from typing import NamedTuple
 from streams.core.ids import Int64Array
 from streams.core.loads.kernels import layout
 from streams.core.loads.kernels.prefixes import MATCH_WORDS, add_bytes, find_child, match_bytes, remove_chain
-from streams.core.loads.memory import BookingMemory
+from streams.core.loads.memory import BookingMemory, span_words
 from streams.errors import IndexCorrupt, IndexFull
 
-_HEAP_WORDS_MIN = 1 << layout.HEAP_CLASS_MIN
 _CHILD_MASK = (1 << 32) - 1
 
 
@@ -153,7 +152,7 @@ class PrefixArena:
         if words[layout.RUN_REQUESTS] != sum(uses.values()):
             raise IndexCorrupt("the requests of a run are miscounted", run=run, requests=words[layout.RUN_REQUESTS])
         capacity = _capacity(words)
-        if capacity != _span_words(capacity) or capacity < 2 * n_uses + 1:
+        if capacity != span_words(capacity) or capacity < 2 * n_uses + 1:
             raise IndexCorrupt("the capacity for the rows of a run is wrong", run=run, words=capacity)
         first = _read(words[layout.RUN_CHAIN], 1)[0]
         if find_child(self._address, words[layout.RUN_PARENT], first) != run:
@@ -195,7 +194,7 @@ class PrefixArena:
         begin, top = self._word(layout.HEAP), self._word(layout.HEAP_TOP)
         spans = [(self._word(layout.CHILDREN), self._word(layout.CHILDREN_PLACES))]
         for words in runs.values():
-            spans.append((words[layout.RUN_CHAIN], _span_words(words[layout.RUN_BLOCKS])))
+            spans.append((words[layout.RUN_CHAIN], span_words(words[layout.RUN_BLOCKS])))
             spans.append((words[layout.RUN_USES] - 8, _capacity(words)))
         used = sum(n_words for _, n_words in spans) + other_words
         if used != self._word(layout.HEAP_USED):
@@ -228,8 +227,3 @@ def _read(address: int, n_words: int) -> list[int]:
 def _capacity(words: list[int]) -> int:
     """The words of the span of a run's rows, which are before the rows."""
     return _read(words[layout.RUN_USES] - 8, 1)[0]
-
-
-def _span_words(n_words: int) -> int:
-    """The words of a span that was allocated for so many."""
-    return max(_HEAP_WORDS_MIN, 1 << (n_words - 1).bit_length())

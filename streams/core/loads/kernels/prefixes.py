@@ -20,16 +20,14 @@ import llvmlite.ir as ir
 from numba import int64, typeof, types
 from numba.extending import intrinsic
 
+from streams.core.index.kernels.tree import common_length
 from streams.core.kernels.compiling import inlined, kernel
 from streams.core.kernels.memory import (
     copy_words,
     leading_zeros,
     load,
-    prefetch,
     shift_right,
     store,
-    trailing_zeros,
-    unequal_8,
 )
 from streams.core.loads.kernels.heap import allocate, release
 from streams.core.loads.kernels.layout import (
@@ -76,9 +74,6 @@ _MIX_BOTH = -0x6B2FB644ECCEEE15
 
 #: Spans for rows up to this size are not made smaller: 31 rows.
 _KEPT_WORDS = 64
-
-#: How far ahead a comparison prefetches: a processor's own prefetcher stops at the end of each page.
-_COMPARE_AHEAD_BYTES = 1024
 
 _I1, _I8, _I64 = ir.IntType(1), ir.IntType(8), ir.IntType(64)
 
@@ -127,22 +122,6 @@ def zero_words(typingctx: Any, target: Any, n_words: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64), codegen
-
-
-@inlined
-def _common_length(left: int, right: int, limit: int) -> int:
-    """How many leading hashes are equal at two addresses, up to a limit."""
-    n = 0
-    while n + 8 <= limit:
-        prefetch(left + (n << 3) + _COMPARE_AHEAD_BYTES)
-        prefetch(right + (n << 3) + _COMPARE_AHEAD_BYTES)
-        unequal = unequal_8(left + (n << 3), right + (n << 3))
-        if unequal:
-            return n + trailing_zeros(unequal)
-        n += 8
-    while n < limit and load(left + (n << 3)) == load(right + (n << 3)):
-        n += 1
-    return n
 
 
 @inlined
@@ -528,7 +507,7 @@ def find_end(context: int, chain: int, n_blocks: int) -> tuple[int, int, int, in
             break
         at = _run_at(context, child)
         length = load(at + _BLOCKS)
-        same = _common_length(load(at + _CHAIN), chain + (n_found << 3), min(length, n_blocks - n_found))
+        same = common_length(load(at + _CHAIN), chain + (n_found << 3), min(length, n_blocks - n_found))
         if same < length:
             return run, n_found, child, same
         run = child
@@ -642,7 +621,7 @@ def match_chain(context: int, chain: int, n_blocks: int, n_rows: int) -> int:
         if last != 0 and load(last + _N_USES) != n_uses:
             _share(shared, n_rows, last, n_found)
         last = at
-        same = _common_length(load(at + _CHAIN), chain + (n_found << 3), min(length, n_blocks - n_found))
+        same = common_length(load(at + _CHAIN), chain + (n_found << 3), min(length, n_blocks - n_found))
         n_found += same
         store(found, n_found)
         store(found + 8, load(at + _REQUESTS))
