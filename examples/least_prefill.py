@@ -22,8 +22,8 @@ async def main(url: str) -> None:
         for token_ids in PROMPTS:
             loads = await router.get_potential_loads(token_ids)
             best = min(loads, key=lambda load: load["potential_prefill_tokens"])
-            stream = await router.direct(best["worker_id"]).generate(
-                token_ids, dp_rank=best["dp_rank"], stop_conditions={"max_tokens": 8}
+            stream = await router.generate(
+                token_ids, worker_id=best["worker_id"], dp_rank=best["dp_rank"], stop_conditions={"max_tokens": 8}
             )
             tokens = [token async for chunk in stream for token in chunk["token_ids"]]
             print(f"worker {best['worker_id']}: {best['potential_prefill_tokens']} to compute, {len(tokens)} generated")

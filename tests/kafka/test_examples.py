@@ -70,10 +70,11 @@ def test_the_examples_of_the_client_generate_and_choose_by_potential_load(
     assert sum(len(json.loads(chunk)) for chunk in chunks) == 20
     wait_for(lambda: get_json(f"{worker.url}/state")["blocks"] >= 6, VISIBLE_TIMEOUT_S, "the prompt's blocks")
     asyncio.run(least_prefill.main(worker.url))
-    # The prompt has 100 tokens, of which 96 are full blocks.
     (holder,) = re.findall(r"worker ([12])", first)
     rows = re.findall(r"worker ([12]): (\d+) to compute, 8 generated", capsys.readouterr().out)
-    assert rows[:2] == [(holder, "4")] * 2
+    # The prompt has 100 tokens, of which 96 are full blocks. The end of a request is reported in the background, so the
+    # 4 tokens of the first one may still be booked when the second one asks.
+    assert rows[:2] in ([(holder, "4"), (holder, "4")], [(holder, "4"), (holder, "8")])
     assert rows[2][1] == "200"
 
 

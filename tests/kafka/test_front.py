@@ -14,9 +14,11 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletionMessageParam, ChatCompletionToolParam
 
+from streams.client import KvRouterClient
+from streams.client.matches import WorkerRank
 from streams.local.processes import Children
 from streams.local.stack import Engine, RouterProcess, Stack, get_bytes, get_json, wait_workers
-from streams.sim.chat_template import tokenizer_files
+from streams.sim.chat_template import render, tokenizer_files
 from streams.waiting import wait_for
 from tests.helpers.scopes import ScopeFactory
 from tests.helpers.support import VISIBLE_TIMEOUT_S
@@ -48,6 +50,16 @@ class Fleet:
 
     def active(self) -> int:
         return sum(row["active_requests"] for row in get_json(f"{self.router.url}/loads")["loads"])
+
+    async def until_matched(self, rank: str, token_ids: list[int]) -> None:
+        """Wait until the router knows every full block of a prompt at a rank. rank: as in the front's header."""
+        worker_id, dp_rank = map(int, rank.split("/"))
+        async with asyncio.timeout(VISIBLE_TIMEOUT_S), KvRouterClient(self.router.url) as router:
+            while True:
+                found = await router.find_matches_for_request(token_ids, model=MODEL)
+                if found.by_rank.scores.get(WorkerRank(worker_id, dp_rank)) == len(token_ids) // SMALL.block_size:
+                    return
+                await asyncio.sleep(0.05)
 
     def until_free(self) -> None:
         """Wait until no booking is left, and no engine computes."""
@@ -166,17 +178,16 @@ def test_the_next_turn_of_a_chat_goes_where_its_prefix_is(fleet: Fleet) -> None:
             model=MODEL, messages=messages, max_tokens=8, extra_headers={"X-Kvstreams-Details": "1"}
         )
         worker = first.headers["X-Kvstreams-Worker"]
+        # A second turn before the router knows the blocks could go to the other engine, and make it a holder too.
+        await fleet.until_matched(worker, list(render({"messages": messages}).encode()))
         said = first.parse().choices[0].message.content
         messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "Two"}]
-        async with asyncio.timeout(VISIBLE_TIMEOUT_S):
-            while True:
-                second = await client.chat.completions.with_raw_response.create(
-                    model=MODEL, messages=messages, max_tokens=8, extra_headers={"X-Kvstreams-Details": "1"}
-                )
-                overlap, of = map(int, second.headers["X-Kvstreams-Overlap-Blocks"].split("/"))
-                if overlap >= len(system) // SMALL.block_size:
-                    break
+        second = await client.chat.completions.with_raw_response.create(
+            model=MODEL, messages=messages, max_tokens=8, extra_headers={"X-Kvstreams-Details": "1"}
+        )
+        overlap, of = map(int, second.headers["X-Kvstreams-Overlap-Blocks"].split("/"))
         assert second.headers["X-Kvstreams-Worker"] == worker
+        assert overlap >= len(system) // SMALL.block_size
         assert overlap <= of
         usage = second.parse().usage
         assert usage is not None and usage.prompt_tokens_details is not None
