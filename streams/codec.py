@@ -41,6 +41,7 @@ from streams.core.events import (
     RestatementChunk,
     ResyncRequest,
     WorkerRemoved,
+    check_labels,
 )
 from streams.core.hashing import pack_hashes, unpack_hashes
 from streams.core.ids import (
@@ -82,6 +83,7 @@ _SINGLE_OBJECT_HEADER_BYTES = 10
 _CONFLUENT_MAGIC = 0
 _CONFLUENT_HEADER_BYTES = 5
 _U63 = 1 << 63
+#: fastavro reads ints that are longer than Avro allows, so they are checked.
 _I32_MAX = (1 << 31) - 1
 _U64_DIGITS = 20
 
@@ -222,9 +224,9 @@ def encode_batch_by_schema(batch: EngineBatch) -> bytes:
 def decode_batch(raw: bytes | None, schema_ids: Mapping[str, int] | None = None) -> EngineBatch:
     """Decode one record of kv-events; raises BadRecord."""
     datum = codec("kv-events").decode(raw, schema_ids)
-    if datum["block_size"] < 1:
+    if not 1 <= datum["block_size"] <= _I32_MAX:
         raise BadRecord("wrong_block_size", f"block size is {datum['block_size']}")
-    if datum["n_unindexed"] < 0:
+    if not 0 <= datum["n_unindexed"] <= _I32_MAX:
         raise BadRecord("bad_count", f"the number of unindexed blocks is {datum['n_unindexed']}")
     body = _body(datum["body"])
     if datum["sequence"] < 0 and not (datum["sequence"] == BEFORE_FIRST and _has_no_blocks(body)):
@@ -622,7 +624,7 @@ def decode_load(
 
 
 def _rank(datum: dict[str, Any]) -> RankId:
-    # fastavro reads ints longer than Avro allows; such a rank would not fit in a key.
+    # A greater rank would not fit in a key.
     if not 0 <= datum["dp_rank"] <= _I32_MAX:
         raise BadRecord("bad_rank", f"data-parallel rank is {datum['dp_rank']}")
     return RankId(WorkerId(from_long(datum["worker_id"])), DpRank(datum["dp_rank"]))
@@ -709,7 +711,7 @@ def _body(datum: dict[str, Any]) -> Body:
     if "events" in datum:
         return EngineEvents(tuple(_event(event) for event in datum["events"]))
     if "runs" in datum:
-        if not 0 <= datum["chunk"] < datum["n_chunks"]:
+        if not 0 <= datum["chunk"] < datum["n_chunks"] <= _I32_MAX:
             raise BadRecord("bad_restatement", f"chunk {datum['chunk']} of {datum['n_chunks']}")
         return RestatementChunk(
             restatement_id=from_long(datum["restatement_id"]),
@@ -719,8 +721,8 @@ def _body(datum: dict[str, Any]) -> Body:
             runs=tuple(_restated(run) for run in datum["runs"]),
         )
     if "lease_ms" in datum:
-        if datum["lease_ms"] < 1:
-            raise BadRecord("bad_lease", f"a lease of {datum['lease_ms']} ms is too short")
+        if not 1 <= datum["lease_ms"] <= _I32_MAX:
+            raise BadRecord("bad_lease", f"a lease of {datum['lease_ms']} ms is too short or too long")
         return Heartbeat(datum["bridge"], datum["lease_ms"])
     return WorkerRemoved(datum["reason"], datum["seen_sequence"])
 
@@ -728,7 +730,7 @@ def _body(datum: dict[str, Any]) -> Body:
 def _restated(datum: dict[str, Any]) -> RestatedRun:
     engine, local = _paired(datum)
     parent = from_hash(datum["parent"])
-    if datum["start"] < 0 or (datum["start"] == 0) != (parent is None):
+    if not 0 <= datum["start"] <= _I32_MAX or (datum["start"] == 0) != (parent is None):
         raise BadRecord("bad_restatement", f"a run at position {datum['start']} has parent {parent}")
     return RestatedRun(
         start=datum["start"],
@@ -772,7 +774,11 @@ def _event(datum: dict[str, Any]) -> KvEvent:
 
 
 def _labels(datum: dict[str, Any] | None) -> MoeLabels | None:
-    return None if datum is None else MoeLabels(datum["layer_id"], datum["expert_id"], datum["expert_group"])
+    if datum is None:
+        return None
+    labels = MoeLabels(datum["layer_id"], datum["expert_id"], datum["expert_group"])
+    check_labels(labels)
+    return labels
 
 
 def _cxl_metadata(datum: dict[str, Any] | None) -> CxlMemoryMetadata | None:

@@ -123,7 +123,8 @@ def test_a_worker_ends_if_its_router_cannot_be_kept_running(apart: Apart) -> Non
     with other:
         os.kill(apart.router_pid(), signal.SIGKILL)
         wait_for(lambda: _takes(other, apart.worker.settings.port), PATIENCE_S, "the port")
-        wait_for(lambda: not apart.worker.child.running, 2 * PATIENCE_S, "the worker to end")
+        # Five starts, which take 10 s each next to other tests, and 15 s between them.
+        wait_for(lambda: not apart.worker.child.running, 4 * PATIENCE_S, "the worker to end")
     assert apart.worker.child.exit_code == 1
     log = apart.worker.child.log_path.read_text()
     assert "process 1 ended with code 1, 6 times in a row" in log

@@ -54,6 +54,7 @@ from streams.core.bridge_pulses import BridgePulse
 from streams.core.cxl_memory import CxlMemoryMetadata, CxlMemoryState
 from streams.core.engine_metrics import METRICS_TTL_MS_MAX, MetricsReport, WorkerMetrics
 from streams.core.events import (
+    LABEL_MAX,
     AllBlocksCleared,
     BlocksRemoved,
     BlocksStored,
@@ -883,9 +884,16 @@ def batch_datum(**changes: Any) -> bytes:
     return codec("kv-events").encode(datum | changes)
 
 
-def stored_datum(engine: bytes, local: bytes) -> bytes:
-    stored = {"parent": None, "engine_hashes": engine, "local_hashes": local, "tier": "device"}
+def stored_datum(engine: bytes, local: bytes, labels: dict[str, int] | None = None) -> bytes:
+    stored = {"parent": None, "engine_hashes": engine, "local_hashes": local, "tier": "device", "moe": labels}
     return batch_datum(body=("io.kvstreams.EngineEvents", {"events": [("io.kvstreams.BlocksStored", stored)]}))
+
+
+def oversized_label() -> bytes:
+    """Return a store whose label is greater than an Avro int, which fastavro reads but would not write."""
+    raw = stored_datum(bytes(8), bytes(8), {"expert_id": LABEL_MAX})
+    assert raw.count(b"\xfe\xff\xff\xff\x0f") == 1
+    return raw.replace(b"\xfe\xff\xff\xff\x0f", b"\xfe\xff\xff\xff\x7f")
 
 
 def chunk_datum(**changes: Any) -> bytes:
@@ -903,6 +911,7 @@ def chunk_datum(**changes: Any) -> bytes:
         (batch_datum(), None),
         (batch_datum(block_size=0), "wrong_block_size"),
         (batch_datum(block_size=-16), "wrong_block_size"),
+        (batch_datum(block_size=1 << 31), "wrong_block_size"),
         (batch_datum(dp_rank=-1), "bad_rank"),
         (batch_datum(dp_rank=1 << 31), "bad_rank"),  # too large for an Avro int, but not for its bytes
         (batch_datum(dp_rank=1 << 40), "bad_rank"),
@@ -910,29 +919,39 @@ def chunk_datum(**changes: Any) -> bytes:
         (batch_datum(sequence=-2), "bad_sequence"),
         (batch_datum(sequence=-1, body=("io.kvstreams.WorkerRemoved", {"reason": "r"})), "bad_sequence"),
         (batch_datum(n_unindexed=-1), "bad_count"),
+        (batch_datum(n_unindexed=1 << 31), "bad_count"),
+        (batch_datum(body=("io.kvstreams.Heartbeat", {"bridge": "b", "lease_ms": 0})), "bad_lease"),
+        (batch_datum(body=("io.kvstreams.Heartbeat", {"bridge": "b", "lease_ms": 1 << 31})), "bad_lease"),
         (stored_datum(bytes(8), bytes(8)), None),
         (stored_datum(bytes(7), bytes(8)), "bad_hashes"),
         (stored_datum(bytes(8), bytes(9)), "bad_hashes"),
         (stored_datum(bytes(8), bytes(16)), "bad_hashes"),
         (stored_datum(bytes(8), b""), "bad_hashes"),
+        (stored_datum(bytes(8), bytes(8), {"layer_id": 0, "expert_id": LABEL_MAX}), None),
+        (stored_datum(bytes(8), bytes(8), {"layer_id": -1}), "bad_event"),
+        (oversized_label(), "bad_event"),
         (chunk_datum(), None),
         (chunk_datum(sequence=-1), "bad_sequence"),
         (chunk_datum(sequence=-1, runs=[]), None),  # before its first batch, a rank holds nothing
         (chunk_datum(chunk=1), "bad_restatement"),
         (chunk_datum(chunk=-1), "bad_restatement"),
         (chunk_datum(n_chunks=0), "bad_restatement"),
+        (chunk_datum(n_chunks=1 << 31), "bad_restatement"),
         (chunk_datum(start=1), "bad_restatement"),
         (chunk_datum(parent=bytes(8)), "bad_restatement"),
         (chunk_datum(parent=bytes(8), start=-1), "bad_restatement"),
         (chunk_datum(parent=bytes(8), start=1), None),
+        (chunk_datum(parent=bytes(8), start=1 << 31), "bad_restatement"),
         (chunk_datum(engine_hashes=bytes(16)), "bad_hashes"),
         (chunk_datum(local_hashes=bytes(3)), "bad_hashes"),
     ],
     ids=by_reason,
 )
 def test_an_impossible_batch_is_refused_with_its_reason(raw: bytes, reason: str | None) -> None:
-    """The Avro is valid, but a size, rank, number or array in it is not."""
+    """The Avro is valid, but a size, rank, number, label or array in it is not. The kernel refuses it as well."""
     assert reason_of(lambda: decode_batch(raw)) == reason
+    (found,) = decode_events([raw])
+    assert (found.reason if isinstance(found, BadRecord) else None) == reason
 
 
 def test_a_removal_of_odd_length_is_refused() -> None:

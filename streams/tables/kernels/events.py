@@ -11,7 +11,7 @@ nothing outside the record is read.
 
 from __future__ import annotations
 
-from streams.core.events import BEFORE_FIRST, FeedState
+from streams.core.events import BEFORE_FIRST, LABEL_MAX, FeedState
 from streams.core.ids import Tier
 from streams.core.kernels.compiling import inlined, kernel
 from streams.core.kernels.memory import load, load_byte, signed, store
@@ -104,6 +104,8 @@ def _read_event(at: int, end: int, row: int) -> int:
                 label = NO_LABEL
                 if branch == 1:
                     label, at = read_long(at, end)
+                    if label < 0 or label > LABEL_MAX:
+                        return end + 1
                 elif branch != 0:
                     return end + 1
                 store(row + (EVENT_LABELS + word) * 8, label)
@@ -142,7 +144,9 @@ def _read_batch(begin: int, end: int, head: int, rows: int, rows_left: int) -> i
         or feed != _LIVE
         or body != 0
         or block_size < 1
+        or block_size > _I32_MAX
         or n_unindexed < 0
+        or n_unindexed > _I32_MAX
         or dp_rank < 0
         or dp_rank > _I32_MAX
         or sequence < BEFORE_FIRST
