@@ -46,7 +46,7 @@ def trace_of(rate_per_s: float, n_requests: int, seed: int) -> list[TraceRequest
 @click.command()
 @click.option("--rate", "rate_per_s", default=18.0, show_default=True, help="Requests per second.")
 @click.option("--requests", "n_requests", default=400, show_default=True, help="Requests of each trace.")
-@click.option("--seeds", default=5, show_default=True, help="Number of traces.")
+@click.option("--seeds", default=22, show_default=True, help="Number of traces, of which one varies by 10 %.")
 @click.option("--backlog-ms", default=QUEUE_BACKLOG_MS, show_default=True, help="As router_queue_backlog_ms.")
 @click.option("--policy", type=click.Choice(list(QueuePolicy)), default=QueuePolicy.ARRIVAL_PLUS_PREFILL)
 def main(rate_per_s: float, n_requests: int, seeds: int, backlog_ms: float, policy: str) -> None:
