@@ -36,10 +36,13 @@ class FailedEngines:
         self._router = router
         self._reported_s: dict[int, float] = {}  # of calls in the last REPEAT_S
         self._calls: set[asyncio.Task[None]] = set()
+        self._closed = False
         self.n_reported = 0
 
     def note(self, worker_id: int) -> None:
-        """Let routers avoid this worker for a while."""
+        """Let routers avoid this worker for a while; does nothing after `close`, since failures are noted late."""
+        if self._closed:
+            return
         now_s = asyncio.get_running_loop().time()
         if now_s - self._reported_s.get(worker_id, float("-inf")) < REPEAT_S or len(self._calls) >= CALLS_MAX:
             return
@@ -58,7 +61,8 @@ class FailedEngines:
             self.n_reported += 1
 
     async def close(self) -> None:
-        """Cancel calls that are under way."""
+        """Cancel calls that are under way, and begin no other."""
+        self._closed = True
         calls = list(self._calls)
         for call in calls:
             call.cancel()

@@ -36,7 +36,10 @@ class PolledEngine:
         self._runner: web.AppRunner | None = None
 
     def report(self, *events: dict[str, Any]) -> None:
-        """Queue events, with the engine's next numbers in their ranks."""
+        """Queue events, with the engine's next numbers in their ranks. No answer is sent in between."""
+        self._run(self._report(events))
+
+    async def _report(self, events: tuple[dict[str, Any], ...]) -> None:
         for event in events:
             rank = event.get("attention_dp_rank") or 0
             number = self._next.get(rank, 0)
