@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from streams.local import ports
 from streams.local.kafka import LocalKafka
 from streams.local.processes import Children
 from tests.helpers.broker import DIRECTORY_ENV, broker_config
@@ -78,11 +79,16 @@ def _select(config: pytest.Config, items: list[pytest.Item]) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Choose the folder of the broker that all worker processes of this run share."""
+    """Choose the folder of the broker that all worker processes of this run share, and the ports of each."""
     config.addinivalue_line("markers", "long_running: takes 15 s and more by itself; it begins before others")
     config.addinivalue_line("markers", "thorough: takes seconds of computing; `make fast` leaves it out")
     if not hasattr(config, "workerinput"):
         os.environ[DIRECTORY_ENV] = tempfile.mkdtemp(prefix="kvstreams-test-kafka-")
+    else:
+        # A port is chosen seconds before its server listens, and a server that restarts leaves it for as long. In one of
+        # two hundred cases another worker process would choose the same one meanwhile.
+        number = int(config.workerinput["workerid"].removeprefix("gw"))
+        ports.PORTS = ports.PORTS[number :: config.workerinput["workercount"]]
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 import socket
+from collections import deque
 
 from streams.errors import KvStreamsError
 
@@ -16,12 +17,17 @@ from streams.errors import KvStreamsError
 #: server there gets that very port sooner or later, connects to itself, and prevents the server from binding it again.
 PORTS = range(20_000, 32_000)
 
+#: The last ports that this process was given are not given again: their servers may not listen yet, or be restarting.
+GIVEN_KEPT = 200
+
 #: How many candidates are tried. If all of them are taken, more attempts do not help.
-PORT_TRIES = 100
+PORT_TRIES = 400
+
+_given: deque[int] = deque(maxlen=GIVEN_KEPT)
 
 
 def free_port() -> int:
-    """Return a port that no process listens on at this moment."""
+    """Return a port that no process listens on at this moment. Raises KvStreamsError."""
     return free_ports(1)[0]
 
 
@@ -29,13 +35,15 @@ def free_ports(count: int) -> list[int]:
     """Return `count` different free ports, at random so that two callers seldom collide. Raises KvStreamsError."""
     free: list[int] = []
     # The system's generator, because tests seed Python's and would all get the same ports.
-    for port in random.SystemRandom().sample(PORTS, PORT_TRIES):
-        if is_free(port):
+    candidates = random.SystemRandom().sample(PORTS, min(PORT_TRIES, len(PORTS)))
+    for port in candidates:
+        if port not in _given and is_free(port):
             free.append(port)
         if len(free) == count:
+            _given.extend(free)
             return free
     raise KvStreamsError(
-        f"no free port was found in {PORT_TRIES} attempts between {PORTS.start} and {PORTS.stop - 1}",
+        f"no free port was found in {len(candidates)} attempts between {PORTS.start} and {PORTS.stop - 1}",
         remedy="Stop some of the servers on this machine",
     )
 

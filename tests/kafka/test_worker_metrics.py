@@ -22,6 +22,9 @@ from tests.helpers.engine_double import EngineDouble
 #: Short, so that an engine's last report soon expires when the engine stops reporting.
 INTERVAL_S = 0.2
 
+#: A page that cannot be used, so that the engine's last report stays.
+UNUSABLE = "vllm:num_requests_waiting lots\n"
+
 ASKED = {"token_ids": TOKENS, "model": "m"}
 
 
@@ -117,6 +120,8 @@ def test_a_burst_between_two_scrapes_spreads_and_ends(stack: Stack, engines: tup
         bridged(stack, engines, interval_s=60.0)  # after the routers started, which read reports from then on
         for each in (api, peer):
             await_usages(each, {1: 0.0, 2: 0.0})
+        for engine in engines:
+            engine.gauges = UNUSABLE  # a further report would say that its engine has none of the requests
         chosen = []
         for number in range(12):
             router, other = (api, peer) if number % 2 else (peer, api)
@@ -156,7 +161,7 @@ def test_the_last_report_of_a_silent_engine_expires(stack: Stack, engines: tuple
         failed = reported(api)[1]["scrapes_failed"]
         assert failed >= 1
         assert metrics(api)["kvstreams_scrapes_failed_total"] >= failed
-        first.gauges = "vllm:num_requests_waiting lots\n"
+        first.gauges = UNUSABLE
         second.gauges = ""
         await_usages(api, {})
         assert api.ask(**ASKED)["mode"] == "fallback"

@@ -389,9 +389,10 @@ def test_a_client_that_leaves_during_a_migration_is_not_moved(backend: Backend) 
             session.post(f"{stage.url}/v1/chat/completions", json=CHAT) as response,
         ):
             await response.content.readany()
-            await stage.until(lambda: stage.front.counts.migrations == 1, "the migration")
+            await stage.until(lambda: len(asked_of(stage)) == 2, "the migration")
             response.close()
         await stage.until_free()
+        assert stage.front.counts.migrations == 1
         assert stage.front.counts.outcomes == {"client_gone": 1}
         assert len(asked_of(stage)) == 2
 
