@@ -85,8 +85,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):
         os.environ[DIRECTORY_ENV] = tempfile.mkdtemp(prefix="kvstreams-test-kafka-")
     else:
-        # A port is chosen seconds before its server listens, and a server that restarts leaves it for as long. In one of
-        # two hundred cases another worker process would choose the same one meanwhile.
+        # A port is chosen seconds before its server listens, and a server that restarts leaves it for as long. In one
+        # of two hundred cases another worker process would choose the same one meanwhile.
         number = int(config.workerinput["workerid"].removeprefix("gw"))
         ports.PORTS = ports.PORTS[number :: config.workerinput["workercount"]]
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-from confluent_kafka import KafkaError, KafkaException, Producer
+from confluent_kafka import KafkaError, KafkaException, Message, Producer
 
 from streams.codec import (
     avoid_key,
@@ -43,6 +43,7 @@ from streams.errors import (
 )
 from streams.kafka import producer, worker_key
 from streams.model_registry import claim_model, writer_name
+from streams.router_api.log_order import LogOrder
 from streams.router_api.view import View
 from streams.router_api.wire import PoolBody, pool_members
 from streams.settings import Settings
@@ -70,13 +71,17 @@ _TIMEOUTS = frozenset({KafkaError._MSG_TIMED_OUT, KafkaError._TIMED_OUT, KafkaEr
 
 
 class Registry:
-    """Writes the registry. Every change is also folded into this router's view at once."""
+    """Writes the registry. Every change is also folded into this router's view at once.
+
+    order: what reads the registry's topic folds its records through it.
+    """
 
     def __init__(self, settings: Settings, view: View, check_topics: Callable[[], None]) -> None:
         """check_topics: raises NotReady while topics of the scope are missing."""
         self._settings = settings
         self._topics = topics(settings)
         self._view = view
+        self.order = LogOrder(view.fold_worker)
         self._check_topics = check_topics
         self._kafka: Producer | None = None
         self._creating = threading.Lock()
@@ -282,30 +287,34 @@ class Registry:
 
     def _publish_registry(self, key: bytes, value: bytes | None) -> None:
         """Publish a record of the registry, and fold it once Kafka has it."""
-        self._publish(self._topics.workers.name, key, value)
-        self._view.fold_worker(key, value)
+        reading = self.order.reading
+        partition, offset = self._publish(self._topics.workers.name, key, value)
+        self.order.written(reading, key, value, partition, offset)
 
-    def _publish(self, topic: str, key: bytes, value: bytes | None) -> None:
+    def _publish(self, topic: str, key: bytes, value: bytes | None) -> tuple[int, int]:
         """Publish a record and wait for Kafka to take it: a change that was confirmed must outlive this process.
+
+        Returns its partition and its offset, which is negative if the broker did not name it.
 
         Raises OutcomeUnknown if Kafka does not answer in time: the record may have reached it. After that time the
         client drops the record, so that it cannot undo a later change when Kafka returns.
         """
         # A broker that creates topics on demand would create a missing one with settings of its own.
         self._check_topics()
-        outcome: list[KafkaError | None] = []
+        outcome: list[tuple[KafkaError | None, Message]] = []
         kafka = self._producer()
         try:
-            kafka.produce(topic, key=key, value=value, on_delivery=lambda error, _: outcome.append(error))
+            kafka.produce(topic, key=key, value=value, on_delivery=lambda *delivery: outcome.append(delivery))
         except (BufferError, KafkaException) as exc:
             raise NotReady(f"Kafka did not take the change: {exc}") from exc
         try:
             wait_for(lambda: kafka.poll(0.1) >= 0 and bool(outcome), PUBLISH_TIMEOUT_S, "Kafka to take it")
         except ProcessError as exc:
             raise _outcome_unknown("Kafka does not answer") from exc
-        error = outcome[0]
+        error, message = outcome[0]
         if error is None:
-            return
+            partition, offset = message.partition(), message.offset()
+            return (0 if partition is None else partition), (-1 if offset is None else offset)
         if error.code() in _TIMEOUTS:
             raise _outcome_unknown(error.str())
         raise NotReady(f"Kafka did not take the change: {error.str()}")

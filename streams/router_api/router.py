@@ -190,7 +190,7 @@ class Router:
         feeds = {
             "workers": Feed(
                 self._topics.workers,
-                one_by_one_live(lambda record, live: self.view.fold_worker(record.key, record.value, live)),
+                one_by_one_live(self.registry.order.read),
             ),
             # Read from its end, because bridges soon report every engine again.
             "metrics": Feed(
@@ -369,6 +369,7 @@ class Router:
                 self.view.note_pooled_ends(partition, reading.asked_ms, pooled_ends, {pooled: read_to})
 
     def _restart(self) -> None:
+        self.registry.order.begin_again()
         self.view.reset()
         self.loads.reset()
 

@@ -1,4 +1,4 @@
-"""Changes of the registry while Kafka does not answer: what the caller learns, and what a repeated call does."""
+"""Changes of the registry while Kafka does not answer or the router reads late: what the caller learns and finds."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
+from confluent_kafka import Consumer, Message
 
 from streams.engines.publisher import KvEventPublisher
 from streams.errors import KvStreamsError
-from streams.kafka import admin, producer
+from streams.kafka import admin, consume, producer
 from streams.local.kafka import LocalKafka, LocalKafkaConfig
 from streams.local.ports import free_port
+from streams.router_api import topic_readers
 from streams.router_api.registry import DELIVERY_TIMEOUT_MS, PUBLISH_TIMEOUT_S
 from streams.settings import Settings, as_environ
 from streams.topics import topics
@@ -74,6 +76,29 @@ def test_a_change_that_kafka_does_not_confirm_has_an_unknown_outcome(broker: Loc
         api.call("DELETE", "/workers/2").refused(404, "unknown_id")
         assert api.workers()[1]["state"] == "cordoned"
     assert DELIVERY_TIMEOUT_MS < PUBLISH_TIMEOUT_S * 1000
+
+
+def test_a_deleted_worker_does_not_come_back_while_the_router_reads_late(
+    scope: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The router reads the registration after it has answered DELETE."""
+
+    def late(consumer: Consumer, n_messages: int, timeout_s: float, collect_s: float = 0.0) -> list[Message]:
+        messages = consume(consumer, n_messages, timeout_s, collect_s)
+        if any(message.error() is None for message in messages):
+            time.sleep(0.2)
+        return messages
+
+    monkeypatch.setattr(topic_readers, "consume", late)
+    body = {"url": "http://e", "model": "m", "block_size": 16}
+    with served(scope) as api:
+        for worker_id in (1, 2, 3):
+            api.call("PUT", f"/workers/{worker_id}", body).given()
+            api.call("DELETE", f"/workers/{worker_id}").given()
+            end_s = time.monotonic() + 0.6
+            while time.monotonic() < end_s:
+                assert worker_id not in api.workers()
+                time.sleep(0.005)
 
 
 def test_a_removal_that_took_effect_unconfirmed_is_confirmed_by_the_repeated_call(
