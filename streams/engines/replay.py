@@ -115,8 +115,13 @@ async def replay(
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.RCVHWM, REPLAY_HWM)
         socket.setsockopt(zmq.MAXMSGSIZE, MESSAGE_BYTES_MAX)
+        # ZMQ queues the request before the connection exists, but not after a peer of another type has refused it.
+        socket.setsockopt(zmq.SNDTIMEO, int(timeout_s * 1000))
         socket.connect(address)
-        await socket.send_multipart([b"", SEQUENCE.pack(start)])
+        try:
+            await socket.send_multipart([b"", SEQUENCE.pack(start)])
+        except zmq.Again as exc:
+            raise ReplaySilent(f"{address} takes no request; is it the port of events?") from exc
         while True:
             if not await socket.poll(int(timeout_s * 1000)):
                 raise ReplaySilent(f"{address} does not answer")
