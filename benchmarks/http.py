@@ -44,7 +44,7 @@ from benchmarks.wire_engines import (
     expected_overlap,
 )
 from streams.kafka import reader
-from streams.local.ports import free_port
+from streams.local.ports import free_port, free_ports_in_a_row
 from streams.local.processes import Child, Children
 from streams.local.stack import RouterProcess, get_json, wait_workers
 from streams.settings import as_environ
@@ -223,7 +223,7 @@ class Bench:
         Two are faster only where there are cores for both, for the client and for what else runs.
         """
         one = next(each for each in self.servers if each.series == OURS and each.content_type == OCTETS)
-        group = self.parts.stack.router("group", processes=2, process_port=free_port())
+        group = self.parts.stack.router("group", processes=2, process_port=free_ports_in_a_row(2))
         wait_workers(group.url, N_WORKERS)
         pids = [child.pid for child in psutil.Process(group.child.pid).children()]
         requests = [one.select(prompt) for prompt in self.workload.prompts(SHORT_TOKENS, N_PROMPTS)]

@@ -107,7 +107,7 @@ def run_thread_in_real_time() -> None:
     If the kernel refuses, nothing changes; the processes that this thread works for log that.
     """
     if hasattr(os, "sched_setscheduler"):
-        with contextlib.suppress(PermissionError):
+        with contextlib.suppress(OSError):
             _make_realtime(threading.get_native_id())
 
 

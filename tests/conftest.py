@@ -88,7 +88,8 @@ def pytest_configure(config: pytest.Config) -> None:
         # A port is chosen seconds before its server listens, and a server that restarts leaves it for as long. In one
         # of two hundred cases another worker process would choose the same one meanwhile.
         number = int(config.workerinput["workerid"].removeprefix("gw"))
-        ports.PORTS = ports.PORTS[number :: config.workerinput["workercount"]]
+        share = len(ports.PORTS) // config.workerinput["workercount"]
+        ports.PORTS = ports.PORTS[number * share : (number + 1) * share]
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

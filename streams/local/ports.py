@@ -34,16 +34,39 @@ def free_port() -> int:
 def free_ports(count: int) -> list[int]:
     """Return `count` different free ports, at random so that two callers seldom collide. Raises KvStreamsError."""
     free: list[int] = []
-    # The system's generator, because tests seed Python's and would all get the same ports.
-    candidates = random.SystemRandom().sample(PORTS, min(PORT_TRIES, len(PORTS)))
+    candidates = _candidates()
     for port in candidates:
-        if port not in _given and is_free(port):
+        if _may_give(port):
             free.append(port)
         if len(free) == count:
             _given.extend(free)
             return free
-    raise KvStreamsError(
-        f"no free port was found in {len(candidates)} attempts between {PORTS.start} and {PORTS.stop - 1}",
+    raise _none_found(len(candidates))
+
+
+def free_ports_in_a_row(count: int) -> int:
+    """Return the first of `count` consecutive free ports, for the processes of a group. Raises KvStreamsError."""
+    candidates = _candidates()
+    for first in candidates:
+        row = range(first, first + count)
+        if row[-1] in PORTS and all(map(_may_give, row)):
+            _given.extend(row)
+            return first
+    raise _none_found(len(candidates))
+
+
+def _candidates() -> list[int]:
+    # The system's generator, because tests seed Python's and would all get the same ports.
+    return random.SystemRandom().sample(PORTS, min(PORT_TRIES, len(PORTS)))
+
+
+def _may_give(port: int) -> bool:
+    return port not in _given and is_free(port)
+
+
+def _none_found(n_tried: int) -> KvStreamsError:
+    return KvStreamsError(
+        f"no free port was found in {n_tried} attempts between {PORTS.start} and {PORTS.stop - 1}",
         remedy="Stop some of the servers on this machine",
     )
 

@@ -16,18 +16,21 @@ checksum, whose seed is the frame's position, does not fit then, and the reader 
 while the writer overwrites a frame that is being read.
 
     payload:  number of records, number of spans (i32), time of reading in ms (i64)
-              spans:    partition, first offset, offset after the last one (i64 each); one for each partition in it
+              spans:    partition, first offset, offset after the last one, and where the span before it in an earlier
+                        frame ended (i64 each); one for each partition in it
               headers:  the columns of LoadBatch.places, i64 each
               for each record its key, then its value; then eight zeros
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import mmap
 import os
 import struct
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -50,12 +53,15 @@ _PAGE_BYTES = 4096
 
 _RUNNING, _CLOSED = 1, 2
 
+#: F_SEAL_FUTURE_WRITE of Linux 5.1, which Python does not name.
+_SEAL_FUTURE_WRITE = 0x10
+
 _HEAD = struct.Struct("=qQ")
 _ALIGNED = 16
 _SEED_MASK = (1 << 64) - 1
 
 _COUNTS = struct.Struct("=iiq")
-_SPAN = struct.Struct("=qqq")
+_SPAN = struct.Struct("=qqqq")
 _HEADER = struct.Struct(f"={N_COLUMNS}q")
 
 
@@ -70,11 +76,16 @@ class RingRecord(NamedTuple):
 
 
 class Span(NamedTuple):
-    """What a frame has of one partition: its first offset, and the one after its last."""
+    """What a frame has of one partition: its first offset, and the one after its last.
+
+    follows: the end of the partition's span in an earlier frame, or the offset from which the ring covers it. A reader
+    that has not read up to there lacks records. `first` may be greater: offsets of markers are in no frame.
+    """
 
     partition: int
     first: int
     end: int
+    follows: int
 
 
 class Frame:
@@ -88,6 +99,7 @@ class Frame:
     def __init__(self, payload: bytes) -> None:
         self.payload = payload
         self._batch: LoadBatch | None = None
+        self.n_records: int
         self.n_records, n_spans, self.read_ms = _COUNTS.unpack_from(payload)
         self._headers_at = _COUNTS.size + n_spans * _SPAN.size
         self.spans = [Span(*each) for each in _SPAN.iter_unpack(payload[_COUNTS.size : self._headers_at])]
@@ -108,15 +120,20 @@ class Frame:
         return self._batch
 
 
-def encode_frame(records: Sequence[tuple[int, int, int, bytes, bytes | None]], read_ms: int) -> bytes:
-    """The payload of a frame. records: fields of RingRecord; those of a partition are in the order of their offsets."""
+def encode_frame(
+    records: Sequence[tuple[int, int, int, bytes, bytes | None]], read_ms: int, follows: Mapping[int, int]
+) -> bytes:
+    """The payload of a frame. records: fields of RingRecord; those of a partition are in the order of their offsets.
+
+    follows: of each partition in it, what Span has.
+    """
     firsts: dict[int, int] = {}
     ends: dict[int, int] = {}
     for partition, offset, _, _, _ in records:
         if partition not in firsts:
             firsts[partition] = offset
         ends[partition] = offset + 1
-    spans = [_SPAN.pack(partition, first, ends[partition]) for partition, first in firsts.items()]
+    spans = [_SPAN.pack(partition, first, ends[partition], follows[partition]) for partition, first in firsts.items()]
     parts = [_COUNTS.pack(len(records), len(spans), read_ms), *spans]
     at = _COUNTS.size + len(spans) * _SPAN.size + len(records) * _HEADER.size
     bodies = []
@@ -151,13 +168,20 @@ def _checksum(payload: bytes, position: int) -> int:
 def _shared_memory(n_bytes: int) -> int:
     """A file descriptor of memory without a name, which is gone as soon as no process has it."""
     if hasattr(os, "memfd_create"):
-        fd = os.memfd_create("kvstreams-bookings")
+        fd = os.memfd_create("kvstreams-bookings", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(fd, n_bytes)
+        _seal(fd, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
         return fd
     with tempfile.TemporaryFile() as file:  # elsewhere than on Linux
         file.write(bytes(n_bytes))  # not sparse: a full disk would end the process that writes to the memory later
         file.flush()
         return os.dup(file.fileno())
+
+
+def _seal(fd: int, seals: int) -> None:
+    """Let no process change the memory in these ways any more, whatever its descriptor allows."""
+    with contextlib.suppress(OSError):  # an older kernel, or memory that is a file
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
 
 
 class RingWriter:
@@ -172,6 +196,7 @@ class RingWriter:
         self._data_at = -(-header_bytes // _PAGE_BYTES) * _PAGE_BYTES
         self.fd = _shared_memory(self._data_at + capacity)
         self._map = mmap.mmap(self.fd, self._data_at + capacity)
+        _seal(self.fd, _SEAL_FUTURE_WRITE)  # this map alone can be written from now on
         # An element of such a view is stored in one step, which a reader sees either before or after it.
         self._cells = memoryview(self._map)[: self._data_at].cast("q")
         self._position = 0

@@ -70,6 +70,7 @@ class GroupFeed:
         self._topic = topics(settings).router_loads
         self._ring = ring
         self._next: dict[int, int] = {}  # the offsets that come next, once the partitions are covered
+        self._framed: dict[int, int] = {}  # where the last frame of each partition ended, at first what is covered
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="group-feed", daemon=True)
 
@@ -92,10 +93,10 @@ class GroupFeed:
         self._ring.beat(time.monotonic_ns())
 
     def _run(self) -> None:
-        run_soon_after_waking()
-        if self._settings.router_realtime:
-            run_thread_in_real_time()
         try:
+            run_soon_after_waking()
+            if self._settings.router_realtime:
+                run_thread_in_real_time()
             while not self._stopping.is_set():
                 try:
                     if not self._read():
@@ -141,6 +142,7 @@ class GroupFeed:
                 self._pause()
             else:
                 self._next = dict(enumerate(ends))
+                self._framed = dict(self._next)
 
     def _pass_on(self, consumer: Consumer) -> bool:
         while not self._stopping.is_set():
@@ -195,7 +197,7 @@ class GroupFeed:
         return first == len(records) or self._write_frame(records[first:], read_ms)
 
     def _write_frame(self, records: Sequence[_Read], read_ms: int) -> bool:
-        payload = encode_frame(records, read_ms)
+        payload = encode_frame(records, read_ms, self._framed)
         if len(payload) > self._ring.payload_bytes_max:
             log.error(
                 "%s [%d] at %d has %d bytes, too many for the ring: each process reads Kafka itself",
@@ -204,6 +206,7 @@ class GroupFeed:
             return False
         self._ring.write(payload)
         for partition, offset in {record[0]: record[1] for record in records}.items():
+            self._framed[partition] = offset + 1
             self._note_read(partition, offset + 1)
         return True
 

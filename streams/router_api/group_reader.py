@@ -68,6 +68,11 @@ class FramePart:
     def __len__(self) -> int:
         return self.stop - self.first
 
+    @property
+    def n_bytes(self) -> int:
+        """About how many bytes they have."""
+        return len(self.frame.payload) * len(self) // max(1, self.frame.n_records)
+
     def batch(self) -> LoadBatch:
         """The records in the frame's own buffer."""
         return self.frame.batch().part(self.first, self.stop)
@@ -106,6 +111,7 @@ class GroupReader:
         self._note_bad: Callable[[int, int, BadRecord], None] | None = None
         self._failed = False
         self._leaves = False  # no further frame is read
+        self._lacks = False  # because records before the next one are not in the ring
         self.reads = False
         # Of the thread: what it last saw of the writer and of the ring, and for how long that has not changed.
         self._hurry = threading.Event()
@@ -150,7 +156,7 @@ class GroupReader:
             if self._ring.closed or self._ring.epoch != mark.epoch or not self._ring.seek(mark.position):
                 return False
             self._epoch, self._next, self._part = mark.epoch, list(next_offsets), None
-            self._note_bad, self._failed, self._leaves = note_bad, False, False
+            self._note_bad, self._failed, self._leaves, self._lacks = note_bad, False, False, False
             self.reads = True
             return True
 
@@ -192,13 +198,18 @@ class GroupReader:
         skips = False
         before = self._next
         for span in frame.spans:
+            if span.follows > before[span.partition]:
+                # The parent reads a topic that has begun anew where it was in the former one, for example.
+                self._leaves = self._lacks = True
+                self._hurry.set()
+                return None
             if span.first < before[span.partition]:
                 skips = True
         if skips:  # only just after the switch
-            left = [record for record in frame.records() if record.offset >= before[record.partition]]
-            if not left:
+            if all(span.end <= before[span.partition] for span in frame.spans):
                 return None
-            frame = Frame(encode_frame(left, frame.read_ms))
+            left = [record for record in frame.records() if record.offset >= before[record.partition]]
+            frame = Frame(encode_frame(left, frame.read_ms, {span.partition: span.follows for span in frame.spans}))
         for span in frame.spans:
             before[span.partition] = span.end
         return FramePart(frame, 0, frame.n_records)
@@ -262,6 +273,8 @@ class GroupReader:
         self._stuck_s = self._stuck_s + passed_s if seen[1] == self._seen[1] and ring.has_news() else 0.0
         self._unread_s = 0.0 if self._follower.reads_back else self._unread_s + passed_s
         self._seen = seen
+        if self._lacks:
+            return "the group's feed lacks records; the topic was probably truncated or recreated"
         if ring.overtaken:
             return "this process was too slow, and the group's feed has overtaken it"
         if ring.closed:

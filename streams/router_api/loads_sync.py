@@ -94,6 +94,11 @@ CAUGHT_UP_MAX = 512
 #: the call is buffered, as calls are that overtake their booking.
 LOOKED_THROUGH_MAX = 4096
 
+#: Bytes of these records after which a call stops as well, so that long prompts do not hold up decisions: folding this
+#: many takes 3 ms. A thread stops there too, and lets others have their turn.
+CAUGHT_UP_BYTES = 512 * 1024
+LOOKED_THROUGH_BYTES = 4 * CAUGHT_UP_BYTES
+
 #: Of records that Python folds, one call folds so many times fewer.
 _PYTHON_FACTOR = 8
 
@@ -251,7 +256,8 @@ class LoadsSync:
     def locked(self) -> AbstractContextManager[ActiveLoads]:
         """The loads without expired bookings. They do not change until the block ends, except by its own calls.
 
-        They have everything that the group's feed had when the block began, up to CAUGHT_UP_MAX records.
+        They have everything that the group's feed had when the block began, up to CAUGHT_UP_MAX records and
+        CAUGHT_UP_BYTES.
         """
         return self._locked
 
@@ -313,15 +319,19 @@ class LoadsSync:
         if self._fold_group(CAUGHT_UP_MAX // (_PYTHON_FACTOR if self._by_python else 1)) and group is not None:
             group.hurry()
 
-    def _fold_group(self, records_max: int) -> bool:
-        """The same under the lock. Nothing that goes wrong here must fail the request that needs the loads."""
-        group, left = self._group, records_max
+    def _fold_group(self, records_max: int, bytes_max: int = CAUGHT_UP_BYTES) -> bool:
+        """The same under the lock, and of at most so many bytes and one frame.
+
+        Nothing that goes wrong here must fail the request that needs the loads.
+        """
+        group, left, bytes_left = self._group, records_max, bytes_max
         try:
             if group is None:
                 return False
             parts = []
-            while left and (part := group.take(left)) is not None:
+            while left and bytes_left > 0 and (part := group.take(left)) is not None:
                 left -= len(part)
+                bytes_left -= part.n_bytes
                 parts.append(part)
             if not parts:
                 return False
@@ -338,7 +348,7 @@ class LoadsSync:
             assert group is not None
             group.fail()
             return False
-        return left == 0
+        return left == 0 or bytes_left <= 0
 
     @property
     def unpublished(self) -> int:
@@ -739,7 +749,8 @@ class LoadsSync:
         self._catch_up()
         live = self._live_ids(request_id, phase)
         if not live and not self._loads.knows(request_id, phase):
-            self._fold_group(LOOKED_THROUGH_MAX // (_PYTHON_FACTOR if self._by_python else 1))
+            records_max = LOOKED_THROUGH_MAX // (_PYTHON_FACTOR if self._by_python else 1)
+            self._fold_group(records_max, LOOKED_THROUGH_BYTES)
             live = self._live_ids(request_id, phase)
         return live
 

@@ -142,13 +142,14 @@ class Registry:
                 raise NotReady(f"Kafka did not take the change: the model has no record yet, and {exc}") from exc
             self._view.fold_worker(model_key(served.name), encode_model(served))
         self._publish_registry(worker_key(worker.worker_id), encode_worker(worker))
-        return self.worker(worker.worker_id)
+        # Another router may have deleted it already, and a recreated topic may not be read again yet.
+        return self._view.workers.get(worker.worker_id, worker)
 
     def cordon(self, worker_id: WorkerId) -> Worker:
         """Keep new requests from a worker until `uncordon`; running ones continue. Returns the cordoned worker."""
-        self.worker(worker_id)
+        worker = self.worker(worker_id)
         self._publish_registry(cordon_key(worker_id), encode_cordon(Cordon(worker_id, _now_ms())))
-        return self.worker(worker_id)
+        return self._view.workers.get(worker_id, replace(worker, state=WorkerState.CORDONED))
 
     def uncordon(self, worker_id: WorkerId) -> None:
         """End a worker's cordon. Raises UnknownId if there is neither a cordon nor such a worker."""

@@ -369,8 +369,8 @@ class Router:
                 self.view.note_pooled_ends(partition, reading.asked_ms, pooled_ends, {pooled: read_to})
 
     def _restart(self) -> None:
-        self.registry.order.begin_again()
         self.view.reset()
+        self.registry.order.begin_again()  # afterwards: a change that is confirmed in between is read again
         self.loads.reset()
 
     # -- decisions -----------------------------------------------------------------------------------------------------

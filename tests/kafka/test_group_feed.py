@@ -19,7 +19,7 @@ from streams.core.loads.bookings import Booking, BookingId, BookingPhase
 from streams.errors import KvStreamsError
 from streams.kafka import delete_topics, ensure_topics, missing_topics, producer
 from streams.load_records import encoded_load
-from streams.local.ports import free_port
+from streams.local.ports import free_port, free_ports_in_a_row
 from streams.local.processes import Child, Children
 from streams.local.stack import READY_TIMEOUT_S, Stack, is_ready, wait_workers
 from streams.router_api.booking_ring import Frame, RingReader, RingRecord, RingWriter
@@ -260,7 +260,9 @@ class GroupOfTwo:
 @pytest.fixture
 def group(scope: Settings, tmp_path: Path) -> Iterator[GroupOfTwo]:
     with Children() as children:
-        settings = replace(scope, port=free_port(), processes=2, process_port=free_port(), drain_timeout_s=1.0)
+        settings = replace(
+            scope, port=free_port(), processes=2, process_port=free_ports_in_a_row(2), drain_timeout_s=1.0
+        )
         alone = Api(Stack(scope, tmp_path, children).router("alone").url)
         arguments = ["-m", "streams.cli", "router"]
         child = children.add(Child("routers", arguments, tmp_path / "routers.log", as_environ(settings))).start()

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from streams.kafka import ensure_topics
-from streams.local.ports import free_port
+from streams.local.ports import free_port, free_ports_in_a_row
 from streams.local.processes import Child, Children
 from streams.local.stack import READY_TIMEOUT_S, Stack, is_ready, wait_workers
 from streams.settings import Settings, as_environ
@@ -49,7 +49,9 @@ class Processes:
 @pytest.fixture
 def processes(scope: Settings, tmp_path: Path) -> Iterator[Processes]:
     with Children() as children:
-        settings = replace(scope, port=free_port(), processes=2, process_port=free_port(), drain_timeout_s=3.0)
+        settings = replace(
+            scope, port=free_port(), processes=2, process_port=free_ports_in_a_row(2), drain_timeout_s=3.0
+        )
         stack = Stack(settings, tmp_path, children)
         stack.worker(router=False)
         arguments = ["-m", "streams.cli", "router"]
@@ -135,7 +137,7 @@ def test_processes_serve_tls_and_renew_their_certificate(scope: Settings, tmp_pa
         scope,
         port=free_port(),
         processes=2,
-        process_port=free_port(),
+        process_port=free_ports_in_a_row(2),
         drain_timeout_s=3.0,
         router_min_initial_workers=0,
         tls_certificate=str(served),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import subprocess
 import sys
@@ -54,11 +55,14 @@ records = st.lists(
     max_size=8,
 )
 
+#: Where each partition's span in an earlier frame ended.
+FOLLOWS = {0: 7, 1: 0, 2: 1 << 40, 3: 5}
+
 
 @given(given=records, read_ms=st.integers(0, 1 << 50))
 def test_a_frame_gives_back_its_records_one_by_one_and_as_a_batch(given: list[RingRecord], read_ms: int) -> None:
     """Records, tombstones and empty keys included, the spans of partitions, and the form that kernels read."""
-    payload = encode_frame(given, read_ms)
+    payload = encode_frame(given, read_ms, FOLLOWS)
     frame = Frame(payload)
     assert (frame.records(), frame.read_ms, frame.n_records) == (given, read_ms, len(given))
     batch = frame.batch()
@@ -68,7 +72,7 @@ def test_a_frame_gives_back_its_records_one_by_one_and_as_a_batch(given: list[Ri
     assert batch.places[:, OFFSET].tolist() == [each.offset for each in given]
     for partition in {record.partition for record in given}:
         offsets = [record.offset for record in given if record.partition == partition]
-        assert Span(partition, offsets[0], offsets[-1] + 1) in frame.spans
+        assert Span(partition, offsets[0], offsets[-1] + 1, FOLLOWS[partition]) in frame.spans
     assert len(payload) <= HEAD + len(PADDING) + sum(encoded_bytes(each.key, each.value) for each in given)
 
 
@@ -169,6 +173,21 @@ def test_a_reader_cannot_write() -> None:
         reader._cells[POSITION_AT] = 1
     with pytest.raises(TypeError):
         reader._map[0:1] = b"x"
+
+
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="only Linux has memory that can be sealed")
+def test_no_other_process_can_change_the_memory_through_its_descriptor() -> None:
+    """Its size stays, and nothing but the writer's own map can be written."""
+    writer, reader = pair()
+    writer.write(b"x")
+    for n_bytes in (0, 1 << 20):
+        with pytest.raises(PermissionError):
+            os.ftruncate(writer.fd, n_bytes)
+    with pytest.raises(PermissionError):
+        mmap.mmap(writer.fd, os.fstat(writer.fd).st_size)
+    with pytest.raises(PermissionError):
+        os.pwrite(writer.fd, b"x", 0)
+    assert reader.read() == b"x"
 
 
 def test_what_the_writer_notes_reaches_readers() -> None:

@@ -27,3 +27,16 @@ def test_a_port_that_is_in_use_is_not_given(monkeypatch: pytest.MonkeyPatch) -> 
             ports.free_port()
     monkeypatch.setattr(ports, "PORTS", range(free, free + 1))
     assert ports.free_port() == free
+
+
+def test_ports_in_a_row_are_free_and_are_not_given_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of them are within the range, and none of them is given afterwards."""
+    first = ports.free_ports_in_a_row(3)
+    monkeypatch.setattr(ports, "_given", deque(maxlen=ports.GIVEN_KEPT))
+    monkeypatch.setattr(ports, "PORTS", range(first, first + 3))
+    assert ports.free_ports_in_a_row(3) == first
+    with pytest.raises(KvStreamsError, match="no free port"):
+        ports.free_port()
+    monkeypatch.setattr(ports, "_given", deque([first + 1], maxlen=ports.GIVEN_KEPT))
+    with pytest.raises(KvStreamsError, match="no free port"):
+        ports.free_ports_in_a_row(2)
