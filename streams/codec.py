@@ -56,6 +56,7 @@ from streams.core.ids import (
     WorkerId,
 )
 from streams.core.loads.bookings import Booking, BookingId, BookingPhase
+from streams.core.loads.kernels.layout import NAME_BYTES_MAX, NUMBER_MAX
 from streams.core.loads.observations import Forecast
 from streams.core.workers import (
     Avoidance,
@@ -603,8 +604,14 @@ def decode_load(
         raise BadRecord("bad_booking", f"phase {phase.value} {'lacks' if found is None else 'has'} a booking")
     if found is None:
         return booking_id, phase, None
-    if min(found[name] for name in _BOOKING_COUNTS) < 0:
-        raise BadRecord("bad_booking", f"a booking with a negative number: {[found[name] for name in _BOOKING_COUNTS]}")
+    counts = [found[name] for name in _BOOKING_COUNTS]
+    if min(*counts, found["expected_output_tokens"] or 0) < 0:
+        raise BadRecord("bad_booking", f"a booking with a negative number: {counts}")
+    if max(*counts, found["expected_output_tokens"] or 0) > NUMBER_MAX:
+        raise BadRecord("bad_booking", f"a booking with a number over {NUMBER_MAX}: {counts}")
+    n_bytes = max(len(name.encode()) for name in (booking_id.request_id, booking_id.router_id, found["model"]))
+    if n_bytes > NAME_BYTES_MAX:
+        raise BadRecord("bad_booking", f"a booking with a name of {n_bytes} bytes, more than {NAME_BYTES_MAX}")
     return (
         booking_id,
         phase,

@@ -20,7 +20,7 @@ from streams.codec import codec, decode_load, encode_load, from_long, load_key, 
 from streams.core.ids import DpRank, Int64Array, RankId, WorkerId
 from streams.core.kernels.available import kernels_available
 from streams.core.loads.bookings import Booking, BookingId, BookingPhase
-from streams.core.loads.kernels.layout import FIELD_KIND, FIELD_WORDS
+from streams.core.loads.kernels.layout import FIELD_KIND, FIELD_WORDS, NAME_BYTES_MAX, NUMBER_MAX
 from streams.core.loads.observations import NO_FORECAST, Forecast
 from streams.load_batches import PARTITION, LoadBatch
 
@@ -273,15 +273,18 @@ def _decode_add(raw: bytes) -> tuple[bytes, BookingId, Booking] | None:
     at += n_phase_bytes
     forecast = NO_FORECAST
     if raw[at:] != _NO_FORECAST_BYTES:
-        numbers = []
+        times = []
         for _ in range(_N_FORECAST):
             number, at = _read(raw, at)
-            numbers.append(number)
+            times.append(number)
         if at != len(raw):
             return None
-        forecast = Forecast(*numbers)
+        forecast = Forecast(*times)
     # A length beyond the end makes the next number fail; a negative one is refused by `_read`.
     if phase is None or len(sequence) % _HASH_BYTES or dp_rank >= _I32:
+        return None
+    numbers = (prefill, request_blocks, overlap, output, expected or 0, *forecast)
+    if max(numbers) > NUMBER_MAX or max(len(request_id), len(router_id), len(model)) > NAME_BYTES_MAX:
         return None
     return (
         head,

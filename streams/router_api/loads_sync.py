@@ -99,8 +99,10 @@ LOOKED_THROUGH_MAX = 4096
 CAUGHT_UP_BYTES = 512 * 1024
 LOOKED_THROUGH_BYTES = 4 * CAUGHT_UP_BYTES
 
-#: Of records that Python folds, one call folds so many times fewer.
+#: Of records that Python folds, one call folds so many times fewer. That is the case if kernels have left one in so
+#: many of the last ones to Python, which takes ten times as long for it.
 _PYTHON_FACTOR = 8
+_PYTHON_SHARE = 4
 
 #: Own records that are kept until they are read back, so that they need not be decoded. Beyond this limit the oldest
 #: one is dropped; it is then decoded like any other.
@@ -449,9 +451,9 @@ class LoadsSync:
         """Apply prefill-complete or free. Returns False if no such booking is known, so that the call is buffered.
 
         The call applies to every active booking of the id and phase: two routers that were asked at once may each have
-        made one. phase: None stands for every phase. A call for a booking that has ended changes nothing. It is not
-        buffered, because it would then end the next booking of that id. A buffered call applies to the first booking
-        that arrives for it.
+        made one. phase: None stands for every phase. A call for a booking that has ended changes nothing, and neither
+        does a repeated prefill-complete. It is not buffered, because it would then end the next booking of that id. A
+        buffered call applies to the first booking that arrives for it.
         """
         with self._lock:
             live = self._find_live(request_id, phase)
@@ -461,7 +463,10 @@ class LoadsSync:
                 self._buffer_call(request_id, what, phase)
                 return False
             for booking_id in live:
-                self._publish_phase(booking_id, what)
+                # Repeated, its record would replace the first one in the log, without which a router that starts later
+                # may find that the booking had expired by then.
+                if what is not BookingPhase.PREFILL or not self._loads.is_prefilled(booking_id):
+                    self._publish_phase(booking_id, what)
             if self._listeners:
                 self._announce_falls()
         self._outbox.serve_reports()  # every booking comes through here once, and not within the lock of a decision
@@ -510,44 +515,50 @@ class LoadsSync:
         bad: list[tuple[int, BadRecord]] = []
         at = 0
         while at < len(batch):
-            together, read = batch.part(at, at + _BY_KERNELS_TOGETHER_MAX), None
+            n_together = _FOLDED_TOGETHER_MAX if self._by_python else _BY_KERNELS_TOGETHER_MAX
+            together, read = batch.part(at, at + n_together), None
             if self._folds_records:
                 read = read_fields(together, self._own_id)
-            self._by_python = read is None or read.kinds.count(OTHER) * 2 > len(together)
-            if self._by_python:
-                together = batch.part(at, at + _FOLDED_TOGETHER_MAX)
+            if len(together) > _FOLDED_TOGETHER_MAX and (
+                read is None or read.kinds.count(OTHER) * _PYTHON_SHARE > len(together)
+            ):
+                together = together.part(0, _FOLDED_TOGETHER_MAX)
                 read = None if read is None else read.part(_FOLDED_TOGETHER_MAX)
-            bad += [(at + number, exc) for number, exc in self._fold_together(together, read)]
+            found, n_by_python = self._fold_together(together, read)
+            self._by_python = n_by_python * _PYTHON_SHARE > len(together)
+            bad += [(at + number, exc) for number, exc in found]
             at += len(together)
         return bad
 
-    def _fold_together(self, batch: LoadBatch, read: LoadFields | None) -> list[tuple[int, BadRecord]]:
-        """Fold records under one lock. Those that kernels do not fold are decoded before, if that is known before."""
+    def _fold_together(self, batch: LoadBatch, read: LoadFields | None) -> tuple[list[tuple[int, BadRecord]], int]:
+        """Fold records under one lock. Those that kernels do not fold are decoded before, if that is known before.
+
+        Returns those that cannot be used, and how many were not folded by kernels.
+        """
         bad: list[tuple[int, BadRecord]] = []
         contents: dict[int, _Content | None] = {}
         with self._decoding:
-            if self._own:
-                for number in range(len(batch)):
-                    key, value, _, _ = batch.record(number)
-                    own = self._own.get(key)
-                    if own is not None and own[0] == value:  # this router wrote it itself, so it is not decoded
-                        self._own.pop(key, None)  # not `del`: sending may have dropped it in between
-                        contents[number] = own[1]
-            if read is None or OTHER in read.kinds:
-                for number in range(len(batch)):
-                    if number not in contents and (read is None or read.kinds[number] == OTHER):
-                        contents[number] = self._decode(number, batch.record(number)[1], bad)
+            for number in range(len(batch)):
+                if read is not None and read.kinds[number] != OTHER:
+                    continue
+                key, value, _, _ = batch.record(number)
+                own = self._own.get(key) if self._own else None
+                if own is not None and own[0] == value:  # this router wrote it itself, so it is not decoded
+                    self._own.pop(key, None)  # not `del`: sending may have dropped it in between
+                    contents[number] = own[1]
+                else:
+                    contents[number] = self._decode(number, value, bad)
         with self._lock:
             if read is not None and not self._folds_records:  # the first request came that overrides the mode
                 read = None
             if read is not None and self._buffered:
                 self._leave_buffered(read)
-            loads, stream_ms, at = self._loads, self._stream_ms, 0
+            loads, stream_ms, at, n_by_python = self._loads, self._stream_ms, 0, 0
+            if read is not None:
+                loads.begin_fold(read.clocks)
             while at < len(batch):
                 if read is not None and read.kinds[at] != OTHER:
-                    at = loads.fold(read.fields, at, read.clocks)
-                    for clock in read.clocks:
-                        stream_ms[clock] = max(stream_ms[clock], loads.latest_ms(clock))
+                    at = loads.fold(read.fields, at)
                 if at == len(batch):
                     break
                 _, value, at_ms, clock = batch.record(at)
@@ -555,19 +566,31 @@ class LoadsSync:
                     with self._decoding:
                         contents[at] = self._decode(at, value, bad)
                 content = contents[at]
+                latest_ms = stream_ms[clock] if read is None else max(stream_ms[clock], loads.latest_ms(clock))
+                # The broker gives all records of a batch the same time, in which nothing more expires. What has expired
+                # by the time of a record is gone before it is folded, whatever the log had in between.
+                if at_ms > latest_ms:
+                    latest_ms = at_ms
+                    loads.expire(latest_ms, clock)
                 if content is not None:
                     self._fold_content(content, at_ms, clock)
-                # The broker gives all records of a batch the same time, in which nothing more expires.
-                if at_ms != stream_ms[clock]:
-                    stream_ms[clock] = max(at_ms, stream_ms[clock])
-                    loads.expire(stream_ms[clock], clock)
+                    if at_ms < latest_ms:  # it may have come too late
+                        loads.expire(latest_ms, clock)
+                    if read is not None:
+                        loads.folded(clock)
+                stream_ms[clock] = latest_ms
+                n_by_python += 1
                 at += 1
+            if read is not None:
+                loads.end_fold(read.clocks)
+                for clock in read.clocks:
+                    stream_ms[clock] = max(stream_ms[clock], loads.latest_ms(clock))
             now_ms = self._now_ms()
             for clock in set(batch.places[:, PARTITION].tolist()) if read is None else read.clocks:
                 self._heard_ms[clock] = now_ms
             if self._listeners:
                 self._announce_falls()
-        return bad
+        return bad, n_by_python
 
     @property
     def _folds_records(self) -> bool:
@@ -615,6 +638,8 @@ class LoadsSync:
         """
         if not self._shared:
             return
+        with self._decoding:
+            self._own.clear()  # they are read again under the former id
         with self._lock:
             self._begin()
             self._falls_announced = -1  # all loads are 0 now

@@ -19,6 +19,7 @@ from fastavro.schema import fingerprint, to_parsing_canonical_form
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from streams import load_records
 from streams.codec import (
     avoid_key,
     codec,
@@ -84,6 +85,7 @@ from streams.core.ids import (
     WorkerId,
 )
 from streams.core.loads.bookings import Booking, BookingId, BookingPhase
+from streams.core.loads.kernels.layout import NAME_BYTES_MAX, NUMBER_MAX, OTHER
 from streams.core.loads.observations import NO_FORECAST, Forecast
 from streams.core.reducer.ordering import Health, Progress
 from streams.core.routing.cost import TermColumns
@@ -131,7 +133,8 @@ from streams.decision_log.records import DecisionEncoder, FleetSize, Report
 from streams.decision_log.records import decode_batch as decode_decisions
 from streams.errors import BadRecord, KvStreamsError
 from streams.event_encoding import datum_of
-from streams.load_records import LoadDecoder, encoded_load
+from streams.load_batches import batch_of
+from streams.load_records import LoadDecoder, encoded_load, read_fields
 from streams.tables.event_decoding import decode_events
 from streams.tables.records import (
     PartitionRecord,
@@ -256,14 +259,14 @@ bookings = st.builds(
     Booking,
     rank=ranks,
     model=texts,
-    prefill_tokens=st.integers(0, I63),
+    prefill_tokens=st.integers(0, NUMBER_MAX),
     sequence=hash_lists.map(pack_hashes),
     overlap_blocks=counts,
     request_blocks=counts,
     expected_output_tokens=st.one_of(st.none(), counts),
     output_blocks=counts,
     phase=st.sampled_from([None, "prefill", "decode"]),
-    forecast=st.one_of(st.just(NO_FORECAST), st.builds(Forecast, *[st.integers(0, I63)] * len(NO_FORECAST))),
+    forecast=st.one_of(st.just(NO_FORECAST), st.builds(Forecast, *[st.integers(0, NUMBER_MAX)] * len(NO_FORECAST))),
 )
 epochs = st.builds(lambda incarnation, generation: Epoch(Incarnation(incarnation), generation), u64s, counts)
 
@@ -1012,14 +1015,27 @@ def load_datum(phase: str = "add", **changes: Any) -> bytes:
         (load_datum(request_blocks=-1), "bad_booking"),
         (load_datum(overlap_blocks=-1), "bad_booking"),
         (load_datum(output_blocks=-1), "bad_booking"),
+        (load_datum(expected_output_tokens=-1), "bad_booking"),
+        (load_datum(prefill_tokens=NUMBER_MAX), None),
+        (load_datum(prefill_tokens=NUMBER_MAX + 1), "bad_booking"),
+        (load_datum(load_us=NUMBER_MAX + 1), "bad_booking"),
+        (load_datum(model="m" * NAME_BYTES_MAX), None),
+        (load_datum(model="ä" * NAME_BYTES_MAX), "bad_booking"),
         (load_datum(dp_rank=-1), "bad_rank"),
         (load_datum(dp_rank=1 << 31), "bad_rank"),
     ],
     ids=by_reason,
 )
-def test_an_impossible_load_is_refused_with_its_reason(raw: bytes, reason: str | None) -> None:
-    """An add must have a booking, other phases must not, and no load is negative."""
+def test_an_impossible_load_is_refused_with_its_reason(
+    raw: bytes, reason: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An add must have a booking, other phases must not, and no number is negative or too great to be added up."""
     assert reason_of(lambda: decode_load(raw)) == reason
+    assert reason_of(lambda: LoadDecoder().decode(raw)) == reason
+    if reason is not None:
+        assert read_fields(batch_of([(b"k", raw, 1, 0)])).kinds == [OTHER]
+    monkeypatch.setattr(load_records, "_HAS_KERNEL", False)
+    assert reason_of(lambda: LoadDecoder().decode(raw)) == reason
 
 
 def run_datum(**changes: Any) -> bytes:

@@ -210,7 +210,7 @@ def added(worker_id: int, name: str, at_ms: int) -> _Record:
 
 @pytest.mark.parametrize("of", [LoadsSync, PythonSync])
 def test_bookings_that_expire_while_the_table_of_loads_grows_leave_no_load(of: type[LoadsSync]) -> None:
-    """The record that makes the table grow also lets the bookings of all other ranks expire."""
+    """A rank makes the table grow, and the next record of the same batch lets all bookings expire."""
     sync, n_ranks = synced([0], of), 62
     for kind in ("first", "second"):  # kernels leave the first booking of a rank to Python
         for number in range(1, n_ranks + 1):
@@ -218,10 +218,86 @@ def test_bookings_that_expire_while_the_table_of_loads_grows_leave_no_load(of: t
     loads = sync._loads
     before = loads.table.shape[1]
     sync._fold_all([added(100, "third-100", 1_000_000)])
-    sync._fold_all([added(101, "third-101", 1_000_000 + 2 * TTL_MS)])
+    sync._fold_all([added(101, "third-101", 1_000_000), added(102, "fourth-102", 1_000_000 + 2 * TTL_MS)])
     assert loads.table.shape[1] > before
     loads.check()
-    assert loads.ranks().keys() == {RankId(WorkerId(101), DpRank(0))}
+    assert loads.ranks().keys() == {RankId(WorkerId(102), DpRank(0))}
+
+
+def of_booking(name: str, phase: BookingPhase, at_ms: int) -> _Record:
+    booking_id = BookingId(name, "router-one", 1)
+    return load_key(booking_id, phase), encoded_load(booking_id, phase, None, at_ms), at_ms, 0
+
+
+@pytest.mark.parametrize("of", [LoadsSync, PythonSync])
+@pytest.mark.parametrize("together", [False, True])
+def test_a_router_that_starts_late_finds_what_had_expired_expired(of: type[LoadsSync], together: bool) -> None:
+    """A booking expired by a tick, and its client reports afterwards. Compaction has removed the tick since."""
+    first = added(1, "request-1", 1_000_000)
+    tick: _Record = (b"tick", None, 1_000_000 + TTL_MS + 1, 0)
+    later = of_booking("request-1", BookingPhase.PREFILL, 1_000_000 + TTL_MS + 5)
+    renewed = added(1, "request-1", 1_000_000 + TTL_MS + 6)
+    for more, n_live in (([], 0), ([renewed], 1)):
+        for log in ([first, tick, later, *more], [first, later, *more]):
+            sync = synced([0], of)
+            for batch in [log] if together else [[each] for each in log]:
+                sync._fold_all(batch)
+            assert len(sync._loads.live_ids("request-1")) == n_live
+            assert sum(load.requests for load in sync._loads.ranks().values()) == n_live
+            sync._loads.check()
+
+
+def test_ranks_that_are_added_one_by_one_are_found_by_kernels() -> None:
+    """Also when their table grows, and when the rows of idle ranks are given to others."""
+    sync, n_ranks = synced([0], LoadsSync), 300
+    for at_ms in (1_000_000, 1_000_000 + 2 * TTL_MS):
+        for kind in ("first", "second"):
+            for number in range(n_ranks):
+                sync._fold_all([added(number + at_ms, f"{kind}-{number}-{at_ms}", at_ms)])
+        assert len(sync._loads._states) == n_ranks  # the first ones; the second ones are in the kernels' memory
+        assert {load.requests for load in sync._loads.ranks().values()} == {2}
+        assert len(sync._loads.ranks()) == n_ranks
+        sync._loads.check()
+
+
+def test_bookings_that_a_call_ends_leave_few_entries_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another router's booking whose end is reported here, while later ones of this router are due."""
+    monkeypatch.setattr(loads_module, "_EXPIRIES_KEPT", 50)
+    sync = synced([0], LoadsSync)
+    loads = sync._loads
+    for number in range(500):
+        sync._fold_all([added(1, f"request-{number}", 1_000_000 + number)])
+        own = BookingId(f"own-{number}", sync.router_id, number)
+        loads.add(own, Booking(RANKS[0], "model", 1, b"", 0, 0), 1_000_000 + number)
+        (booking_id,) = loads.live_ids(f"request-{number}")
+        loads.free(booking_id, 1_000_000 + number)
+        loads.free(own, 1_000_000 + number)
+        assert sum(map(len, loads._expiries.values())) == loads._n_expiries <= 51
+    loads.check()
+    loads.expire(1_000_000 + 2 * TTL_MS)
+    assert not len(loads)
+
+
+def test_records_that_python_folds_are_folded_fewer_at_a_time() -> None:
+    """Kernels leave the reports of a booking of one part of a request to Python, whatever form their records have."""
+    sync = synced([0], LoadsSync)
+    made = []
+    for number in range(200):
+        booking_id = BookingId(f"request-{number}", "router-one", number)
+        booking = Booking(RANKS[0], "model", 100, pack_hashes([number]), 0, 1, phase="decode")
+        made.append((booking_id, booking))
+    add, prefill = ([*made], BookingPhase.ADD), ([*made], BookingPhase.PREFILL)
+    for of, phase in (add, prefill):
+        sync._fold_all(
+            [
+                (load_key(each, phase), encoded_load(each, phase, what if phase is BookingPhase.ADD else None, 1), 1, 0)
+                for each, what in of
+            ]
+        )
+        assert sync._by_python
+    sync._fold_all([added(1, f"plain-{number}", 2) for number in range(200)])
+    sync._fold_all([added(1, f"more-{number}", 2) for number in range(200)])
+    assert not sync._by_python
 
 
 def test_a_reader_of_routers_sees_those_of_the_newest_bookings() -> None:

@@ -25,7 +25,7 @@ _REQUESTS_KEPT_MAX = 16
 # As in kernels.plain, which this module must not import: it needs numba.
 _ROUTER_FACTOR = 0x2545F4914F6CDD1D
 _COUNTER_FACTOR = 0x1B873593CC9E2D51
-_ID_SHIFT = 29
+_ID_SHIFT = 32
 _U64 = (1 << 64) - 1
 _U32 = (1 << 32) - 1
 

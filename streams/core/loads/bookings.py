@@ -23,7 +23,14 @@ from streams.core.kernels.available import kernels_available
 from streams.core.loads.active_prefixes import ActivePrefixes, Prefixes, PrefixNode
 from streams.core.loads.booking_hashes import booking_digest, request_digest
 from streams.core.loads.ended_bookings import EndedBookings
-from streams.core.loads.kernels.layout import CLOCKS_MAX_EVER, CONTEXT_WORDS, FIELD_CLOCK, N_BOOKINGS, N_BYTES
+from streams.core.loads.kernels.layout import (
+    CLOCKS_MAX_EVER,
+    CONTEXT_WORDS,
+    FIELD_CLOCK,
+    N_BOOKINGS,
+    N_BYTES,
+    STOPPED_BEFORE,
+)
 from streams.core.loads.observations import (
     NO_FORECAST,
     Forecast,
@@ -61,6 +68,10 @@ KNOWN_BOOKING_BYTES = 540
 ACTIVE_BOOKING_BYTES = 700
 _HASHES_STORED = 3
 _BYTES_PER_HASH = 8
+
+#: Entries of bookings that have ended may stay in the heaps of expiries, up to this number, or twice as many as there
+#: are bookings.
+_EXPIRIES_KEPT = 10_000
 
 #: Observations that are kept until a policy asks for them. Beyond this limit the oldest ones are dropped.
 OBSERVATIONS_MAX = 4096
@@ -240,6 +251,7 @@ class ActiveLoads:
         # Loads by row: _PREFILL tokens, _DECODE blocks, _REQUESTS, and how many of the blocks are _OUTPUT. Row 0 stands
         # for all ranks without bookings and is always zero.
         self._rows: dict[RankId, int] = {}
+        self._has_gaps = False  # whether a row between the taken ones may be free
         self._set_table(np.zeros((4, _ROWS_FIRST), dtype=np.int64))
         self._numbering = 0  # changes when a row may belong to another rank
         self._prefixes: Prefixes
@@ -356,22 +368,33 @@ class ActiveLoads:
         """Whether `fold` takes any records."""
         return self._plain is not None
 
-    def fold(self, fields: Int64Array, first: int, clocks: Iterable[int]) -> int:
+    def begin_fold(self, clocks: Iterable[int]) -> None:
+        """Prepare for calls of `fold` with records of these clocks. `end_fold` follows."""
+        if self._plain is not None:
+            for clock in clocks:
+                self._plain.limit(clock, self._next_expiry_ms(clock))
+
+    def end_fold(self, clocks: Iterable[int]) -> None:
+        """Let what has ended, and ended again, expire at the latest time of these clocks."""
+        if self._plain is not None:
+            for clock in clocks:
+                self._ended.expire(self._plain.latest_ms(clock), clock)
+
+    def fold(self, fields: Int64Array, first: int) -> int:
         """Fold records of other routers from `first` on; return the first one that was not folded, or their number.
 
-        fields: int64[n, FIELD_WORDS], as `tables.kernels.loads.read_records` writes them. clocks: those that occur in
-        them. Has the same effects as `add`, `prefill_complete` and `free`, with `expire` at the time of each record
-        after it, in a fifth of the time. The caller folds the record that is returned in this way, and then goes on.
+        fields: int64[n, FIELD_WORDS], as `tables.kernels.loads.read_records` writes them, of clocks for which
+        `begin_fold` was called. Has the same effects as `expire` at the time of each record, and then `add`,
+        `prefill_complete` or `free`, in a fifth of the time. The caller folds the record that is returned in this way,
+        calls `folded`, and then goes on.
         """
         plain = self._plain
         if plain is None:
             return first
-        plain.set_ranks(self._numbering, self._rows)
-        for clock in clocks:
-            plain.limit(clock, self._next_expiry_ms(clock))
+        plain.set_ranks(self._rows)
         while True:
             plain.set_ended(self._ended.shards_address, self._ended.shards_mask)
-            first, is_due = plain.fold(
+            first, stopped = plain.fold(
                 fields,
                 first,
                 (
@@ -389,13 +412,16 @@ class ActiveLoads:
                     self.expire(plain.latest_ms(clock), clock)
                 self.dropped += self._ended.add_freed(freed, self._put_freed)
             self.n_falls += plain.falls()
-            if not is_due:
-                for clock in clocks:  # what has ended by now is not kept if it ends again
-                    self._ended.expire(plain.latest_ms(clock), clock)
+            if not stopped:
                 return first
-            clock = int(fields[first - 1, FIELD_CLOCK])
+            clock = int(fields[first if stopped == STOPPED_BEFORE else first - 1, FIELD_CLOCK])
             self.expire(plain.latest_ms(clock), clock)
             plain.limit(clock, self._next_expiry_ms(clock))
+
+    def folded(self, clock: int) -> None:
+        """Note that the caller has folded a record of this clock between two calls of `fold`."""
+        if self._plain is not None:
+            self._plain.limit(clock, self._next_expiry_ms(clock))
 
     def _put_freed(self, first: int) -> int:
         assert self._plain is not None  # it has freed something
@@ -646,8 +672,7 @@ class ActiveLoads:
             if due[booking_id] > now_ms:
                 break
             ended += self._expire_one(booking_id, now_ms, clock)
-        expiries = self._expiries.get(clock)
-        while expiries and expiries[0][0] <= now_ms:
+        while (expiries := self._expiries.get(clock)) and expiries[0][0] <= now_ms:  # `_schedule` may replace it
             booking_id = heapq.heappop(expiries)[1]
             self._n_expiries -= 1
             if due is None or booking_id not in due:  # else it was dropped and booked again
@@ -699,6 +724,12 @@ class ActiveLoads:
         self._live_of(booking_id.request_id)
         state = self._states.get(booking_id)
         return state.booking if state is not None and state.live else None
+
+    def is_prefilled(self, booking_id: BookingId) -> bool:
+        """Whether prefill-complete was reported for an active booking."""
+        self._live_of(booking_id.request_id)
+        state = self._states.get(booking_id)
+        return state is not None and state.live and state.prefilled
 
     def renewal(self, booking_id: BookingId) -> Renewal | None:
         """What renewing an active booking takes; None if there is none, or the log has not given it a time yet."""
@@ -939,7 +970,7 @@ class ActiveLoads:
             self._last_due_ms[clock] = at_ms
             self._due.setdefault(clock, OrderedDict())[booking_id] = at_ms
             return
-        if self._n_expiries >= 2 * BOOKINGS_MAX:  # most of them belong to bookings that were dropped
+        if self._n_expiries >= max(_EXPIRIES_KEPT, 2 * len(self._states)):  # most bookings of them have ended
             self._expiries.clear()
             for known, each in self._states.items():
                 if each.expires_ms is not None and known not in self._due.get(each.clock, {}):
@@ -1005,15 +1036,20 @@ class ActiveLoads:
             idle = [each for each, row in self._rows.items() if not self._loads[_REQUESTS, row]]
             for each in idle:
                 del self._rows[each]
+            if idle:
+                self._has_gaps = True
+                if self._plain is not None:
+                    self._plain.ranks_removed()
             if len(self._rows) * 2 >= n_rows:
                 self._set_table(np.concatenate([self._loads, np.zeros_like(self._loads)], axis=1))
                 self.times.grow(self._n_rows)
                 if self._plain is not None:  # before any kernel changes a load
                     self._plain.set_tables(self._loads, self.times.table[PREFILLED_MS])
-        taken = set(self._rows.values())
         row = len(self._rows) + 1
-        if row in taken:
+        if self._has_gaps:
+            taken = set(self._rows.values())
             row = next(number for number in range(1, self._n_rows) if number not in taken)
+            self._has_gaps = max(taken, default=0) > len(taken)
         self._rows[rank] = row
         self.times.clear_row(row)
         return row

@@ -6,10 +6,12 @@ records kernels fold (kernels.plain), and the bytes of records.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from streams.core.ids import Int64Array, RankId
 from streams.core.loads.kernels import layout, plain
@@ -41,6 +43,12 @@ class PlainBooking(NamedTuple):
     sequence: bytes
 
 
+def _table_of(rows: Iterable[tuple[RankId, int]]) -> npt.NDArray[np.uint64]:
+    """What kernels read of ranks: uint64[n, 3], since worker ids have 64 bits."""
+    ranks = [(rank.worker_id, rank.dp_rank, row) for rank, row in rows]
+    return np.array(ranks, dtype=np.uint64).reshape(-1, 3)
+
+
 class PlainBookings:
     """The bookings in the kernels' memory. Everything is found by the digest of a request id (booking_hashes)."""
 
@@ -50,7 +58,8 @@ class PlainBookings:
         self._address = memory.address
         memory.context[layout.REQUESTS] = memory.zeroed(2 * TABLE_PLACES_FIRST)
         memory.context[layout.REQUESTS_PLACES] = TABLE_PLACES_FIRST
-        self._ranks_set = -1
+        self._n_ranks_set = 0
+        plain.set_ranks(self._address, 0, 0)  # an empty table
 
     def __len__(self) -> int:
         return self._context[layout.N_BOOKINGS]
@@ -76,15 +85,24 @@ class PlainBookings:
         if not plain.note(self._address, request, layout.KNOWN if known else 0):
             raise IndexCorrupt("the memory of bookings is full")
 
-    def set_ranks(self, numbering: int, rows: Mapping[RankId, int]) -> None:
-        """Give kernels the rows of ranks, none of which is 0. numbering: changes whenever rows do."""
-        if numbering == self._ranks_set:
+    def set_ranks(self, rows: dict[RankId, int]) -> None:
+        """Give kernels the rows of ranks, none of which is 0. Ranks have only been added since the last call."""
+        n_new = len(rows) - self._n_ranks_set
+        if not n_new:
             return
-        ranks = [(rank.worker_id, rank.dp_rank, row) for rank, row in rows.items()]
-        table = np.array(ranks, dtype=np.uint64).reshape(-1, 3)  # worker ids have 64 bits
+        if self._n_ranks_set:
+            new = _table_of(itertools.islice(reversed(rows.items()), n_new))
+            if plain.add_ranks(self._address, new.ctypes.data, n_new):
+                self._n_ranks_set += n_new
+                return
+        table = _table_of(rows.items())
         if not plain.set_ranks(self._address, table.ctypes.data, len(table)):
             raise IndexCorrupt("the memory of bookings is full")
-        self._ranks_set = numbering
+        self._n_ranks_set = len(rows)
+
+    def ranks_removed(self) -> None:
+        """Some ranks have no row any more: the next call of `set_ranks` gives all of them."""
+        self._n_ranks_set = 0
 
     def set_tables(self, loads: Int64Array, prefilled: Int64Array) -> None:
         """Where kernels write: the table of loads, int64[4, n_rows], and the last prefill-completes, int64[n_rows]."""
@@ -99,14 +117,17 @@ class PlainBookings:
         """When something of a clock that is not here may expire; 0 for never."""
         self._memory.clocks[clock, 3] = limit_ms
 
-    def fold(self, fields: Int64Array, first: int, limits: tuple[int, int, int, int, int]) -> tuple[int, bool]:
-        """Fold records from `first` on; return the first one that was not folded, and whether to expire before it.
+    def fold(self, fields: Int64Array, first: int, limits: tuple[int, int, int, int, int]) -> tuple[int, int]:
+        """Fold records from `first` on; return the first one that was not folded, and why it stopped there.
+
+        It stops at the end or at a record that is left to the caller (0), or before or after one at whose time
+        something may expire (layout.STOPPED_BEFORE and STOPPED_AFTER).
 
         limits: how long bookings are kept, how many may be here, how many bytes they may take, and how these are
         counted: for each booking besides its request id, and for each of its blocks.
         """
         at: int = plain.fold(self._address, fields.ctypes.data, first, len(fields), *limits)
-        return at, bool(self._context[layout.STOPPED])
+        return at, self._context[layout.STOPPED]
 
     def freed(self) -> list[list[int]]:
         """What the last `fold` freed: digests of request and booking, when that expires, and its clock."""

@@ -40,6 +40,8 @@ from streams.core.loads.kernels.layout import (
     FREE,
     ID_BYTES_MAX,
     ID_BYTES_MIN,
+    NAME_BYTES_MAX,
+    NUMBER_MAX,
     OTHER,
     PREFILL,
     TICK,
@@ -114,15 +116,19 @@ def _find_fields(raw: Any, begin: int, end: int) -> tuple[int, ...]:
         return none
     if dp_rank < 0 or dp_rank > _DP_RANK_MAX or min(prefill, request_blocks, overlap) < 0:
         return none
+    if max(prefill, request_blocks, overlap) > NUMBER_MAX:
+        return none
+    if max(request_end - request, router_end - router, model_end - model) > NAME_BYTES_MAX:
+        return none
     expected, at = -1, sequence_end + 1
     if raw[sequence_end] == _PRESENT:
         expected, at = _read(raw, at, end)
-        if expected < 0:
+        if expected < 0 or expected > NUMBER_MAX:
             return none
     elif raw[sequence_end] != 0:
         return none
     output, at = _read(raw, at, end)
-    if at >= end or output < 0:
+    if at >= end or output < 0 or output > NUMBER_MAX:
         return none
     phase = 0
     if raw[at] == _PRESENT and at + 1 < end and (raw[at + 1] == 0 or raw[at + 1] == _PRESENT):
@@ -136,6 +142,8 @@ def _find_fields(raw: Any, begin: int, end: int) -> tuple[int, ...]:
     over_within_ms, at = _read(raw, at, end)
     load_us, at = _read(raw, at, end)
     if at != end or min(prefill_us, prefilled_within_ms, over_within_ms, load_us) < 0:
+        return none
+    if max(prefill_us, prefilled_within_ms, over_within_ms, load_us) > NUMBER_MAX:
         return none
     return (
         request, request_end, router, router_end, counter, head_end,

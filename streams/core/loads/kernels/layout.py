@@ -55,9 +55,13 @@ N_FREED = 119
 CHAIN = 120  # address of a copy of one chain, since those in records begin at any byte
 CLOCKS_TOP = 121  # one more than the greatest clock of a booking
 N_REQUESTS = 123  # entries of the table of requests
-STOPPED = 122  # whether the last record that `fold` took may let something expire
+STOPPED = 122  # whether something may expire at the time of a record: STOPPED_BEFORE or STOPPED_AFTER, or 0
 
 CONTEXT_WORDS = 128
+
+#: Why `fold` stopped: at the time of the record that it returned, or after the one before that.
+STOPPED_BEFORE = 1
+STOPPED_AFTER = 2
 
 #: Bookings that one call of `fold` frees at most, and blocks of a chain that it reads.
 FREED_MAX = 256
@@ -164,6 +168,11 @@ FREE = 4
 #: Ids that a kernel reads have so many bytes, all of them ASCII; other records are left to Python.
 ID_BYTES_MIN = 4
 ID_BYTES_MAX = 240
+
+#: The greatest number of tokens, blocks or time in a record: a million of them can be added up. Records with a greater
+#: one are refused, as are those with a longer name.
+NUMBER_MAX = 1 << 40
+NAME_BYTES_MAX = 4096
 
 #: Bits of the digest of a request id. It is never negative as an int64.
 DIGEST_BITS = 63

@@ -96,6 +96,7 @@ from streams.core.loads.kernels.layout import (
     N_ROWS,
     NEWEST,
     OLDEST,
+    OTHER,
     PREFILL,
     PREFILLED,
     RANKS,
@@ -118,6 +119,8 @@ from streams.core.loads.kernels.layout import (
     SHARD_USED_MAX,
     SHARD_WORDS,
     STOPPED,
+    STOPPED_AFTER,
+    STOPPED_BEFORE,
     TICK,
 )
 from streams.core.loads.kernels.prefixes import add_chain, remove_chain
@@ -139,7 +142,7 @@ _LATEST, _LIMIT = 2, 3
 # Mixed into the part of an id that is not the request id; `booking_hashes` has the same numbers.
 ROUTER_FACTOR = 0x2545F4914F6CDD1D
 COUNTER_FACTOR = 0x1B873593CC9E2D51
-_ID_SHIFT = 29
+_ID_SHIFT = 32
 _ID_BITS = (1 << 32) - 1
 
 
@@ -382,6 +385,22 @@ def _rank_home(worker_id: int, dp_rank: int) -> int:
 
 
 @kernel()
+def add_ranks(context: int, ranks: int, n_ranks: int) -> bool:
+    """Add ranks that the table does not have, each as in `set_ranks`; False, and nothing changes, if it is too full."""
+    table, places = _word(context, RANKS), _word(context, RANKS_PLACES)
+    if 2 * (_word(context, N_RANKS) + n_ranks) > places:
+        return False
+    for nth in range(n_ranks):
+        rank = ranks + nth * (_RANK_WORDS << 3)
+        position = _rank_home(load(rank), load(rank + 8)) & (places - 1)
+        while load(table + position * (_RANK_WORDS << 3) + 16) != 0:
+            position = (position + 1) & (places - 1)
+        copy_words(table + position * (_RANK_WORDS << 3), rank, _RANK_WORDS)
+    _add_word(context, N_RANKS, n_ranks)
+    return True
+
+
+@kernel()
 def set_ranks(context: int, ranks: int, n_ranks: int) -> bool:
     """Replace the table of rows by rank. ranks: address of worker id, dp_rank and row of each; False without memory."""
     places = _word(context, RANKS_PLACES)
@@ -399,14 +418,8 @@ def set_ranks(context: int, ranks: int, n_ranks: int) -> bool:
     table = _word(context, RANKS)
     for at in range(wanted * _RANK_WORDS):
         store(table + (at << 3), 0)
-    for nth in range(n_ranks):
-        rank = ranks + nth * (_RANK_WORDS << 3)
-        position = _rank_home(load(rank), load(rank + 8)) & (wanted - 1)
-        while load(table + position * (_RANK_WORDS << 3) + 16) != 0:
-            position = (position + 1) & (wanted - 1)
-        copy_words(table + position * (_RANK_WORDS << 3), rank, _RANK_WORDS)
-    _set_word(context, N_RANKS, n_ranks)
-    return True
+    _set_word(context, N_RANKS, 0)
+    return add_ranks(context, ranks, n_ranks)
 
 
 @kernel()
@@ -688,6 +701,15 @@ def _prefill(context: int, record: int, ttl_ms: int) -> bool:
     return True
 
 
+@inlined
+def _is_due(context: int, clock: int) -> bool:
+    """Whether something of a clock expires at its latest time. clock: the address of its words."""
+    latest_ms, limit_ms, first = _word(clock, _LATEST), _word(clock, _LIMIT), load(clock)
+    if limit_ms and latest_ms >= limit_ms:
+        return True
+    return first != 0 and latest_ms >= _word(_booking(context, first), BOOKING_EXPIRES)
+
+
 @kernel(nogil=False)
 def fold(
     context: int,
@@ -702,10 +724,11 @@ def fold(
 ) -> int:
     """Fold records in their order, from the one at `first` on; returns the first one that is left to the caller.
 
-    fields: address of n_records rows, as `tables.kernels.loads.read_records` writes them. The word STOPPED says that at
-    the time of the record before the one that is returned something may expire: the caller then lets everything expire
-    that is due, before the next record. What it frees is listed (FREED_LIST), and the caller notes it as ended before
-    anything else happens.
+    fields: address of n_records rows, as `tables.kernels.loads.read_records` writes them. The word STOPPED says that
+    something may expire at the time of the record that is returned (STOPPED_BEFORE), or of the one before it, which
+    came so late that it was due at once (STOPPED_AFTER): the caller then lets everything of its clock expire that is
+    due, and calls again. So a record is folded into what has not expired by its time, whatever the log had before it.
+    What it frees is listed (FREED_LIST), and the caller notes it as ended before anything else happens.
 
     room, bytes_room: at most so many bookings, and bytes of them. own_bytes: what one takes besides its request id and
     its blocks. block_bytes: what each block takes.
@@ -715,6 +738,16 @@ def fold(
     for at in range(first, n_records):
         record = fields + at * (FIELD_WORDS << 3)
         kind = _word(record, FIELD_KIND)
+        number = _word(record, FIELD_CLOCK)
+        if kind == OTHER or number >= _word(context, CLOCKS_MAX):
+            return at
+        clock = _clock(context, number)
+        at_ms = _word(record, FIELD_AT_MS)
+        if at_ms > _word(clock, _LATEST):
+            _set_word(clock, _LATEST, at_ms)
+            if _is_due(context, clock):  # the next call finds this time noted, and goes on
+                _set_word(context, STOPPED, STOPPED_BEFORE)
+                return at
         if kind == ADD:
             done = _add(context, record, ttl_ms, room, bytes_room, own_bytes, block_bytes)
         elif kind == FREE:
@@ -723,17 +756,10 @@ def fold(
             done = _prefill(context, record, ttl_ms)
         else:
             done = kind == TICK
-        number = _word(record, FIELD_CLOCK)
-        if not done or number >= _word(context, CLOCKS_MAX):
+        if not done:
             return at
-        clock = _clock(context, number)
-        latest_ms = max(_word(clock, _LATEST), _word(record, FIELD_AT_MS))
-        _set_word(clock, _LATEST, latest_ms)
-        due, limit_ms = load(clock), _word(clock, _LIMIT)
-        if (limit_ms and latest_ms >= limit_ms) or (
-            due and latest_ms >= _word(_booking(context, due), BOOKING_EXPIRES)
-        ):
-            _set_word(context, STOPPED, 1)
+        if at_ms < _word(clock, _LATEST) and _is_due(context, clock):
+            _set_word(context, STOPPED, STOPPED_AFTER)
             return at + 1
     return n_records
 
