@@ -554,10 +554,11 @@ class LoadsSync:
             if read is not None and self._buffered:
                 self._leave_buffered(read)
             loads, stream_ms, at, n_by_python = self._loads, self._stream_ms, 0, 0
-            if read is not None:
-                loads.begin_fold(read.clocks)
+            unlimited = set() if read is None else set(read.clocks)  # clocks of which kernels do not know what is due
             while at < len(batch):
                 if read is not None and read.kinds[at] != OTHER:
+                    loads.limit(unlimited)
+                    unlimited.clear()
                     at = loads.fold(read.fields, at)
                 if at == len(batch):
                     break
@@ -576,8 +577,7 @@ class LoadsSync:
                     self._fold_content(content, at_ms, clock)
                     if at_ms < latest_ms:  # it may have come too late
                         loads.expire(latest_ms, clock)
-                    if read is not None:
-                        loads.folded(clock)
+                    unlimited.add(clock)
                 stream_ms[clock] = latest_ms
                 n_by_python += 1
                 at += 1

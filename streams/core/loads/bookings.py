@@ -368,8 +368,8 @@ class ActiveLoads:
         """Whether `fold` takes any records."""
         return self._plain is not None
 
-    def begin_fold(self, clocks: Iterable[int]) -> None:
-        """Prepare for calls of `fold` with records of these clocks. `end_fold` follows."""
+    def limit(self, clocks: Iterable[int]) -> None:
+        """Let kernels know what of these clocks may expire that they do not keep themselves."""
         if self._plain is not None:
             for clock in clocks:
                 self._plain.limit(clock, self._next_expiry_ms(clock))
@@ -383,10 +383,10 @@ class ActiveLoads:
     def fold(self, fields: Int64Array, first: int) -> int:
         """Fold records of other routers from `first` on; return the first one that was not folded, or their number.
 
-        fields: int64[n, FIELD_WORDS], as `tables.kernels.loads.read_records` writes them, of clocks for which
-        `begin_fold` was called. Has the same effects as `expire` at the time of each record, and then `add`,
-        `prefill_complete` or `free`, in a fifth of the time. The caller folds the record that is returned in this way,
-        calls `folded`, and then goes on.
+        fields: int64[n, FIELD_WORDS], as `tables.kernels.loads.read_records` writes them. Has the same effects as
+        `expire` at the time of each record, and then `add`, `prefill_complete` or `free`, in a fifth of the time. The
+        caller folds the record that is returned in this way, and then goes on. Before each call it calls `limit` with
+        the clocks of the records, or of those that it has folded since the last call, and at the end `end_fold`.
         """
         plain = self._plain
         if plain is None:
@@ -417,11 +417,6 @@ class ActiveLoads:
             clock = int(fields[first if stopped == STOPPED_BEFORE else first - 1, FIELD_CLOCK])
             self.expire(plain.latest_ms(clock), clock)
             plain.limit(clock, self._next_expiry_ms(clock))
-
-    def folded(self, clock: int) -> None:
-        """Note that the caller has folded a record of this clock between two calls of `fold`."""
-        if self._plain is not None:
-            self._plain.limit(clock, self._next_expiry_ms(clock))
 
     def _put_freed(self, first: int) -> int:
         assert self._plain is not None  # it has freed something
