@@ -336,8 +336,13 @@ def ensure_topics(settings: Settings, specs: Iterable[TopicSpec]) -> dict[str, T
             try:
                 future.result(CREATE_TIMEOUT_S + _FUTURE_SLACK_S)
             except KafkaException as exc:
-                if exc.args[0].name() != "TOPIC_ALREADY_EXISTS":  # another process was faster
-                    raise KvStreamsError(f"topic {name} cannot be created: {exc.args[0].str()}") from exc
+                reason = exc.args[0]
+                if reason.code() == KafkaError.TOPIC_ALREADY_EXISTS:  # another process was faster
+                    continue
+                remedy = ""
+                if reason.code() == KafkaError.INVALID_REPLICATION_FACTOR:
+                    remedy = "Set `replication` to at most the number of brokers"
+                raise KvStreamsError(f"topic {name} cannot be created: {reason.str()}", remedy=remedy) from exc
         states = _await_created(settings, specs)
     ready = {name: state for name, state in states.items() if state is not None}
     for spec in specs:

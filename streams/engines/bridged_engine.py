@@ -240,7 +240,7 @@ class BridgedEngine:
             except* ModelChanged as changed:
                 other = cast(ModelChanged, _first(changed)).model
             except* LeaseLost as lost:
-                log.warning("worker %d: %s", engine.worker_id, lost.exceptions[0])
+                log.warning("worker %d: %s", engine.worker_id, _first(lost))
             except* (KvStreamsError, KafkaException, BufferError) as refused:
                 self._not_published(refused)
                 await asyncio.sleep(RETRY_S)

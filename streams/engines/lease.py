@@ -181,7 +181,7 @@ class EngineLease:
 
     def _on_tombstone(self) -> list[Write]:
         self._base, self._base_number = None, self._base_number + 1
-        self._known = None  # every reader drops the lease here, so terms start again for all of them
+        self._known = None  # every reader drops the lease here, so any term takes effect again
         if self.phase is not LeasePhase.READING:  # a bridge that starts after a deletion registers the worker again
             self._stop(LeasePhase.DISMISSED)
         return []
@@ -195,7 +195,9 @@ class EngineLease:
     def tick(self, now_s: float) -> list[Write]:
         """Claim or renew the lease if that is due."""
         if self.phase is LeasePhase.WAITING and self._own is not None and self._is_free(now_s):
-            self.term = 1 + (self._known.term if self._known else 0)
+            # After a tombstone, any term takes effect. This process nevertheless uses no term twice: what publishes
+            # under an earlier one must notice that it has ended.
+            self.term = 1 + max(self.term, self._known.term if self._known else 0)
             self.phase = LeasePhase.CLAIMING
             self._base = _addressed(self._base, self._own, self._fixed)
             return [self._write(now_s)]

@@ -21,6 +21,14 @@ class LeaseLost(KvStreamsError):
     code = "lease_lost"
 
 
+def _why_lost(lease: EngineLease, term: int) -> str:
+    if lease.phase is LeasePhase.DISMISSED:
+        return "it was deleted from the registry, so its events are not published until it is registered again"
+    if lease.phase is LeasePhase.HOLDING:
+        return "it was deleted and registered again, so its feeds start again"
+    return f"another bridge feeds it now; term {term} of {lease.bridge} has ended"
+
+
 class LeaseHandle:
     """One engine's lease. All methods run on the loop."""
 
@@ -69,7 +77,7 @@ class LeaseHandle:
         """
         while True:
             if self.lease.phase is not LeasePhase.HOLDING or self.lease.term != term:
-                raise LeaseLost(f"term {term} of {self.lease.bridge} has ended: {self.lease.phase.value}")
+                raise LeaseLost(_why_lost(self.lease, term))
             if self.may_publish():
                 return
             await self._change()

@@ -214,15 +214,16 @@ def run_up(workers: int, directory: Path, kafka_directory: Path, start_kafka: St
         engine = engines[0]
         prompt = json.dumps(list(range(32)))
         console.print(
-            "\nEverything is running. Three commands to try in another terminal: let an engine compute a prompt, ask "
-            "the router which worker holds it, and show every rank's load.\n",
+            "\nEverything is running. Four commands to try in another terminal: let an engine compute a prompt, route "
+            "the same prompt, show every rank's load with this request, and report that it has ended.\n",
             highlight=False,
         )
         for line in (
             f"curl -s {engine.url}/v1/completions -H 'Content-Type: application/json' "
             f'-d \'{{"model": "{MODEL}", "prompt": {prompt}, "max_tokens": 16}}\'',
-            f'curl -s {worker.url}/route -d \'{{"token_ids": {prompt}, "update_states": false, "explain": true}}\'',
+            f'curl -s {worker.url}/route -d \'{{"request_id": "r1", "token_ids": {prompt}, "explain": true}}\'',
             f"curl -s {worker.url}/loads",
+            f"curl -s -X DELETE {worker.url}/loads/r1",
         ):
             console.print(line + "\n", highlight=False, soft_wrap=True)
         console.print(f"Kafka is at {kafka.bootstrap}; logs are in {directory / 'logs'}. Ctrl-C stops everything.")

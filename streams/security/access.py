@@ -124,7 +124,7 @@ def granted(tokens: Tokens, header: str | None, right: str) -> Grant:
         raise Unauthorized("the bearer token is not known")
     if right != ANY_RIGHT and right not in grant.rights:
         raise Forbidden(
-            f"the token of {grant.name!r} does not have the right {right!r}",
+            f"the token of {grant.name!r} does not have the right {str(right)!r}",
             remedy="Add it to the token's rights in tokens_file, or use another token",
             right=right,
         )

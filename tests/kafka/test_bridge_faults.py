@@ -336,6 +336,26 @@ def test_a_deleted_worker_stays_deleted_while_its_bridge_runs(short: Stack) -> N
         assert_truth(worker, engine)
 
 
+def test_a_worker_that_is_deleted_and_registered_again_is_fed_again(stack: Stack) -> None:
+    """Also if its engine reported nothing in between, so that no task of the bridge noticed the deletion."""
+    worker = stack.worker()
+    engines = stack.engines(1, EngineConfig(block_size=16, n_blocks=64), "m", time_scale=100.0, first_worker_id=7)
+    bridge = stack.bridge(engines)
+    wait_workers(worker.url, 1)
+    complete(engines[0], list(range(160)))
+    assert_known(worker, engines)
+    api = Api(worker.url)
+    api.call("DELETE", "/workers/7").given()
+    wait_for(lambda: registered(stack.settings) is None, VISIBLE_TIMEOUT_S, "the deletion")
+    body = {"url": engines[0].url, "model": "m", "block_size": 16}
+    api.call("PUT", "/workers/7", body).given()
+    wait_for(lambda: bool(api.workers()[7]["lease"]), VISIBLE_TIMEOUT_S, "its lease")
+    complete(engines[0], list(range(1000, 1160)))
+    assert_known(worker, engines)
+    wait_for(lambda: health(worker) == {7: "exact"}, VISIBLE_TIMEOUT_S, "exact answers")
+    assert "TaskGroup" not in bridge.log_path.read_text()
+
+
 def test_a_bridge_publishes_heartbeats(short: Stack) -> None:
     """A heartbeat follows the beginning of an incarnation, and another every third of a lease while the engine runs."""
     with EngineDouble() as engine:

@@ -131,6 +131,20 @@ def test_a_holder_that_was_stopped_too_long_has_lost_the_lease() -> None:
     assert a.lease.phase is LeasePhase.WAITING
 
 
+def test_a_term_is_not_used_again_after_a_deletion() -> None:
+    """What publishes under the term before notices that the worker was deleted and registered again."""
+    log = Log()
+    node = Node(log, "a")
+    node.step(0.0)
+    terms = [node.lease.term]
+    for at_s in (1.0, 2.0):
+        log.records += [None, WORKER]
+        node.step(at_s)
+        assert node.lease.phase is LeasePhase.HOLDING and node.may_publish(at_s)
+        terms.append(node.lease.term)
+    assert terms == [1, 2, 3]
+
+
 def test_the_first_of_two_claims_of_one_term_wins() -> None:
     """If two bridges write the same term before either reads the other's, the order in the log decides."""
     log = Log()

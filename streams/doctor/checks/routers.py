@@ -16,7 +16,7 @@ _REMEDIES = {
     "bridge_silent": "Check the bridge that feeds it",
     "feed_behind": "Its bridge lags: give it more processor, or divide its engines among several bridges",
     "events_lost": "Give the engine a replay socket; a restatement, a clear or a restart of the engine ends it",
-    "removed": "Start a bridge for it, or remove it with DELETE /workers/{id}",
+    "removed": "Restart its bridge, or start one, or remove it with DELETE /workers/{id}",
     "over_capacity": "The router's index is full: use more block per token, or fewer engines per scope",
     "owner_silent": "Check the Faust workers",
     "owner_behind": "Check the Faust workers; they lag behind the events",
