@@ -65,6 +65,11 @@ class TopicReading:
         return {topic: SourceOffset(self.ids[topic], self.ends[topic, partition]) for topic in topics}
 
 
+#: A client is replaced after so many readings that failed one after the other. One was seen whose calls all timed out
+#: for minutes after its broker had been stopped for 13 s and went on, while other clients got answers.
+CLIENT_READINGS_MAX = 5
+
+
 def read_every_ms(behind_after_ms: int) -> int:
     """Return the interval of the readings if an owner may lag by this much."""
     shortest, longest = READ_EVERY_MS
@@ -110,7 +115,7 @@ class TopicWatch:
         client = admin(self._settings)
         # Only topics that existed a moment ago are asked for their ends: the call for a missing one takes its timeout.
         existing: frozenset[str] = frozenset()
-        others_due_s = 0.0
+        others_due_s, n_failed = 0.0, 0
         while not self._stopping.is_set():
             began = time.monotonic()
             with_others = began >= others_due_s
@@ -118,9 +123,13 @@ class TopicWatch:
                 reading = self._read(client, existing, with_others=with_others)
             except (KafkaException, TimeoutError) as exc:
                 log.debug("topics cannot be read: %s", exc or "no answer in time")
+                n_failed += 1
+                if n_failed % CLIENT_READINGS_MAX == 0:
+                    client = admin(self._settings)
             except Exception:  # nothing may end the readings: answers would stay degraded
                 log.exception("topics cannot be read")
             else:
+                n_failed = 0
                 first, existing = not existing, frozenset(reading.ids)
                 if with_others:
                     others_due_s = began + OTHERS_EVERY_S

@@ -4,7 +4,8 @@ What lives here: the layout of the memory, and writing and reading a frame. What
 is an argument), and what a record means (load_records). The writer owns the memory. Readers map it read-only, so that
 none of them can disturb another, and each has a position of its own.
 
-    header cells, int64 each:  magic, capacity, partitions, data begins at, position, epoch, heartbeat, state
+    header cells, int64 each:  magic, capacity, partitions, data begins at, position, epoch, heartbeat, state, digest of
+                               the topic's id
     from cell 16 on:           for each partition the offset from which the ring covers it (-1 until that is known),
                                then for each partition the offset up to which the writer has read it
     data:                      frames, one after the other, over the end of the data to its beginning
@@ -46,7 +47,9 @@ CAPACITY = 32 * 1024 * 1024
 _FRAME_SHARE = 4
 
 _MAGIC = 0x6B76_7374_7269_6E67
-_MAGIC_AT, _CAPACITY_AT, _PARTITIONS_AT, _DATA_AT, POSITION_AT, _EPOCH_AT, _HEARTBEAT_AT, _STATE_AT = range(8)
+_MAGIC_AT, _CAPACITY_AT, _PARTITIONS_AT, _DATA_AT, POSITION_AT, _EPOCH_AT, _HEARTBEAT_AT, _STATE_AT, _TOPIC_AT = range(
+    9
+)
 _COVERED_AT = 16
 _CELL_BYTES = 8
 _PAGE_BYTES = 4096
@@ -165,6 +168,10 @@ def _checksum(payload: bytes, position: int) -> int:
     return xxhash.xxh3_64_intdigest(payload, position & _SEED_MASK)
 
 
+def _topic_digest(topic_id: str) -> int:
+    return xxhash.xxh3_64_intdigest(topic_id.encode()) >> 1
+
+
 def _shared_memory(n_bytes: int) -> int:
     """A file descriptor of memory without a name, which is gone as soon as no process has it."""
     if hasattr(os, "memfd_create"):
@@ -237,6 +244,10 @@ class RingWriter:
         """Note that the writer runs."""
         self._cells[_HEARTBEAT_AT] = now_ns
 
+    def note_topic(self, topic_id: str) -> None:
+        """Note of which topic the records are that will be written. Called before any partition is covered."""
+        self._cells[_TOPIC_AT] = _topic_digest(topic_id)
+
     def cover(self, partition: int, offset: int) -> None:
         """Note that every record of a partition from this offset on will be written."""
         self.note_read(partition, offset)
@@ -288,6 +299,10 @@ class RingReader:
     def epoch(self) -> int:
         """How often the topic was truncated or recreated."""
         return self._cells[_EPOCH_AT]
+
+    def is_of(self, topic_id: str) -> bool:
+        """Whether the records are of this topic, and not of one that had its name."""
+        return self._cells[_TOPIC_AT] == _topic_digest(topic_id)
 
     @property
     def heartbeat_ns(self) -> int:

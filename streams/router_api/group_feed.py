@@ -23,6 +23,7 @@ from streams.interpreter import run_soon_after_waking, run_thread_in_real_time
 from streams.kafka import assign, consume, ends_of, fetched_in_intervals, reader
 from streams.router_api.booking_ring import RingWriter, encode_frame, encoded_bytes
 from streams.settings import Settings
+from streams.topic_watch import TopicReading, TopicWatch
 from streams.topics import topics
 
 log = logging.getLogger(__name__)
@@ -70,6 +71,9 @@ class GroupFeed:
         self._topic = topics(settings).router_loads
         self._ring = ring
         self._next: dict[int, int] = {}  # the offsets that come next, once the partitions are covered
+        self._topic_id = ""  # of the topic that is read
+        self._seen_id: str | None = None  # of the topic that exists, by the watch's thread
+        self._watch = TopicWatch(settings, [self._topic], (), self._note_reading)
         self._framed: dict[int, int] = {}  # where the last frame of each partition ended, at first what is covered
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="group-feed", daemon=True)
@@ -82,12 +86,17 @@ class GroupFeed:
     def start(self) -> None:
         """Begin to read."""
         self._beat()
+        self._watch.start()
         self._thread.start()
 
     def stop(self) -> None:
         """End the thread."""
         self._stopping.set()
         self._thread.join(_STOP_S)
+        self._watch.stop()
+
+    def _note_reading(self, reading: TopicReading) -> None:
+        self._seen_id = reading.ids.get(self._topic.name, self._seen_id)
 
     def _beat(self) -> None:
         self._ring.beat(time.monotonic_ns())
@@ -122,6 +131,7 @@ class GroupFeed:
             self._find_ends(consumer)
             assign(consumer, [TopicPartition(self._topic.name, *each) for each in self._next.items()])
             self._beat()
+            self._ring.note_topic(self._topic_id)
             for partition, offset in self._next.items():
                 self._ring.cover(partition, offset)
             return self._pass_on(consumer)
@@ -133,6 +143,10 @@ class GroupFeed:
         is_logged = False
         while not self._next and not self._stopping.is_set():
             self._beat()
+            topic_id = self._seen_id  # before the ends, so that these are not of a former topic
+            if topic_id is None:
+                self._stopping.wait(_POLL_S)
+                continue
             try:
                 ends = ends_of(consumer, self._topic.name, self._topic.partitions, _ENDS_TIMEOUT_S)
             except KafkaException as exc:
@@ -141,6 +155,7 @@ class GroupFeed:
                     is_logged = True
                 self._pause()
             else:
+                self._topic_id = topic_id
                 self._next = dict(enumerate(ends))
                 self._framed = dict(self._next)
 
@@ -178,7 +193,8 @@ class GroupFeed:
                 if end > self._next[partition]:  # markers, which are no records
                     self._note_read(partition, end)
             self._beat()
-            if anew:
+            # A consumer may get nothing of a recreated topic, and no error either, if its leader has a lower epoch.
+            if anew or self._seen_id != self._topic_id:
                 log.warning("%s was truncated or recreated", self._topic.name)
                 self._next = {}
                 self._ring.begin_epoch()

@@ -102,7 +102,9 @@ class Follower(Protocol):
 class GroupReader:
     """One process's way through the ring. `reads` shows whether it takes its bookings from there at this moment."""
 
-    def __init__(self, ring: RingReader, follower: Follower) -> None:
+    def __init__(self, ring: RingReader, follower: Follower, topic_id: Callable[[], str | None]) -> None:
+        """topic_id: returns the id of the topic that this process reads, None if it is not known yet."""
+        self._topic_id = topic_id
         self._ring = ring
         self._follower = follower
         self._epoch = -1
@@ -124,7 +126,10 @@ class GroupReader:
         """Begin a switch. None if the feed cannot be used now."""
         ring = self._ring
         mark = Mark(ring.written, ring.epoch)
+        topic_id = self._topic_id()
         if ring.closed or -1 in ring.covered_from() or not self._follower.reads_back:
+            return None
+        if topic_id is None or not ring.is_of(topic_id):
             return None
         if time.monotonic_ns() - ring.heartbeat_ns > LOST_AFTER_S * 1e9:
             return None

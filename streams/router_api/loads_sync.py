@@ -182,6 +182,7 @@ class LoadsSync:
         self._decoding = threading.Lock()
         # Records of this router that were sent and not read back yet, by key: values, and what they say.
         self._own: OrderedDict[bytes, tuple[bytes, _Content]] = OrderedDict()
+        self._lowered: dict[BookingId, int] = {}  # own bookings whose output a record has lowered: what it was
         self._buffered: OrderedDict[tuple[str, _Call, str | None], _BufferedCall] = OrderedDict()
         # Requests that this router refused, by id and phase, and since when.
         self._refused: OrderedDict[tuple[str, str | None], int] = OrderedDict()
@@ -581,6 +582,8 @@ class LoadsSync:
                 stream_ms[clock] = latest_ms
                 n_by_python += 1
                 at += 1
+            if self._lowered:
+                self._correct_lowered()
             if read is not None:
                 loads.end_fold(read.clocks)
                 for clock in read.clocks:
@@ -628,7 +631,29 @@ class LoadsSync:
             if self._buffered:
                 self._release_buffered(booking_id, booking.phase)
         else:
+            n_before = self._output_blocks_of(booking_id) if booking_id.router_id == self.router_id else 0
             self._fold_add(booking_id, booking, at_ms, clock)
+            if booking.output_blocks < n_before:
+                self._lowered[booking_id] = max(n_before, self._lowered.get(booking_id, 0))
+
+    def _output_blocks_of(self, booking_id: BookingId) -> int:
+        booking = self._loads.booking(booking_id)
+        return 0 if booking is None else booking.output_blocks
+
+    def _correct_lowered(self) -> None:
+        """Publish this router's bookings again whose output is smaller in the log than it was before.
+
+        A router writes such a record if it has not read the last report yet. Each router corrects its own bookings, so
+        that all of them end with the greatest report. Nothing is to be done if a later record is on its way.
+        """
+        for booking_id, n_blocks in self._lowered.items():
+            booking, own = self._loads.booking(booking_id), self._own.get(load_key(booking_id, BookingPhase.ADD))
+            coming = 0 if own is None or own[1].booking is None else own[1].booking.output_blocks
+            if booking is not None and max(booking.output_blocks, coming) < n_blocks:
+                grown = booking._replace(output_blocks=n_blocks)
+                self._loads.add(booking_id, grown, self._local_time())
+                self._publish(booking_id, BookingPhase.ADD, grown)
+        self._lowered.clear()
 
     def reset(self) -> None:
         """Drop all bookings, so that the topic can be folded again from its beginning.

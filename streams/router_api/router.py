@@ -213,7 +213,11 @@ class Router:
         self.dead_letters = DeadLetterCounts(settings)
         feeds["dead letters"] = Feed(self._topics.dead_letters, self.dead_letters.fold, from_end=True)
         if settings.router_replica_sync:
-            group = None if ring is None else GroupReader(ring, self.loads)
+            group = (
+                None
+                if ring is None
+                else GroupReader(ring, self.loads, lambda: self._topic_ids.get(self._topics.router_loads.name))
+            )
             feeds["loads"] = Feed(
                 self._topics.router_loads, self.loads.fold_messages, interval_s=READ_INTERVAL_S, relay=group
             )

@@ -17,7 +17,7 @@ from streams.codec import load_key
 from streams.core.hashing import pack_hashes
 from streams.core.loads.bookings import Booking, BookingId, BookingPhase
 from streams.errors import KvStreamsError
-from streams.kafka import delete_topics, ensure_topics, missing_topics, producer
+from streams.kafka import delete_topics, describe_topics, ensure_topics, missing_topics, producer
 from streams.load_records import encoded_load
 from streams.local.ports import free_port, free_ports_in_a_row
 from streams.local.processes import Child, Children
@@ -125,6 +125,9 @@ def test_a_topic_that_is_recreated_begins_a_new_epoch(written: Written) -> None:
     written.produce(1, b"e")
     later(lambda: written.ring.epoch == 1 and written.is_covered(), "a new epoch")
     assert written.ring.covered_from()[1] <= 1
+    (state,) = describe_topics(written.settings, [spec]).values()
+    assert state is not None
+    assert written.ring.is_of(state.topic_id)
     written.produce(1, b"f")
     later(lambda: (1, 1, b"f") in written.read(), "a record of the new topic")
 

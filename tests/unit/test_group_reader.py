@@ -43,7 +43,9 @@ class Group:
     def __init__(self, follower: Any, capacity: int = CAPACITY) -> None:
         self.log: list[list[RingRecord]] = [[] for _ in range(PARTITIONS)]
         self.writer = RingWriter(PARTITIONS, capacity)
-        self.reader = GroupReader(RingReader(self.writer.fd), follower)
+        self.topic_id: str | None = "topic"
+        self.reader = GroupReader(RingReader(self.writer.fd), follower, lambda: self.topic_id)
+        self.writer.note_topic("topic")
         self.parents = [0] * PARTITIONS
         self.framed = dict(enumerate(self.parents))
         self.bad: list[tuple[int, int]] = []
@@ -225,6 +227,10 @@ def test_a_feed_that_does_not_cover_a_partition_or_does_not_run_is_not_used() ->
     group.writer.cover(0, 1000)  # of a former topic, which the parent still reads
     assert not group.reader.covers(group.ends(), group.ends())
     group.cover()
+    for topic_id in (None, "recreated"):
+        group.topic_id = topic_id
+        assert group.reader.mark() is None
+    group.topic_id = "topic"
     group.beat(ago_s=5.0)
     assert group.reader.mark() is None
     group.beat()

@@ -471,6 +471,22 @@ def test_phases_of_one_id_are_booked_and_ended_separately_everywhere() -> None:
     assert world.same() == {}
 
 
+@pytest.mark.parametrize(("greater", "later"), [(1, 2), (0, 1), (1, 0)])
+def test_a_late_report_of_output_at_another_router_changes_nothing(greater: int, later: int) -> None:
+    """It is written by a router that has not read the greater report yet; the booking's own router corrects it."""
+    world = World()
+    world.replicas[0].sync.book("r", booking(1))
+    world.settle()
+    for replica, output_tokens in ((world.replicas[greater], 20 * 16), (world.replicas[later], 16)):
+        replica.sync.report_output("r", output_tokens)
+        replica.sync.poll()  # it is in the log before the other one is written
+    assert world.same() == {rank_of(1): (16, 1 + 20, 1)}
+    world.replicas[later].sync.report_output("r", 16)
+    assert world.same() == {rank_of(1): (16, 1 + 20, 1)}
+    world.replicas[later].sync.report_phase("r", BookingPhase.FREE)
+    assert world.same() == {}
+
+
 def test_a_call_for_a_phase_waits_for_the_booking_of_that_phase() -> None:
     """A call that names a phase is buffered while only the other phase was booked; one that names none takes the
     first booking that arrives."""

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from confluent_kafka import KafkaError, KafkaException
 
+from streams import topic_watch
 from streams.settings import Settings
 from streams.topic_watch import TopicReading, TopicWatch
 from streams.topics import topics
@@ -36,3 +37,29 @@ def test_a_reading_that_fails_does_not_end_the_readings(failure: Exception, monk
     finally:
         watch.stop()
     assert n_failed == 3
+
+
+def test_a_client_whose_readings_all_fail_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The calls of one client may time out forever, while those of a new one are answered."""
+    settings = Settings(kafka="127.0.0.1:1", behind_after_ms=10)
+    clients: list[object] = []
+    read = threading.Event()
+
+    def client(_: Settings) -> object:
+        clients.append(object())
+        return clients[-1]
+
+    def reading(_: TopicWatch, used: object, *__: Any, **___: Any) -> TopicReading:
+        if used is clients[0]:
+            raise TimeoutError
+        return TopicReading(0, {}, (), {})
+
+    monkeypatch.setattr(topic_watch, "admin", client)
+    monkeypatch.setattr(TopicWatch, "_read", reading)
+    watch = TopicWatch(settings, topics(settings).all(), (), lambda _: read.set())
+    watch.start()
+    try:
+        assert read.wait(PATIENCE_S)
+    finally:
+        watch.stop()
+    assert len(clients) == 2
