@@ -24,9 +24,7 @@ class LeaseLost(KvStreamsError):
 def _why_lost(lease: EngineLease, term: int) -> str:
     if lease.phase is LeasePhase.DISMISSED:
         return "it was deleted from the registry, so its events are not published until it is registered again"
-    if lease.phase is LeasePhase.HOLDING:
-        return "it was deleted and registered again, so its feeds start again"
-    return f"another bridge feeds it now; term {term} of {lease.bridge} has ended"
+    return f"the lease was lost (term {term} of {lease.bridge}); its feeds start again when this bridge holds it again"
 
 
 class LeaseHandle:
