@@ -716,20 +716,17 @@ class ActiveLoads:
 
     def booking(self, booking_id: BookingId) -> Booking | None:
         """The active booking with this id, or None."""
-        self._live_of(booking_id.request_id)
-        state = self._states.get(booking_id)
-        return state.booking if state is not None and state.live else None
+        state = self._active(booking_id)
+        return None if state is None else state.booking
 
     def is_prefilled(self, booking_id: BookingId) -> bool:
         """Whether prefill-complete was reported for an active booking."""
-        self._live_of(booking_id.request_id)
-        state = self._states.get(booking_id)
-        return state is not None and state.live and state.prefilled
+        state = self._active(booking_id)
+        return state is not None and state.prefilled
 
     def renewal(self, booking_id: BookingId) -> Renewal | None:
         """What renewing an active booking takes; None if there is none, or the log has not given it a time yet."""
-        self._live_of(booking_id.request_id)
-        state = self._states.get(booking_id)
+        state = self._active(booking_id)
         if state is None or state.booking is None or state.expires_ms is None:
             return None
         booking = state.booking
@@ -957,6 +954,12 @@ class ActiveLoads:
         if found is None and self._take_out(request_id):
             found = self._live_by_request[request_id]
         return found or ()
+
+    def _active(self, booking_id: BookingId) -> _State | None:
+        """The state of an active booking, as an object."""
+        self._live_of(booking_id.request_id)
+        state = self._states.get(booking_id)
+        return state if state is not None and state.live else None
 
     def _schedule(self, state: _State, at_ms: int) -> None:
         """Look at a booking at this time. There is nothing to be looked at before for it."""
