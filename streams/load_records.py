@@ -20,7 +20,18 @@ from streams.codec import codec, decode_load, encode_load, from_long, load_key, 
 from streams.core.ids import DpRank, Int64Array, RankId, WorkerId
 from streams.core.kernels.available import kernels_available
 from streams.core.loads.bookings import Booking, BookingId, BookingPhase
-from streams.core.loads.kernels.layout import FIELD_KIND, FIELD_WORDS, NAME_BYTES_MAX, NUMBER_MAX
+from streams.core.loads.kernels.layout import (
+    FIELD_COUNTER,
+    FIELD_KIND,
+    FIELD_REQUEST,
+    FIELD_REQUEST_AT,
+    FIELD_REQUEST_BYTES,
+    FIELD_ROUTER,
+    FIELD_ROUTER_BYTES,
+    FIELD_WORDS,
+    NAME_BYTES_MAX,
+    NUMBER_MAX,
+)
 from streams.core.loads.observations import NO_FORECAST, Forecast
 from streams.load_batches import PARTITION, LoadBatch
 
@@ -110,6 +121,11 @@ def encoded_load(booking_id: BookingId, phase: BookingPhase, booking: Booking | 
         return encode_load(booking_id, phase, booking, written_at_ms)[1]
 
 
+def time_written_ms(raw: bytes) -> int:
+    """When the value of a record was written, which no other reader needs; raises BadRecord."""
+    return int(_CODEC.decode(raw)["written_at_ms"])
+
+
 class LoadFields(NamedTuple):
     """Many records as numbers, for `ActiveLoads.fold`.
 
@@ -125,6 +141,16 @@ class LoadFields(NamedTuple):
     def part(self, n_records: int) -> LoadFields:
         """The first records."""
         return LoadFields(self.fields[:n_records], self.kinds[:n_records], self.clocks, self.raw)
+
+    def booking_id(self, number: int) -> BookingId:
+        """What the record names; its kind must be ADD, PREFILL or FREE."""
+        row = self.fields[number].tolist()
+        request, router = row[FIELD_REQUEST_AT], row[FIELD_REQUEST_AT] + row[FIELD_ROUTER] - row[FIELD_REQUEST]
+        return BookingId(
+            self.raw[request : request + row[FIELD_REQUEST_BYTES]].decode(),
+            self.raw[router : router + row[FIELD_ROUTER_BYTES]].decode(),
+            row[FIELD_COUNTER],
+        )
 
 
 def read_fields(batch: LoadBatch, own_router: bytes = b"") -> LoadFields:
@@ -361,4 +387,5 @@ __all__ = [
     "load_key",
     "read_fields",
     "request_partition",
+    "time_written_ms",
 ]

@@ -33,7 +33,7 @@ from streams.core.loads.bookings import (
     Renewal,
     with_output,
 )
-from streams.core.loads.kernels.layout import ADD, FIELD_KIND, FIELD_REQUEST_AT, FIELD_REQUEST_BYTES, OTHER
+from streams.core.loads.kernels.layout import ADD, FIELD_KIND, FREE, OTHER, PREFILL
 from streams.core.loads.log_clock import LogClock
 from streams.core.routing.policies import MODES as POLICY_MODES
 from streams.core.routing.selection import NAMED_MODES
@@ -41,7 +41,15 @@ from streams.core.routing.unreported import UnreportedBookings, UnreportedLoad
 from streams.errors import BadRecord, BookingConflict
 from streams.kafka import Record
 from streams.load_batches import AT_MS, PARTITION, LoadBatch, RawLoad, batch_of, joined
-from streams.load_records import LoadDecoder, LoadFields, encoded_load, load_key, read_fields, request_partition
+from streams.load_records import (
+    LoadDecoder,
+    LoadFields,
+    encoded_load,
+    load_key,
+    read_fields,
+    request_partition,
+    time_written_ms,
+)
 from streams.router_api.group_reader import GroupReader
 from streams.router_api.outbox import Outbox
 from streams.settings import Settings
@@ -59,6 +67,12 @@ BUFFERED_CALL_TTL_MS = 60_000
 
 #: Refused requests that are remembered, for as long as a call is buffered.
 REFUSED_MAX = 10_000
+
+#: Moves that a router remembers, each for `booking_ttl_s`. Beyond this limit the oldest one is dropped.
+MOVES_MAX = 10_000
+
+#: In the record of a free: no client reported the end of this booking, since another booking replaces it.
+_REPLACED = 0
 
 #: The phases that a booking may have.
 _PHASES = (None, "prefill", "decode")
@@ -133,6 +147,14 @@ class _Unsent(NamedTuple):
     written_at_ms: int
 
 
+class _Move(NamedTuple):
+    """What replaced a booking. at_ms: the wall-clock time of that. since_ms: the monotonic time since it is known."""
+
+    latter: BookingId
+    at_ms: int
+    since_ms: int
+
+
 class _Locked(AbstractContextManager[ActiveLoads]):
     """`LoadsSync.locked`. It has no state, so that one object serves all threads; every decision enters it."""
 
@@ -163,14 +185,22 @@ class _BufferedCall(NamedTuple):
 class LoadsSync:
     """Owner of this router's ActiveLoads. Thread-safe; its lock makes a decision and its booking one step."""
 
-    def __init__(self, settings: Settings, topic: TopicSpec, kafka: Producer, now_ms: Callable[[], int]) -> None:
-        """now_ms: a monotonic clock."""
+    def __init__(
+        self,
+        settings: Settings,
+        topic: TopicSpec,
+        kafka: Producer,
+        now_ms: Callable[[], int],
+        wall_ms: Callable[[], int] = lambda: time.time_ns() // 1_000_000,
+    ) -> None:
+        """now_ms: a monotonic clock. wall_ms: the time since the epoch, which routers compare with each other's."""
         self._ttl_ms = int(settings.booking_ttl_s * 1000)
         self._stale_after_ms = settings.stale_after_ms
         self._block_size_of = settings.block_size_of
         self._topic = topic
         self._kafka = kafka
         self._now_ms = now_ms
+        self._wall_ms = wall_ms
         self._shared = settings.router_replica_sync
         self._reads_metrics = settings.router_mode in POLICY_MODES  # or a request's own mode is one of these
         self._learns = settings.router_mode in NAMED_MODES
@@ -184,6 +214,8 @@ class LoadsSync:
         self._own: OrderedDict[bytes, tuple[bytes, _Content]] = OrderedDict()
         self._lowered: dict[BookingId, int] = {}  # own bookings whose output a record has lowered: what it was
         self._buffered: OrderedDict[tuple[str, _Call, str | None], _BufferedCall] = OrderedDict()
+        # What replaced bookings that this router moved or that met another router's, in the order of these events.
+        self._moves: OrderedDict[BookingId, _Move] = OrderedDict()
         # Requests that this router refused, by id and phase, and since when.
         self._refused: OrderedDict[tuple[str, str | None], int] = OrderedDict()
         # When each partition's last record was read, or the last tick of this router was acknowledged.
@@ -206,7 +238,7 @@ class LoadsSync:
         # ones, and ended ones.
         self._unlogged: OrderedDict[BookingId, int] = OrderedDict()
         self._ended_unlogged: OrderedDict[BookingId, int] = OrderedDict()
-        self._sent: set[BookingId] = set()  # those of the active ones that may be in the log
+        self._sent: set[BookingId] = set()  # those of the active ones that may be in the log, or whose end must be
         self._expired_ms = -1  # when this router's own clock was last checked for what expires
         self.router_id = uuid.uuid4().hex
         self._own_id = self.router_id.encode()
@@ -382,13 +414,17 @@ class LoadsSync:
                 return False
         return self._outbox.oldest_ms() <= self._stale_after_ms
 
-    def book(self, request_id: str, booking: Booking) -> BookingId:
+    def book(self, request_id: str, booking: Booking, *, moves: bool = False) -> BookingId:
         """Book here at once, and publish the booking.
 
         An existing booking of the same id and phase is replaced, except that the output blocks that were reported for
-        it stay. Raises BookingConflict if that one is on another rank.
+        it stay. Raises BookingConflict if that one is on another rank. moves: end it instead, whatever its rank, and
+        make a new booking.
         """
         with self._lock:
+            former = self._loads.live_ids_of(request_id, booking.phase) if moves else ()
+            for each in former:
+                self._apply(each, BookingPhase.FREE, self._local_time())
             live = self._loads.live(request_id, booking.phase)
             if live is not None and live[1].rank != booking.rank:
                 of_phase = "" if booking.phase is None else f" for phase {booking.phase}"
@@ -408,6 +444,14 @@ class LoadsSync:
                     self._begin_anew(request_id, booking.phase)
             self._add(booking_id, booking, self._local_time())
             self._publish(booking_id, BookingPhase.ADD, booking)
+            # After the add, so that no router has read that a request ended which only moved.
+            if former and self._shared:
+                # Even if it ends before it is sent, its end must be in the log: another router may have moved the
+                # former one too.
+                self._sent.add(booking_id)
+            for each in former:
+                self._note_move(each, booking_id, self._wall_ms())
+                self._publish_phase(each, BookingPhase.FREE, _REPLACED)
             self._release_buffered(booking_id, booking.phase)
             if self._listeners:
                 self._announce_falls()
@@ -428,14 +472,6 @@ class LoadsSync:
                 call = self._buffered.get(key)
                 if call is not None:
                     self._buffered[key] = call._replace(of_refused=call.of_refused | {phase})
-
-    def end(self, request_id: str, phase: str | None) -> None:
-        """End the bookings of exactly this id and phase, so that the request can be booked on another rank."""
-        with self._lock:
-            for booking_id in self._loads.live_ids_of(request_id, phase):
-                self._publish_phase(booking_id, BookingPhase.FREE)
-            if self._listeners:
-                self._announce_falls()
 
     def unreported(self, reported: Mapping[RankId, int]) -> dict[RankId, UnreportedLoad]:
         """What any router booked on these ranks since their engines' last reports, for ranks with such bookings.
@@ -552,8 +588,8 @@ class LoadsSync:
         with self._lock:
             if read is not None and not self._folds_records:  # the first request came that overrides the mode
                 read = None
-            if read is not None and self._buffered:
-                self._leave_buffered(read)
+            if read is not None and (self._buffered or self._moves):
+                self._leave_to_python(read)
             loads, stream_ms, at, n_by_python = self._loads, self._stream_ms, 0, 0
             unlimited = set() if read is None else set(read.clocks)  # clocks of which kernels do not know what is due
             while at < len(batch):
@@ -575,7 +611,10 @@ class LoadsSync:
                     latest_ms = at_ms
                     loads.expire(latest_ms, clock)
                 if content is not None:
-                    self._fold_content(content, at_ms, clock)
+                    assert value is not None  # a tick has no content
+                    self._fold_content(content, value, at_ms, clock)
+                    if self._moves:
+                        self._follow_moves(content, value)
                     if at_ms < latest_ms:  # it may have come too late
                         loads.expire(latest_ms, clock)
                     unlimited.add(clock)
@@ -610,16 +649,18 @@ class LoadsSync:
             bad.append((position, exc))
             return None
 
-    def _leave_buffered(self, read: LoadFields) -> None:
-        """Leave the records to Python that name a request whose calls wait for it."""
+    def _leave_to_python(self, read: LoadFields) -> None:
+        """Leave the records to Python that name a request whose calls wait for it, or a booking that was moved here."""
         for number, kind in enumerate(read.kinds):
             if kind == ADD:
-                begin, n_bytes = read.fields[number, [FIELD_REQUEST_AT, FIELD_REQUEST_BYTES]].tolist()
-                request_id = read.raw[begin : begin + n_bytes].decode()
-                if any(key in self._buffered for key in self._keys_of(request_id, None)):
-                    read.kinds[number] = read.fields[number, FIELD_KIND] = OTHER
+                keys = self._keys_of(read.booking_id(number).request_id, None) if self._buffered else ()
+                is_left = any(key in self._buffered for key in keys)
+            else:
+                is_left = kind in (PREFILL, FREE) and bool(self._moves) and read.booking_id(number) in self._moves
+            if is_left:
+                read.kinds[number] = read.fields[number, FIELD_KIND] = OTHER
 
-    def _fold_content(self, content: _Content, at_ms: int, clock: int) -> None:
+    def _fold_content(self, content: _Content, value: bytes, at_ms: int, clock: int) -> None:
         booking_id, phase, booking = content
         loads = self._loads
         is_plain = self._unreported is None
@@ -632,7 +673,7 @@ class LoadsSync:
                 self._release_buffered(booking_id, booking.phase)
         else:
             n_before = self._output_blocks_of(booking_id) if booking_id.router_id == self.router_id else 0
-            self._fold_add(booking_id, booking, at_ms, clock)
+            self._fold_add(booking_id, booking, value, at_ms, clock)
             if booking.output_blocks < n_before:
                 self._lowered[booking_id] = max(n_before, self._lowered.get(booking_id, 0))
 
@@ -696,7 +737,7 @@ class LoadsSync:
 
     # -- records -------------------------------------------------------------------------------------------------------
 
-    def _fold_add(self, booking_id: BookingId, booking: Booking, at_ms: int, clock: int) -> None:
+    def _fold_add(self, booking_id: BookingId, booking: Booking, value: bytes, at_ms: int, clock: int) -> None:
         if self._unlogged.pop(booking_id, None) is not None:
             self._sent.discard(booking_id)
         self._ended_unlogged.pop(booking_id, None)
@@ -708,7 +749,7 @@ class LoadsSync:
         self._add(booking_id, booking, at_ms, clock)
         self._release_buffered(booking_id, booking.phase)
         if booking_id not in before and booking_id in self._loads.live_ids(booking_id.request_id):
-            self._yield_to(booking_id, before)
+            self._yield_to(booking_id, before, value)
 
     def _add(self, booking_id: BookingId, booking: Booking, at_ms: int | None, clock: int = 0) -> None:
         if self._unreported is None:
@@ -724,20 +765,59 @@ class LoadsSync:
             n_blocks = after.decode_blocks - before.decode_blocks + n_partial
             self._unreported.add(booking_id, booking.rank, n_blocks, self._now_ms())
 
-    def _yield_to(self, newer: BookingId, before: tuple[BookingId, ...]) -> None:
+    def _yield_to(self, newer: BookingId, before: tuple[BookingId, ...], value: bytes) -> None:
         """End this router's booking if another router booked the same request id and phase later in the log.
 
         before: the active bookings of that id and phase until then. Each router ends only its own. A booking of
         this router that has not been read back from the log is the later one, and the other router ends its own.
+        value: the record of the newer one.
         """
         if newer.router_id == self.router_id:
             return
         for booking_id in before:
-            if booking_id.router_id == self.router_id and booking_id not in self._unlogged:
-                self._publish_phase(booking_id, BookingPhase.FREE)
+            if booking_id.router_id == self.router_id:
+                made_ms = self._unlogged.get(booking_id)
+                if made_ms is None:
+                    self._note_move(booking_id, newer, time_written_ms(value))
+                    self._publish_phase(booking_id, BookingPhase.FREE, _REPLACED)
+                else:
+                    self._note_move(newer, booking_id, self._wall_of(made_ms))
 
-    def _publish_phase(self, booking_id: BookingId, phase: BookingPhase) -> None:
-        """Apply a phase and publish it."""
+    def _note_move(self, former: BookingId, latter: BookingId, at_ms: int) -> None:
+        """Remember a move, so that what a client then reports of the former booking applies to the new one.
+
+        Another router knows the former one only, until it has read the move. at_ms: the wall-clock time of the move.
+        """
+        if self._shared:
+            self._moves[former] = _Move(latter, at_ms, self._now_ms())
+            self._moves.move_to_end(former)
+            if len(self._moves) > MOVES_MAX:
+                self._moves.popitem(last=False)
+
+    def _wall_of(self, monotonic_ms: int) -> int:
+        return self._wall_ms() - (self._now_ms() - monotonic_ms)
+
+    def _follow_moves(self, content: _Content, value: bytes) -> None:
+        """Apply a report that was read to the booking that has replaced the one which it names.
+
+        This router must have moved that one, and not after the report. A report that came before the move is about an
+        attempt that is over, as that of a client which ends a request and then repeats it under its id.
+        """
+        move = self._moves.get(content.booking_id)
+        if move is None or content.phase is BookingPhase.ADD:
+            return
+        reported_ms = time_written_ms(value)
+        while move is not None and move.at_ms <= reported_ms:
+            booking_id = move.latter
+            # Another router may have ended it, because it moved it on. It waits for this report as well.
+            if content.phase is BookingPhase.FREE or (
+                self._loads.booking(booking_id) is not None and not self._loads.is_prefilled(booking_id)
+            ):
+                self._publish_phase(booking_id, content.phase, reported_ms)
+            move = self._moves.get(booking_id)
+
+    def _publish_phase(self, booking_id: BookingId, phase: BookingPhase, reported_ms: int | None = None) -> None:
+        """Apply a phase and publish it. reported_ms: when a client reported it, if that is not now, or _REPLACED."""
         self._apply(booking_id, phase, self._local_time())
         since_ms = self._unlogged.get(booking_id)
         if phase is BookingPhase.FREE and since_ms is not None:
@@ -754,7 +834,7 @@ class LoadsSync:
             self._ended_unlogged[booking_id] = since_ms
             if len(self._ended_unlogged) > BOOKINGS_MAX:
                 self._loads.forget(self._ended_unlogged.popitem(last=False)[0])
-        self._publish(booking_id, phase, None)
+        self._publish(booking_id, phase, None, reported_ms)
 
     def _grow(self, booking_id: BookingId, output_tokens: int) -> None:
         booking = self._loads.booking(booking_id)
@@ -843,14 +923,18 @@ class LoadsSync:
                 self._grow(booking_id, output.output_tokens)
         for what in (BookingPhase.PREFILL, BookingPhase.FREE):
             waited = [self._buffered.pop((request_id, what, each), None) for each in phases]
-            if any(call is not None for call in waited):
-                self._publish_phase(booking_id, what)
+            since_ms = [call.since_ms for call in waited if call is not None]
+            if since_ms:
+                self._publish_phase(booking_id, what, self._wall_of(max(since_ms)))
 
-    def _publish(self, booking_id: BookingId, phase: BookingPhase, booking: Booking | None) -> None:
+    def _publish(
+        self, booking_id: BookingId, phase: BookingPhase, booking: Booking | None, written_at_ms: int | None = None
+    ) -> None:
         if self._shared:
+            written_at_ms = self._wall_ms() if written_at_ms is None else written_at_ms
             self._outbox.put(
                 load_key(booking_id, phase),
-                _Unsent(_Content(booking_id, phase, booking), time.time_ns() // 1_000_000),
+                _Unsent(_Content(booking_id, phase, booking), written_at_ms),
                 request_partition(booking_id.request_id, self._topic.partitions),
                 _RECORD_BYTES if booking is None else _RECORD_BYTES + len(booking.sequence),
             )
@@ -910,6 +994,11 @@ class LoadsSync:
             if self._refused[first] + BUFFERED_CALL_TTL_MS > now_ms:
                 break
             del self._refused[first]
+        while self._moves:
+            former = next(iter(self._moves))
+            if self._moves[former].since_ms + self._ttl_ms > now_ms:
+                break
+            del self._moves[former]
 
     def _tick(self) -> None:
         """Write a tick to partitions that have bookings but no new records, so that their time advances.

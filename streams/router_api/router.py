@@ -461,10 +461,8 @@ class Router:
                     return None
                 if request.explain:  # before the booking, which changes the loads that some terms are read from
                     candidates = decision.candidates
-                if moves:
-                    self.loads.end(prepared.request_id, _booked_phase(request.phase))
                 if request.update_states:
-                    self._book(prepared, decision)
+                    self._book(prepared, decision, moves=moves)
                     if gate is not None:
                         gate.booked(decision.chosen.rank, loads)
         if existing is not None:
@@ -822,8 +820,11 @@ class Router:
         known = [rank for rank in booked if rank in metrics]  # a report may have expired in between
         return {**metrics, **{rank: with_bookings(metrics[rank], *booked[rank]) for rank in known}}
 
-    def _book(self, prepared: PreparedRequest, decision: Decision) -> None:
-        """Charge the chosen rank, predict that it will hold the request's blocks, and bind the session to it."""
+    def _book(self, prepared: PreparedRequest, decision: Decision, *, moves: bool) -> None:
+        """Charge the chosen rank, predict that it will hold the request's blocks, and bind the session to it.
+
+        moves: end the request's former booking.
+        """
         chosen, blocks = decision.chosen, prepared.blocks
         booking = booking_of(
             chosen,
@@ -836,7 +837,7 @@ class Router:
             phase=_booked_phase(prepared.request.phase),
             forecast=decision.forecast(),
         )
-        self.loads.book(prepared.request_id, booking)
+        self.loads.book(prepared.request_id, booking, moves=moves)
         self.view.predict(chosen.rank, blocks.local)
         session = _session_of(prepared)
         if session is not None:

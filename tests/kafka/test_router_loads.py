@@ -304,6 +304,19 @@ def test_a_retry_that_excludes_its_worker_moves_the_booking_everywhere(fleet: Fl
     fleet.same_loads(ids, 0)
 
 
+def test_a_free_right_after_a_move_ends_the_booking_at_whichever_router(fleet: Fleet) -> None:
+    """The router that is told of the end has mostly not read the move yet."""
+    model = fleet.model()
+    ids = fleet.register(model, 2)
+    for number, (mover, ender) in enumerate([(fleet.main, fleet.peer), (fleet.peer, fleet.main)] * 4):
+        asked = {"model": model, "token_ids": TOKENS, "request_id": f"{model}-{number}"}
+        first = fleet.main.route(**asked)["worker_id"]
+        fleet.same_loads(ids, 1)
+        assert mover.route(**asked, excluded_worker_ids=[first])["worker_id"] != first
+        assert ender.call("DELETE", f"/loads/{model}-{number}").given()["buffered"] is False
+        fleet.same_loads(ids, 0)
+
+
 def test_a_repeated_free_does_not_end_the_next_booking_of_the_id(fleet: Fleet) -> None:
     """A free that is repeated after its booking ended changes nothing, and the id's next booking stays."""
     model = fleet.model()

@@ -42,6 +42,9 @@ TTL_MS = 10_000
 KNOBS = Settings(partitions=2, booking_ttl_s=TTL_MS / 1000)
 TOPIC = topics(KNOBS).router_loads
 
+#: The time since the epoch at which every world begins.
+WALL_MS = 1_800_000_000_000
+
 
 @dataclass
 class Log:
@@ -137,7 +140,7 @@ class Replica:
     def __init__(self, log: Log, clock: list[int], knobs: Settings = KNOBS) -> None:
         self.log = log
         self.client = Client(log)
-        self.sync = LoadsSync(knobs, TOPIC, self.client, lambda: clock[0])  # type: ignore[arg-type]
+        self.sync = LoadsSync(knobs, TOPIC, self.client, lambda: clock[0], lambda: WALL_MS + clock[0])  # type: ignore[arg-type]
         self.read = [0] * TOPIC.partitions
         self.falls = 0
         self.sync.listen(self._on_load_fell)
@@ -231,6 +234,11 @@ def live(replica: Replica, request_id: str) -> int:
         return len(active.live_ids(request_id))
 
 
+def read_all(replica: Replica) -> None:
+    for partition in range(TOPIC.partitions):
+        replica.fold(partition)
+
+
 REQUESTS = ["a", "request-b", "request-c", "request-d"]  # kernels leave ids as short as the first one to Python
 requests = st.sampled_from(REQUESTS)
 routers = st.integers(0, 2)
@@ -287,11 +295,9 @@ def act(world: World, actions: list[tuple[Any, ...]]) -> None:
     for name, *given_ in actions:
         match name, given_:
             case "book" | "move", (router, request_id, worker_id, n, phase):
-                if name == "move":
-                    world.replicas[router].sync.end(request_id, phase)
                 try:
                     world.replicas[router].sync.book(
-                        request_id, booking(worker_id, list(range(1, n + 1)), 16 * n, phase)
+                        request_id, booking(worker_id, list(range(1, n + 1)), 16 * n, phase), moves=name == "move"
                     )
                 except BookingConflict:
                     assert live(world.replicas[router], request_id)
@@ -464,8 +470,7 @@ def test_phases_of_one_id_are_booked_and_ended_separately_everywhere() -> None:
     assert third.sync.report_output("r", 16, "decode") is True
     assert third.sync.report_phase("r", BookingPhase.FREE, "prefill") is True
     assert world.same() == {rank_of(2): (16, 2, 1)}
-    first.sync.end("r", "decode")
-    first.sync.book("r", booking(3, phase="decode"))
+    first.sync.book("r", booking(3, phase="decode"), moves=True)
     assert world.same() == {rank_of(3): (16, 1, 1)}
     assert second.sync.report_phase("r", BookingPhase.FREE) is True
     assert world.same() == {}
@@ -586,22 +591,28 @@ def test_generated_tokens_told_too_soon_wait_for_their_booking() -> None:
     assert second.sync.unknown_calls == 1
 
 
-def test_an_id_used_again_at_a_router_that_has_heard_of_nothing_lives() -> None:
-    """A free does not end a booking of the same id that its router had not read.
+@pytest.mark.parametrize("request_id", ["r", "request-1"])
+@pytest.mark.parametrize("is_late", [False, True])
+def test_of_an_id_used_again_at_a_router_that_has_heard_of_nothing_a_free_ends_what_was_booked_before_it(
+    request_id: str, *, is_late: bool
+) -> None:
+    """In the log, the two cases look the same: both bookings, and a free of the first one. The clocks tell them apart.
 
-    In the log that booking is before the free, and after the booking that the free ends. The log of two routers that
-    were asked at once looks the same. So the booking stays, and if the free was meant for it, it ends by its TTL.
+    A router that was asked for both bookings and the free would do the same.
     """
     world = World()
     first, second, third = world.replicas
-    first.sync.book("r", booking(1))
+    first.sync.book(request_id, booking(1))
     first.sync.poll()
-    for partition in range(TOPIC.partitions):
-        third.fold(partition)
-    second.sync.book("r", booking(2))
+    read_all(third)
+    if not is_late:
+        third.sync.report_phase(request_id, BookingPhase.FREE)
+        world.pass_time(1)
+    second.sync.book(request_id, booking(2))
     second.sync.poll()
-    third.sync.report_phase("r", BookingPhase.FREE)
-    assert world.same() == {rank_of(2): (16, 1, 1)}
+    if is_late:
+        third.sync.report_phase(request_id, BookingPhase.FREE)
+    assert world.same() == ({} if is_late else {rank_of(2): (16, 1, 1)})
 
 
 def test_while_kafka_is_away_bookings_go_on_and_are_not_in_sync() -> None:

@@ -1,0 +1,188 @@
+"""What clients report of a booking that has moved, to routers that have not read the move yet.
+
+Times of day decide whether a report came before a move or after it; those of routers that disagree are not tested here.
+"""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from streams.codec import decode_load
+from streams.core.loads.bookings import BookingPhase
+from streams.load_records import time_written_ms
+from streams.router_api import loads_sync
+from tests.helpers.api import rank_of
+from tests.unit.test_loads_sync import TOPIC, TTL_MS, World, booking, live, read_all
+
+#: Kernels leave ids as short as the first one to Python.
+ids = pytest.mark.parametrize("request_id", ["r", "request-1"])
+#: The router that moves a booking: the one that made it, or another one.
+movers = pytest.mark.parametrize("mover", [0, 1])
+
+
+def booked(request_id: str) -> World:
+    """A world whose first router has booked a request, which all have read."""
+    world = World()
+    world.replicas[0].sync.book(request_id, booking(1))
+    world.settle()
+    return world
+
+
+@ids
+@movers
+@pytest.mark.parametrize("is_away", [False, True])
+def test_a_free_at_a_router_that_has_not_read_the_move_ends_the_new_booking(
+    request_id: str, mover: int, *, is_away: bool
+) -> None:
+    """It is reported in the same millisecond, while Kafka is there or away."""
+    world = booked(request_id)
+    world.log.away = is_away
+    world.replicas[mover].sync.book(request_id, booking(2), moves=True)
+    world.replicas[mover].sync.poll()
+    assert world.replicas[2].sync.report_phase(request_id, BookingPhase.FREE) is True
+    world.replicas[2].sync.poll()
+    assert live(world.replicas[mover], request_id) == 1
+    assert world.same() == {}
+
+
+@ids
+@movers
+def test_a_buffered_free_ends_the_new_booking(request_id: str, mover: int) -> None:
+    """The router that buffers it has read neither booking, and reads the former one first."""
+    world = World()
+    world.replicas[0].sync.book(request_id, booking(1))
+    world.replicas[0].sync.poll()
+    read_all(world.replicas[mover])
+    world.replicas[mover].sync.book(request_id, booking(2), moves=True)
+    assert world.replicas[2].sync.report_phase(request_id, BookingPhase.FREE) is False
+    world.pass_time(50)
+    assert world.same() == {}
+
+
+@ids
+@movers
+@pytest.mark.parametrize("is_buffered", [False, True])
+def test_a_free_that_came_before_the_move_leaves_the_new_booking(
+    request_id: str, mover: int, *, is_buffered: bool
+) -> None:
+    """A client may end a request and then repeat it under its id, with the worker excluded that failed."""
+    world = World()
+    world.replicas[0].sync.book(request_id, booking(1))
+    world.replicas[0].sync.poll()
+    read_all(world.replicas[mover])
+    if not is_buffered:
+        read_all(world.replicas[2])
+    assert world.replicas[2].sync.report_phase(request_id, BookingPhase.FREE) is not is_buffered
+    world.pass_time(1)
+    world.replicas[mover].sync.book(request_id, booking(2), moves=True)
+    world.pass_time(50)
+    assert world.same() == {rank_of(2): (16, 1, 1)}
+
+
+@ids
+@pytest.mark.parametrize("movers_in_turn", [(0, 0), (0, 1), (1, 0), (1, 1)])
+def test_a_free_ends_a_booking_that_moved_twice(request_id: str, movers_in_turn: tuple[int, int]) -> None:
+    """The router that is told of the end knows only the booking before both moves."""
+    world = booked(request_id)
+    for worker_id, mover in enumerate(movers_in_turn, 2):
+        world.replicas[mover].sync.book(request_id, booking(worker_id), moves=True)
+        for replica in world.replicas[:2]:
+            replica.sync.poll()
+            read_all(replica)
+    world.replicas[2].sync.report_phase(request_id, BookingPhase.FREE)
+    assert world.same() == {}
+
+
+@ids
+@movers
+def test_a_prefill_complete_at_a_router_that_has_not_read_the_move_counts(request_id: str, mover: int) -> None:
+    world = booked(request_id)
+    world.replicas[mover].sync.book(request_id, booking(2), moves=True)
+    world.replicas[2].sync.report_phase(request_id, BookingPhase.PREFILL)
+    assert world.same() == {rank_of(2): (0, 1, 1)}
+
+
+@ids
+@movers
+def test_a_move_without_reports_leaves_the_new_booking(request_id: str, mover: int) -> None:
+    """The end of the former booking, which routers write themselves, is not a report: its time is 0."""
+    world = booked(request_id)
+    world.replicas[mover].sync.book(request_id, booking(2), moves=True)
+    world.pass_time(1)
+    assert world.same() == {rank_of(2): (16, 1, 1)}
+    frees = [
+        each.value
+        for each in world.log.written
+        if each.value is not None and decode_load(each.value)[1] is BookingPhase.FREE
+    ]
+    assert frees
+    assert {time_written_ms(value) for value in frees} == {0}
+
+
+@ids
+@movers
+def test_a_move_is_never_read_as_an_end(request_id: str, mover: int) -> None:
+    """However far a router has read, it knows an active booking, so that a report finds one."""
+    world = booked(request_id)
+    world.replicas[mover].sync.book(request_id, booking(2), moves=True)
+    world.replicas[mover].sync.poll()
+    third = world.replicas[2]
+    while any(third.fold(partition, 1) for partition in range(TOPIC.partitions)):
+        assert live(third, request_id) >= 1
+
+
+def test_moves_are_forgotten_after_the_ttl_or_beyond_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A later report then applies to the former booking alone."""
+    monkeypatch.setattr(loads_sync, "MOVES_MAX", 1)
+    world = World()
+    first, second, _ = world.replicas
+    for request_id in ("request-1", "request-2"):
+        first.sync.book(request_id, booking(1))
+    world.settle()
+    for request_id in ("request-1", "request-2"):
+        first.sync.book(request_id, booking(2), moves=True)
+        second.sync.report_phase(request_id, BookingPhase.FREE)
+    assert world.same() == {rank_of(2): (16, 1, 1)}
+    assert len(first.sync._moves) == 1
+    world.pass_time(TTL_MS)
+    first.sync.poll()
+    assert not first.sync._moves
+
+
+actions = st.lists(
+    st.one_of(
+        st.tuples(st.just("ask"), st.integers(0, 2), st.integers(1, 3)),
+        st.tuples(st.just("prefill"), st.integers(0, 2), st.just(0)),
+        st.tuples(st.just("read"), st.integers(0, 2), st.integers(1, 3)),
+        st.tuples(st.just("poll"), st.integers(0, 2), st.just(0)),
+        st.tuples(st.just("time"), st.integers(0, 2), st.just(0)),
+    ),
+    max_size=20,
+)
+
+
+@settings(max_examples=300, deadline=None, print_blob=True)
+@given(actions=actions, last=st.integers(0, 2), request_id=st.sampled_from(["r", "request-1"]))
+def test_a_free_ends_all_that_was_booked_before_it(
+    actions: list[tuple[str, int, int]], last: int, request_id: str
+) -> None:
+    """A client asks any routers, one after the other, excluding what it got before, and at last reports the end."""
+    world = booked(request_id)
+    for what, router, n in actions:
+        replica = world.replicas[router]
+        match what:
+            case "ask":
+                replica.sync.book(request_id, booking(n), moves=True)
+            case "prefill":
+                replica.sync.report_phase(request_id, BookingPhase.PREFILL)
+            case "read":
+                for partition in range(TOPIC.partitions):
+                    replica.fold(partition, n)
+            case "poll":
+                replica.sync.poll()
+            case _:
+                world.pass_time(n)
+    world.replicas[last].sync.report_phase(request_id, BookingPhase.FREE)
+    assert world.same() == {}
