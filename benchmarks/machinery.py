@@ -79,3 +79,17 @@ def cpu_seconds(pid: int) -> float:
     """Processor time that a process has used."""
     times = psutil.Process(pid).cpu_times()
     return float(times.user + times.system)
+
+
+def compiler_seconds(pid: int) -> float | None:
+    """Processor time that the compiler threads of a JVM have used; None where the system does not name threads."""
+    threads = {each.id: each.user_time + each.system_time for each in psutil.Process(pid).threads()}
+    used_s = None
+    for thread, seconds in threads.items():
+        try:
+            name = Path(f"/proc/{pid}/task/{thread}/comm").read_text()
+        except OSError:  # it has ended, or there is no /proc
+            continue
+        if name.startswith(("C1 ", "C2 ")):
+            used_s = (used_s or 0.0) + seconds
+    return used_s
