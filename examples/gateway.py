@@ -9,7 +9,7 @@ The prompt must be token ids, because this example does not tokenize.
 
 from __future__ import annotations
 
-import sys
+import argparse
 from collections.abc import AsyncIterator
 
 from aiohttp import ClientSession, web
@@ -52,4 +52,7 @@ def application(*routers: str) -> web.Application:
 
 
 if __name__ == "__main__":
-    web.run_app(application(*sys.argv[1:]), host="127.0.0.1", port=9000, handler_cancellation=True)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("router", nargs="+", help="the address of a router")
+    routers = parser.parse_args().router
+    web.run_app(application(*routers), host="127.0.0.1", port=9000, handler_cancellation=True)

@@ -9,8 +9,8 @@ router runs in this process.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
-import sys
 
 from streams.client import KvRouterClient
 
@@ -31,4 +31,8 @@ async def main(url: str, model: str | None = None) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(*sys.argv[1:]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("url", help="a router")
+    parser.add_argument("model", nargs="?", help="if the fleet serves several")
+    given = parser.parse_args()
+    asyncio.run(main(given.url, given.model))

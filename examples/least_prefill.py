@@ -8,8 +8,8 @@ The router says what each worker's load would be. This program chooses, and lets
 
 from __future__ import annotations
 
+import argparse
 import asyncio
-import sys
 
 from streams.client import KvRouterClient
 
@@ -30,4 +30,6 @@ async def main(url: str) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(*sys.argv[1:]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("url", help="a router")
+    asyncio.run(main(parser.parse_args().url))

@@ -13,9 +13,12 @@ import orjson
 from rich.console import Console
 
 
-def console() -> Console:
-    """A console for tables, without markup, which would take `[compact]` in a setting for a style and remove it."""
-    return Console(width=None if sys.stdout.isatty() else 200, markup=False, emoji=False, highlight=False)
+def console(piped_width: int = 200) -> Console:
+    """A console for tables, without markup, which would take `[compact]` in a setting for a style and remove it.
+
+    piped_width: characters of a line that is not written to a terminal.
+    """
+    return Console(width=None if sys.stdout.isatty() else piped_width, markup=False, emoji=False, highlight=False)
 
 
 def print_addresses(addresses: dict[str, str], path: Path | None) -> None:

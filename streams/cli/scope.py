@@ -14,6 +14,9 @@ from streams.security.acls import TOPIC_OPERATIONS, commands
 from streams.settings import ENV_PREFIX, Resolved, Settings, shown_value
 from streams.topics import topics as scope_topics
 
+#: A setting takes one line, so that `grep` and `sort` can be used.
+_PIPED_WIDTH = 1000
+
 
 @click.command(cls=GroupedCommand)
 @with_settings
@@ -30,7 +33,7 @@ def config(resolved: Resolved) -> None:
             ENV_PREFIX + setting.name.upper(),
             str(setting.metadata["help"]),
         )
-    console().print(table)
+    console(_PIPED_WIDTH).print(table)
 
 
 @click.group(cls=GroupedGroup)

@@ -90,6 +90,14 @@ def test_help_shows_a_commands_own_options_before_the_settings(command: tuple[st
     assert sorted(option for option in options if option in others) == sorted(set(options) - set(essential))
 
 
+def test_each_setting_takes_one_line_if_the_output_is_piped() -> None:
+    """So that `grep` finds it with its value and meaning, however long these are."""
+    done = CliRunner().invoke(cli, ["config"])
+    assert done.exit_code == 0
+    names = [line.split(maxsplit=1)[0] for line in done.stdout.splitlines()]
+    assert names == ["setting", *(each.name for each in fields(Settings))]
+
+
 def test_unneeded_options_of_dynamo_are_accepted_with_a_warning() -> None:
     """Each warning is printed to stderr with the reason, and the command continues."""
     flags = ["--router-snapshot-threshold", "10000", "--durable-kv-events", "--no-router-durable-kv-events"]

@@ -8,15 +8,17 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 120.0
 
 
-def printed(name: str) -> str:
+def printed(name: str, *arguments: str) -> str:
     """Run an example in a process of its own and return what it printed."""
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [sys.executable, ROOT / "examples" / name],
+        [sys.executable, ROOT / "examples" / name, *arguments],
         env=environ,
         capture_output=True,
         text=True,
@@ -24,6 +26,12 @@ def printed(name: str) -> str:
         check=True,
     )
     return done.stdout
+
+
+@pytest.mark.parametrize("name", ["gateway.py", "generate.py", "least_prefill.py"])
+def test_the_examples_that_need_a_router_explain_themselves(name: str) -> None:
+    """They start nothing then."""
+    assert "kvstreams up" in printed(name, "--help")
 
 
 def test_the_library_example_shows_that_a_hole_ends_a_match() -> None:
