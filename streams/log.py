@@ -29,10 +29,16 @@ _PLAIN = frozenset(logging.LogRecord("", 0, "", 0, "", (), None).__dict__) | {
 class JsonFormatter(logging.Formatter):
     """One JSON object per line; every entry of `extra` becomes a field."""
 
+    def __init__(self, number: int | None = None) -> None:
+        """number: that of the process, if it is one of several; the field `process`."""
+        super().__init__()
+        self._of_process = {} if number is None else {"process": number}
+
     def format(self, record: logging.LogRecord) -> str:
         """Render one record."""
         fields = {
             "at": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            **self._of_process,
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": record.getMessage(),
@@ -47,13 +53,16 @@ class JsonFormatter(logging.Formatter):
             return json.dumps({key: str(value) for key, value in fields.items()})
 
 
-def dict_config(settings: Settings) -> dict[str, Any]:
-    """Configuration for `logging.config.dictConfig`, which Faust takes as well."""
+def dict_config(settings: Settings, number: int | None = None) -> dict[str, Any]:
+    """Configuration for `logging.config.dictConfig`, which Faust takes as well. number: as for `configure`."""
     level = settings.log_level.upper()
     # Faust and aiokafka log several lines for every rebalance and fetch; our own lines contain what matters.
     quiet = max(logging.WARNING, logging.getLevelNamesMapping()[level])
+    of_process = "" if number is None else f"process {number}  "
     formatter = (
-        {"()": JsonFormatter} if settings.log_json else {"format": "%(asctime)s %(levelname)-7s %(name)s  %(message)s"}
+        {"()": JsonFormatter, "number": number}
+        if settings.log_json
+        else {"format": f"%(asctime)s %(levelname)-7s {of_process}%(name)s  %(message)s"}
     )
     return {
         "version": 1,
@@ -75,6 +84,9 @@ def _handler() -> logging.Handler:
     return handler
 
 
-def configure(settings: Settings) -> None:
-    """Send the logs of this process to standard error, in the format that the settings choose."""
-    logging.config.dictConfig(dict_config(settings))
+def configure(settings: Settings, number: int | None = None) -> None:
+    """Send the logs of this process to standard error, in the format that the settings choose.
+
+    number: that of the process, if several write to the same place.
+    """
+    logging.config.dictConfig(dict_config(settings, number))

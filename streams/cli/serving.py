@@ -43,7 +43,7 @@ def router(
     from streams.schema_compatibility import check_schemas
 
     settings = resolved.settings
-    log.configure(settings)
+    log.configure(settings, process_number)
     place = None if process_number is None else ProcessPlace(process_number, process_joins == "at-once", feed_fd)
     if ends_with_parent:
         end_with_parent()

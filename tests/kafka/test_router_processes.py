@@ -94,6 +94,7 @@ def test_two_processes_share_a_port_their_bookings_and_their_end(processes: Proc
     """Connections reach both, a killed one is started again while the other answers, and SIGTERM ends both."""
     assert [answering(api) for api in processes.own] == ["1", "2"]
     assert {answering(processes.common) for _ in range(64)} == {"1", "2"}
+    assert {*re.findall(r" process (\d)  streams", processes.child.log_path.read_text())} == {"1", "2"}
 
     processes.common.route(request_id="r", token_ids=TOKENS)
     for api in processes.own:

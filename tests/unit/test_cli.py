@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import logging.config
 import re
 import sys
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from click.testing import CliRunner
 
 from streams.cli import ESSENTIAL, cli
 from streams.errors import LocalKafkaError
-from streams.log import JsonFormatter
+from streams.log import JsonFormatter, dict_config
 from streams.settings import SECRETS, Settings
 
 
@@ -143,6 +144,20 @@ def test_a_json_log_line_holds_any_value(extra: dict[str, object], field: object
     assert line["worker_id"] == field
     assert (line["level"], line["logger"], line["message"]) == ("warning", "n", "two\nlines ü")
     assert line["at"].endswith("+00:00")
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_log_line_names_its_process_if_it_is_one_of_several(as_json: bool) -> None:
+    """The processes of a group write to the same place."""
+    for number in (None, 2):
+        formatters = dict_config(Settings(log_json=as_json), number)["formatters"]
+        line = (
+            logging.config.DictConfigurator({})
+            .configure_formatter(formatters["chosen"])
+            .format(logging.makeLogRecord({"name": "n", "levelno": 20, "levelname": "INFO", "msg": "x"}))
+        )
+        found = json.loads(line).get("process") if as_json else 2 if "INFO    process 2  n  x" in line else None
+        assert found == number
 
 
 def test_a_json_log_line_holds_the_stack_trace() -> None:
