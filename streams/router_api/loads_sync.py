@@ -803,18 +803,25 @@ class LoadsSync:
         This router must have moved that one, and not after the report. A report that came before the move is about an
         attempt that is over, as that of a client which ends a request and then repeats it under its id.
         """
-        move = self._moves.get(content.booking_id)
-        if move is None or content.phase is BookingPhase.ADD:
+        booking_id = content.booking_id
+        if content.phase is BookingPhase.ADD or booking_id not in self._moves:
             return
         reported_ms = time_written_ms(value)
-        while move is not None and move.at_ms <= reported_ms:
+        if reported_ms == _REPLACED:
+            return
+        followed = {booking_id}  # records of a faulty writer may form a circle
+        while (move := self._moves.get(booking_id)) is not None and move.at_ms <= reported_ms:
+            if content.phase is BookingPhase.FREE:  # followed once: two routers could answer each other without end
+                del self._moves[booking_id]
             booking_id = move.latter
+            if booking_id in followed:
+                return
+            followed.add(booking_id)
             # Another router may have ended it, because it moved it on. It waits for this report as well.
             if content.phase is BookingPhase.FREE or (
                 self._loads.booking(booking_id) is not None and not self._loads.is_prefilled(booking_id)
             ):
                 self._publish_phase(booking_id, content.phase, reported_ms)
-            move = self._moves.get(booking_id)
 
     def _publish_phase(self, booking_id: BookingId, phase: BookingPhase, reported_ms: int | None = None) -> None:
         """Apply a phase and publish it. reported_ms: when a client reported it, if that is not now, or _REPLACED."""

@@ -141,8 +141,10 @@ class Outbox(Generic[_T]):
         return self._thread is not None
 
     def put(self, key: bytes, content: _T, partition: int, n_bytes: int) -> None:
-        """Send a record soon. It replaces a waiting record of its key. n_bytes: about how long its value is."""
-        older = self._take(key)
+        """Send a record soon, in the place of a waiting record of its key. n_bytes: about how long its value is."""
+        older = self._waiting.get(key)
+        if older is not None:
+            self._waiting_bytes -= older.n_bytes
         self._wait(_Sent(key, content, partition, n_bytes, older.since_ms if older else self._now_ms()))
         self._drop_beyond_limits()
         if self._wake.is_set():

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streams.codec import decode_load
-from streams.core.loads.bookings import BookingPhase
+from streams.core.loads.bookings import BookingId, BookingPhase
 from streams.load_records import time_written_ms
 from streams.router_api import loads_sync
 from tests.helpers.api import rank_of
@@ -133,6 +133,47 @@ def test_a_move_is_never_read_as_an_end(request_id: str, mover: int) -> None:
         assert live(third, request_id) >= 1
 
 
+@ids
+def test_a_report_before_a_moved_booking_is_sent_keeps_the_order_of_records(request_id: str) -> None:
+    """The booking with its output takes the place of the one that waits, before the end of the former one."""
+    world = booked(request_id)
+    world.replicas[0].sync.book(request_id, booking(2), moves=True)
+    world.replicas[0].sync.report_output(request_id, 64)
+    world.replicas[0].sync.poll()
+    third = world.replicas[2]
+    while any(third.fold(partition, 1) for partition in range(TOPIC.partitions)):
+        assert live(third, request_id) >= 1
+
+
+@ids
+@pytest.mark.parametrize("what", [BookingPhase.PREFILL, BookingPhase.FREE])
+def test_bookings_that_replace_each_other_are_followed_once(request_id: str, what: BookingPhase) -> None:
+    """Records that no router writes, or that came very late, may say so."""
+    world = booked(request_id)
+    first, second, third = world.replicas
+    second.sync.book(request_id, booking(2), moves=True)
+    world.settle()
+    ((former, move),) = second.sync._moves.items()
+    second.sync._note_move(move.latter, former, move.at_ms)
+    first.sync._note_move(move.latter, former, move.at_ms)
+    n_before = len(world.log.written)
+    third.sync.report_phase(request_id, what)
+    world.settle()
+    assert len(world.log.written) <= n_before + 4
+    assert world.same() == ({} if what is BookingPhase.FREE else {rank_of(2): (0, 1, 1)})
+
+
+def test_an_add_without_a_time_does_not_make_the_routers_own_free_a_report() -> None:
+    """A foreign writer may leave the time 0, which is that of the frees that routers write by themselves."""
+    world = booked("request-1")
+    first, second, _ = world.replicas
+    first.sync._note_move(BookingId("request-1", first.sync.router_id, 1), BookingId("request-1", "other", 1), 0)
+    second.sync.book("request-1", booking(2), moves=True)
+    world.settle()
+    assert not any(b"other" in record.key for record in world.log.written)
+    assert world.same() == {rank_of(2): (16, 1, 1)}
+
+
 def test_moves_are_forgotten_after_the_ttl_or_beyond_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """A later report then applies to the former booking alone."""
     monkeypatch.setattr(loads_sync, "MOVES_MAX", 1)
@@ -144,7 +185,10 @@ def test_moves_are_forgotten_after_the_ttl_or_beyond_the_limit(monkeypatch: pyte
     for request_id in ("request-1", "request-2"):
         first.sync.book(request_id, booking(2), moves=True)
         second.sync.report_phase(request_id, BookingPhase.FREE)
+        assert len(first.sync._moves) == 1
     assert world.same() == {rank_of(2): (16, 1, 1)}
+    assert not first.sync._moves  # it was used
+    first.sync.book("request-1", booking(3), moves=True)
     assert len(first.sync._moves) == 1
     world.pass_time(TTL_MS)
     first.sync.poll()
