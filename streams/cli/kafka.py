@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,8 @@ def kafka_up(directory: Path, overrides: tuple[str, ...], secure: bool) -> None:
         click.echo(f"use it:   export {CONFIG_ENV}={state.directory / SECURE_FOLDER / 'kvstreams.toml'}")
     else:
         click.echo(f"use it:   export {ENV_PREFIX}KAFKA={state.bootstrap}")
-    click.echo("stop it:  kvstreams kafka down")
+    where = "" if directory == KAFKA_DIRECTORY else f" --directory {shlex.quote(str(directory))}"
+    click.echo(f"stop it:  kvstreams kafka down{where}")
 
 
 @kafka.command("down")

@@ -17,6 +17,7 @@ from click.testing import CliRunner
 
 from streams.cli import ESSENTIAL, cli
 from streams.errors import LocalKafkaError
+from streams.local.kafka import KafkaState
 from streams.log import JsonFormatter, dict_config
 from streams.settings import SECRETS, Settings
 
@@ -158,6 +159,21 @@ def test_a_log_line_names_its_process_if_it_is_one_of_several(as_json: bool) -> 
         )
         found = json.loads(line).get("process") if as_json else 2 if "INFO    process 2  n  x" in line else None
         assert found == number
+
+
+@pytest.mark.parametrize("directory", [None, "other place"])
+def test_kafka_up_prints_the_command_that_stops_this_kafka(
+    directory: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It names the folder unless that is the default one."""
+
+    def started(directory: Path, *_: object, **__: object) -> KafkaState:
+        return KafkaState("127.0.0.1:9092", 1, "4", "17", directory, reused=False)
+
+    monkeypatch.setattr("streams.cli.kafka.start_kafka", started)
+    given = [] if directory is None else ["--directory", directory]
+    lines = CliRunner().invoke(cli, ["kafka", "up", *given]).stdout.splitlines()
+    assert lines[-1] == "stop it:  kvstreams kafka down" + ("" if directory is None else " --directory 'other place'")
 
 
 def test_a_json_log_line_holds_the_stack_trace() -> None:
