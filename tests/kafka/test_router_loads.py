@@ -305,7 +305,7 @@ def test_a_retry_that_excludes_its_worker_moves_the_booking_everywhere(fleet: Fl
 
 
 def test_a_free_right_after_a_move_ends_the_booking_at_whichever_router(fleet: Fleet) -> None:
-    """The router that is told of the end has mostly not read the move yet."""
+    """The router that gets the report has mostly not read the move yet."""
     model = fleet.model()
     ids = fleet.register(model, 2)
     for number, (mover, ender) in enumerate([(fleet.main, fleet.peer), (fleet.peer, fleet.main)] * 4):

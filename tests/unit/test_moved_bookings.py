@@ -84,7 +84,7 @@ def test_a_free_that_came_before_the_move_leaves_the_new_booking(
 @ids
 @pytest.mark.parametrize("movers_in_turn", [(0, 0), (0, 1), (1, 0), (1, 1)])
 def test_a_free_ends_a_booking_that_moved_twice(request_id: str, movers_in_turn: tuple[int, int]) -> None:
-    """The router that is told of the end knows only the booking before both moves."""
+    """The router that gets the report knows only the booking before both moves."""
     world = booked(request_id)
     for worker_id, mover in enumerate(movers_in_turn, 2):
         world.replicas[mover].sync.book(request_id, booking(worker_id), moves=True)
