@@ -83,13 +83,12 @@ def cpu_seconds(pid: int) -> float:
 
 def compiler_seconds(pid: int) -> float | None:
     """Processor time that the compiler threads of a JVM have used; None where the system does not name threads."""
-    threads = {each.id: each.user_time + each.system_time for each in psutil.Process(pid).threads()}
     used_s = None
-    for thread, seconds in threads.items():
+    for thread in psutil.Process(pid).threads():
         try:
-            name = Path(f"/proc/{pid}/task/{thread}/comm").read_text()
+            name = Path(f"/proc/{pid}/task/{thread.id}/comm").read_text()
         except OSError:  # it has ended, or there is no /proc
             continue
         if name.startswith(("C1 ", "C2 ")):
-            used_s = (used_s or 0.0) + seconds
+            used_s = (used_s or 0.0) + thread.user_time + thread.system_time
     return used_s

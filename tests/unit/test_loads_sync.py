@@ -216,8 +216,7 @@ class World:
         truth = self.log.loads()
         for _ in range(2):
             late = Replica(self.log, self.clock)
-            for partition in range(TOPIC.partitions):
-                late.fold(partition)
+            read_all(late)
             for replica in (*self.replicas, late):
                 assert replica.loads == truth
             self.log.compact()
@@ -440,8 +439,7 @@ def test_a_free_ends_all_bookings_of_its_id() -> None:
     for number, replica in ((1, first), (2, second)):
         replica.sync.book("r", booking(number))
         replica.sync.poll()
-    for partition in range(TOPIC.partitions):
-        third.fold(partition)
+    read_all(third)
     assert live(third, "r") == 2
     third.sync.report_phase("r", BookingPhase.FREE)
     assert live(third, "r") == 0
@@ -556,8 +554,7 @@ def test_reports_of_the_same_length_keep_a_booking_alive(forecast: Forecast) -> 
             for records in world.log.partitions:
                 records[:] = [each for each in records if b"prefill" not in each.key]
             late = Replica(world.log, world.clock)
-            for partition in range(TOPIC.partitions):
-                late.fold(partition)
+            read_all(late)
             assert late.loads == {rank_of(1): (0, 2, 1)}
     assert 10 <= sum(b"add" in each.key for each in world.log.written) - n_adds <= 20
     assert [replica.falls for replica in world.replicas] == n_falls
@@ -894,8 +891,7 @@ def test_bookings_end_by_the_logs_clock() -> None:
     world.settle()
     for replica in (*world.replicas, late := Replica(world.log, world.clock)):
         if replica is late:
-            for partition in range(TOPIC.partitions):
-                late.fold(partition)
+            read_all(late)
         assert len(replica) == 0
 
 
