@@ -142,6 +142,11 @@ class LoadFields(NamedTuple):
         """The first records."""
         return LoadFields(self.fields[:n_records], self.kinds[:n_records], self.clocks, self.raw)
 
+    def request_id(self, number: int) -> str:
+        """The same, of its request id alone."""
+        begin = int(self.fields[number, FIELD_REQUEST_AT])
+        return self.raw[begin : begin + int(self.fields[number, FIELD_REQUEST_BYTES])].decode()
+
     def booking_id(self, number: int) -> BookingId:
         """What the record names; its kind must be ADD, PREFILL or FREE."""
         row = self.fields[number].tolist()

@@ -50,6 +50,7 @@ from streams.load_records import (
     request_partition,
     time_written_ms,
 )
+from streams.router_api.attempts import Attempts
 from streams.router_api.group_reader import GroupReader
 from streams.router_api.outbox import Outbox
 from streams.settings import Settings
@@ -67,9 +68,6 @@ BUFFERED_CALL_TTL_MS = 60_000
 
 #: Refused requests that are remembered, for as long as a call is buffered.
 REFUSED_MAX = 10_000
-
-#: Moves that a router remembers, each for `booking_ttl_s`. Beyond this limit the oldest one is dropped.
-MOVES_MAX = 10_000
 
 #: In the record of a free: no client reported the end of this booking, since another booking replaces it.
 _REPLACED = 0
@@ -147,14 +145,6 @@ class _Unsent(NamedTuple):
     written_at_ms: int
 
 
-class _Move(NamedTuple):
-    """What replaced a booking. at_ms: the wall-clock time of that. since_ms: the monotonic time since it is known."""
-
-    latter: BookingId
-    at_ms: int
-    since_ms: int
-
-
 class _Locked(AbstractContextManager[ActiveLoads]):
     """`LoadsSync.locked`. It has no state, so that one object serves all threads; every decision enters it."""
 
@@ -214,8 +204,7 @@ class LoadsSync:
         self._own: OrderedDict[bytes, tuple[bytes, _Content]] = OrderedDict()
         self._lowered: dict[BookingId, int] = {}  # own bookings whose output a record has lowered: what it was
         self._buffered: OrderedDict[tuple[str, _Call, str | None], _BufferedCall] = OrderedDict()
-        # What replaced bookings that this router moved or that met another router's, in the order of these events.
-        self._moves: OrderedDict[BookingId, _Move] = OrderedDict()
+        self._attempts = Attempts(self._ttl_ms)
         # Requests that this router refused, by id and phase, and since when.
         self._refused: OrderedDict[tuple[str, str | None], int] = OrderedDict()
         # When each partition's last record was read, or the last tick of this router was acknowledged.
@@ -440,6 +429,7 @@ class LoadsSync:
                 booking_id = BookingId(request_id, self.router_id, self._counter)
                 if self._shared:
                     self._unlogged[booking_id] = self._now_ms()
+                    self._attempts.note_made(booking_id, self._wall_ms())
                 if self._refused or self._buffered:
                     self._begin_anew(request_id, booking.phase)
             self._add(booking_id, booking, self._local_time())
@@ -491,19 +481,22 @@ class LoadsSync:
         made one. phase: None stands for every phase. A call for a booking that has ended changes nothing, and neither
         does a repeated prefill-complete. It is not buffered, because it would then end the next booking of that id. A
         buffered call applies to the first booking that arrives for it.
+
+        A free also ends the bookings that other routers made before it and of which this one has read nothing yet.
         """
         with self._lock:
             live = self._find_live(request_id, phase)
-            if not live:
-                if self._loads.knows(request_id, phase):
-                    return True
+            if not live and not self._loads.knows(request_id, phase):
                 self._buffer_call(request_id, what, phase)
                 return False
+            n_unpublished = 0
             for booking_id in live:
                 # Repeated, its record would replace the first one in the log, without which a router that starts later
                 # may find that the booking had expired by then.
                 if what is not BookingPhase.PREFILL or not self._loads.is_prefilled(booking_id):
-                    self._publish_phase(booking_id, what)
+                    n_unpublished += not self._publish_phase(booking_id, what)
+            if what is BookingPhase.FREE and (n_unpublished or not live):
+                self._note_end(request_id, phase, self._wall_ms())
             if self._listeners:
                 self._announce_falls()
         self._outbox.serve_reports()  # every booking comes through here once, and not within the lock of a decision
@@ -588,7 +581,7 @@ class LoadsSync:
         with self._lock:
             if read is not None and not self._folds_records:  # the first request came that overrides the mode
                 read = None
-            if read is not None and (self._buffered or self._moves):
+            if read is not None and (self._buffered or self._attempts.has_moves or self._attempts.has_ends):
                 self._leave_to_python(read)
             loads, stream_ms, at, n_by_python = self._loads, self._stream_ms, 0, 0
             unlimited = set() if read is None else set(read.clocks)  # clocks of which kernels do not know what is due
@@ -613,8 +606,10 @@ class LoadsSync:
                 if content is not None:
                     assert value is not None  # a tick has no content
                     self._fold_content(content, value, at_ms, clock)
-                    if self._moves:
+                    if self._attempts.has_moves:
                         self._follow_moves(content, value)
+                    if self._attempts.has_ends and content.booking is not None:
+                        self._follow_end(content.booking_id, content.booking.phase, value)
                     if at_ms < latest_ms:  # it may have come too late
                         loads.expire(latest_ms, clock)
                     unlimited.add(clock)
@@ -650,13 +645,17 @@ class LoadsSync:
             return None
 
     def _leave_to_python(self, read: LoadFields) -> None:
-        """Leave the records to Python that name a request whose calls wait for it, or a booking that was moved here."""
+        """Leave to Python what names a booking that was moved here, or a request of which calls or an end are known."""
+        attempts, buffered = self._attempts, self._buffered
         for number, kind in enumerate(read.kinds):
-            if kind == ADD:
-                keys = self._keys_of(read.booking_id(number).request_id, None) if self._buffered else ()
-                is_left = any(key in self._buffered for key in keys)
-            else:
-                is_left = kind in (PREFILL, FREE) and bool(self._moves) and read.booking_id(number) in self._moves
+            is_left = False
+            if kind == ADD and (buffered or attempts.has_ends):
+                request_id = read.request_id(number)
+                is_left = attempts.has_ended(request_id) or any(
+                    key in buffered for key in self._keys_of(request_id, None)
+                )
+            elif kind in (PREFILL, FREE) and attempts.has_moves:
+                is_left = attempts.was_moved(read.booking_id(number))
             if is_left:
                 read.kinds[number] = read.fields[number, FIELD_KIND] = OTHER
 
@@ -664,6 +663,8 @@ class LoadsSync:
         booking_id, phase, booking = content
         loads = self._loads
         is_plain = self._unreported is None
+        if phase is BookingPhase.FREE:
+            self._attempts.forget_made(booking_id)
         if is_plain and phase is BookingPhase.FREE:
             loads.free(booking_id, at_ms, clock)
         elif booking is None:
@@ -766,22 +767,43 @@ class LoadsSync:
             self._unreported.add(booking_id, booking.rank, n_blocks, self._now_ms())
 
     def _yield_to(self, newer: BookingId, before: tuple[BookingId, ...], value: bytes) -> None:
-        """End this router's booking if another router booked the same request id and phase later in the log.
+        """End this router's booking if another router booked the same request id and phase later.
 
-        before: the active bookings of that id and phase until then. Each router ends only its own. A booking of
-        this router that has not been read back from the log is the later one, and the other router ends its own.
-        value: the record of the newer one.
+        before: the active bookings of that id and phase until then. Each router ends only its own. value: the record
+        of the newer one. The order of the log decides between bookings of the same millisecond: while Kafka is away,
+        the records of two routers wait, and come into the log in any order.
         """
         if newer.router_id == self.router_id:
             return
-        for booking_id in before:
-            if booking_id.router_id == self.router_id:
-                made_ms = self._unlogged.get(booking_id)
-                if made_ms is None:
-                    self._note_move(booking_id, newer, time_written_ms(value))
-                    self._publish_phase(booking_id, BookingPhase.FREE, _REPLACED)
-                else:
-                    self._note_move(newer, booking_id, self._wall_of(made_ms))
+        own = [booking_id for booking_id in before if booking_id.router_id == self.router_id]
+        newer_ms = time_written_ms(value) if own else 0
+        for booking_id in own:
+            # The log decides if a foreign writer gives no time, or if this router has forgotten its own.
+            made_ms = (self._attempts.made_ms(booking_id) if newer_ms else None) or newer_ms
+            # One of this router that has not been read back from the log is the later one there.
+            if made_ms > newer_ms or (made_ms == newer_ms and booking_id in self._unlogged):
+                self._note_move(newer, booking_id, made_ms)
+            else:
+                self._note_move(booking_id, newer, newer_ms)
+                self._publish_phase(booking_id, BookingPhase.FREE, _REPLACED)
+
+    def _note_end(self, request_id: str, phase: str | None, at_ms: int) -> None:
+        """Remember that a client ended a request, if no record says so to the other routers.
+
+        One of them may have booked it too, and this router has not read that booking yet. phase: the one that the call
+        named, or None. at_ms: the wall-clock time of the call.
+        """
+        if self._shared:
+            self._attempts.note_end(request_id, phase, at_ms, self._now_ms())
+
+    def _follow_end(self, booking_id: BookingId, phase: str | None, value: bytes) -> None:
+        """End a booking that was read, if another router made it before a client ended the request here."""
+        ended_ms = self._attempts.ended_ms(booking_id.request_id, phase)
+        if not ended_ms or booking_id.router_id == self.router_id or self._loads.booking(booking_id) is None:
+            return
+        # One of the same millisecond is probably the next one of this id, after which no other call may come.
+        if 0 < time_written_ms(value) < ended_ms:
+            self._publish_phase(booking_id, BookingPhase.FREE, ended_ms)
 
     def _note_move(self, former: BookingId, latter: BookingId, at_ms: int) -> None:
         """Remember a move, so that what a client then reports of the former booking applies to the new one.
@@ -789,10 +811,7 @@ class LoadsSync:
         Another router knows the former one only, until it has read the move. at_ms: the wall-clock time of the move.
         """
         if self._shared:
-            self._moves[former] = _Move(latter, at_ms, self._now_ms())
-            self._moves.move_to_end(former)
-            if len(self._moves) > MOVES_MAX:
-                self._moves.popitem(last=False)
+            self._attempts.note_move(former, latter, at_ms, self._now_ms())
 
     def _wall_of(self, monotonic_ms: int) -> int:
         return self._wall_ms() - (self._now_ms() - monotonic_ms)
@@ -804,16 +823,15 @@ class LoadsSync:
         attempt that is over, as that of a client which ends a request and then repeats it under its id.
         """
         booking_id = content.booking_id
-        if content.phase is BookingPhase.ADD or booking_id not in self._moves:
+        if content.phase is BookingPhase.ADD or not self._attempts.was_moved(booking_id):
             return
         reported_ms = time_written_ms(value)
         if reported_ms == _REPLACED:
             return
         followed = {booking_id}  # records of a faulty writer may form a circle
-        while (move := self._moves.get(booking_id)) is not None and move.at_ms <= reported_ms:
-            if content.phase is BookingPhase.FREE:  # followed once: two routers could answer each other without end
-                del self._moves[booking_id]
-            booking_id = move.latter
+        once = content.phase is BookingPhase.FREE  # otherwise two routers could answer each other without end
+        while (latter := self._attempts.moved_to(booking_id, reported_ms, once=once)) is not None:
+            booking_id = latter
             if booking_id in followed:
                 return
             followed.add(booking_id)
@@ -823,10 +841,15 @@ class LoadsSync:
             ):
                 self._publish_phase(booking_id, content.phase, reported_ms)
 
-    def _publish_phase(self, booking_id: BookingId, phase: BookingPhase, reported_ms: int | None = None) -> None:
-        """Apply a phase and publish it. reported_ms: when a client reported it, if that is not now, or _REPLACED."""
+    def _publish_phase(self, booking_id: BookingId, phase: BookingPhase, reported_ms: int | None = None) -> bool:
+        """Apply a phase and publish it. reported_ms: when a client reported it, if that is not now, or _REPLACED.
+
+        Returns False if the booking ended before it was sent, so that nothing is published.
+        """
         self._apply(booking_id, phase, self._local_time())
         since_ms = self._unlogged.get(booking_id)
+        if phase is BookingPhase.FREE:
+            self._attempts.forget_made(booking_id)
         if phase is BookingPhase.FREE and since_ms is not None:
             was_sent = booking_id in self._sent
             self._sent.discard(booking_id)
@@ -837,11 +860,12 @@ class LoadsSync:
                 # and the log will never give its end a time.
                 self._outbox.discard(load_key(booking_id, BookingPhase.PREFILL))
                 self._loads.free(booking_id, self._now_ms(), _OWN_CLOCK)
-                return
+                return False
             self._ended_unlogged[booking_id] = since_ms
             if len(self._ended_unlogged) > BOOKINGS_MAX:
                 self._loads.forget(self._ended_unlogged.popitem(last=False)[0])
         self._publish(booking_id, phase, None, reported_ms)
+        return True
 
     def _grow(self, booking_id: BookingId, output_tokens: int) -> None:
         booking = self._loads.booking(booking_id)
@@ -932,13 +956,18 @@ class LoadsSync:
             waited = [self._buffered.pop((request_id, what, each), None) for each in phases]
             since_ms = [call.since_ms for call in waited if call is not None]
             if since_ms:
-                self._publish_phase(booking_id, what, self._wall_of(max(since_ms)))
+                reported_ms = self._wall_of(max(since_ms))
+                if not self._publish_phase(booking_id, what, reported_ms):
+                    self._note_end(request_id, phase, reported_ms)
 
     def _publish(
         self, booking_id: BookingId, phase: BookingPhase, booking: Booking | None, written_at_ms: int | None = None
     ) -> None:
         if self._shared:
-            written_at_ms = self._wall_ms() if written_at_ms is None else written_at_ms
+            if written_at_ms is None:
+                # An add says when its booking was made, also when it is written again.
+                written_at_ms = self._attempts.made_ms(booking_id) if phase is BookingPhase.ADD else None
+                written_at_ms = self._wall_ms() if written_at_ms is None else written_at_ms
             self._outbox.put(
                 load_key(booking_id, phase),
                 _Unsent(_Content(booking_id, phase, booking), written_at_ms),
@@ -987,6 +1016,7 @@ class LoadsSync:
                     break
                 del unlogged[booking_id]
                 self._sent.discard(booking_id)
+                self._attempts.forget_made(booking_id)
                 self._loads.forget(booking_id)
                 for phase in BookingPhase:
                     self._outbox.discard(load_key(booking_id, phase))
@@ -1001,11 +1031,7 @@ class LoadsSync:
             if self._refused[first] + BUFFERED_CALL_TTL_MS > now_ms:
                 break
             del self._refused[first]
-        while self._moves:
-            former = next(iter(self._moves))
-            if self._moves[former].since_ms + self._ttl_ms > now_ms:
-                break
-            del self._moves[former]
+        self._attempts.expire(now_ms)
 
     def _tick(self) -> None:
         """Write a tick to partitions that have bookings but no new records, so that their time advances.

@@ -317,6 +317,22 @@ def test_a_free_right_after_a_move_ends_the_booking_at_whichever_router(fleet: F
         fleet.same_loads(ids, 0)
 
 
+def test_a_free_ends_the_bookings_of_two_routers_that_were_asked_at_once(fleet: Fleet) -> None:
+    """At the router that gets it, Kafka mostly does not have the booking yet, and so never gets its end."""
+    model = fleet.model()
+    ids = fleet.register(model, 2)
+    for number, (first, second) in enumerate([(fleet.main, fleet.peer), (fleet.peer, fleet.main)] * 4):
+        asked = {"model": model, "token_ids": TOKENS, "request_id": f"{model}-{number}"}
+        first.route(**asked, worker_id=ids[0])
+        second.route(**asked, worker_id=ids[1])
+        assert first.call("DELETE", f"/loads/{model}-{number}").given()["buffered"] is False
+        fleet.same_loads(ids, 0)
+        second.route(**asked)
+        fleet.same_loads(ids, 1)
+        assert second.call("DELETE", f"/loads/{model}-{number}").given()["buffered"] is False
+        fleet.same_loads(ids, 0)
+
+
 def test_a_repeated_free_does_not_end_the_next_booking_of_the_id(fleet: Fleet) -> None:
     """A free that is repeated after its booking ended changes nothing, and the id's next booking stays."""
     model = fleet.model()

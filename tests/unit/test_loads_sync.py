@@ -421,8 +421,8 @@ def test_an_id_used_again_while_its_free_is_under_way_lives() -> None:
 
 
 @pytest.mark.parametrize("n_rivals", [2, 3])
-def test_of_bookings_made_at_once_the_last_in_the_log_stays(n_rivals: int) -> None:
-    """If two routers book one id at once, the booking that is later in the log remains."""
+def test_of_bookings_of_one_millisecond_the_last_in_the_log_stays(n_rivals: int) -> None:
+    """If two routers book one id at once, one of the bookings remains, the same one for all routers."""
     world = World()
     for number, replica in enumerate(world.replicas[:n_rivals], 1):
         replica.sync.book("r", booking(number))

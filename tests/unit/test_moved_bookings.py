@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from streams.codec import decode_load
 from streams.core.loads.bookings import BookingId, BookingPhase
 from streams.load_records import time_written_ms
-from streams.router_api import loads_sync
+from streams.router_api import attempts as attempts_module
 from tests.helpers.api import rank_of
 from tests.unit.test_loads_sync import TOPIC, TTL_MS, Replica, World, booking, live, read_all
 
@@ -155,7 +155,7 @@ def test_bookings_that_replace_each_other_are_followed_once(request_id: str, wha
     first, second, third = world.replicas
     second.sync.book(request_id, booking(2), moves=True)
     world.settle()
-    ((former, move),) = second.sync._moves.items()
+    ((former, move),) = second.sync._attempts._moves.items()
     second.sync._note_move(move.latter, former, move.at_ms)
     first.sync._note_move(move.latter, former, move.at_ms)
     n_before = len(world.log.written)
@@ -178,7 +178,7 @@ def test_an_add_without_a_time_does_not_make_the_routers_own_free_a_report() -> 
 
 def test_moves_are_forgotten_after_the_ttl_or_beyond_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """A later report then applies to the former booking alone."""
-    monkeypatch.setattr(loads_sync, "MOVES_MAX", 1)
+    monkeypatch.setattr(attempts_module, "MOVES_MAX", 1)
     world = World()
     first, second, _ = world.replicas
     for request_id in ("request-1", "request-2"):
@@ -187,14 +187,14 @@ def test_moves_are_forgotten_after_the_ttl_or_beyond_the_limit(monkeypatch: pyte
     for request_id in ("request-1", "request-2"):
         first.sync.book(request_id, booking(2), moves=True)
         second.sync.report_phase(request_id, BookingPhase.FREE)
-        assert len(first.sync._moves) == 1
+        assert len(first.sync._attempts._moves) == 1
     assert world.same() == {rank_of(2): (16, 1, 1)}
-    assert not first.sync._moves  # it was used
+    assert not first.sync._attempts._moves  # it was used
     first.sync.book("request-1", booking(3), moves=True)
-    assert len(first.sync._moves) == 1
+    assert len(first.sync._attempts._moves) == 1
     world.pass_time(TTL_MS)
     first.sync.poll()
-    assert not first.sync._moves
+    assert not first.sync._attempts._moves
 
 
 actions = st.lists(
