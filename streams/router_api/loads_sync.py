@@ -50,6 +50,7 @@ from streams.load_records import (
     request_partition,
     time_written_ms,
 )
+from streams.router_api.answering_loop import AnsweringLoop
 from streams.router_api.attempts import Attempts
 from streams.router_api.group_reader import GroupReader
 from streams.router_api.outbox import Outbox
@@ -97,6 +98,9 @@ READ_INTERVAL_S = 0.012
 #: and 1 us if kernels do it.
 _FOLDED_TOGETHER_MAX = 64
 _BY_KERNELS_TOGETHER_MAX = 256
+
+#: Of those that Python folds, so many between two requests, if the loop that answers requests folds them.
+_BETWEEN_REQUESTS_MAX = 32
 
 #: Records of the group's feed that one call folds before it uses the loads, which takes 1 ms if kernels do it. The rest
 #: is left to the feed's thread. At 1,000 bookings per second, 400 records come between two wake-ups of that thread.
@@ -215,6 +219,7 @@ class LoadsSync:
         self.unknown_calls = 0
         self._listeners: tuple[Callable[[], None], ...] = ()
         self._falls_announced = 0
+        self._answering: AnsweringLoop | None = None  # the loop that answers requests, where there is one
         self._group: GroupReader | None = None  # while records come from the group's feed
         self._begin()
 
@@ -239,8 +244,9 @@ class LoadsSync:
             self._outbox.start()
 
     def answer_on(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Do what may wait between the requests that this loop answers. Called on the loop's thread."""
-        self._outbox.wake_between_requests(loop)
+        """Send and fold records between the requests that this loop answers. Called on the loop's thread."""
+        self._answering = AnsweringLoop(loop)
+        self._outbox.send_on(loop)
 
     def stop(self, timeout_s: float) -> None:
         """Stop that thread, and wait as `flush` does."""
@@ -530,10 +536,20 @@ class LoadsSync:
 
         live: whether they were just written, so that they show the time of the log.
         """
-        return self._fold_all(
-            [(each.key() or b"", each.value(), each.timestamp()[1], each.partition() or 0) for each in messages],
-            live=live,
-        )
+        records = [(each.key() or b"", each.value(), each.timestamp()[1], each.partition() or 0) for each in messages]
+        if not live or self._answering is None:
+            return self._fold_all(records, live=live)
+        bad: list[tuple[int, BadRecord]] = []
+        at = 0
+
+        def step() -> bool:
+            nonlocal at
+            first, at = at, at + (_BETWEEN_REQUESTS_MAX if self._by_python else _BY_KERNELS_TOGETHER_MAX)
+            bad.extend((first + number, exc) for number, exc in self._fold_all(records[first:at]))
+            return at < len(records)
+
+        self._answering.run(step)
+        return bad
 
     def _fold_all(self, records: Sequence[RawLoad], *, live: bool = True) -> list[tuple[int, BadRecord]]:
         return self._fold_batch(batch_of(records), live=live)

@@ -1,9 +1,10 @@
 """Records on their way to a compacted topic: waiting, in flight, or lost.
 
-What lives here: a queue with at most one waiting record per key, and the thread that hands it to the client in batches.
-What must not: the meaning of the records. A router decides without waiting for Kafka, and a request only adds to the
-queue: encoding a record and handing it to the client cost several times as much, and a wake-up of the client's threads
-for each record costs even more. So records are collected for a short interval and sent together.
+What lives here: a queue with at most one waiting record per key, and what hands it to the client in batches: the loop
+that answers requests, between two of them (see answering_loop for the reason), or a thread where there is none. What
+must not: the meaning of the records. A router decides without waiting for Kafka, and a request only adds to the queue:
+encoding a record and handing it to the client cost several times as much, and a wake-up of the client's threads for
+each record costs even more. So records are collected for a short interval and sent together.
 
 The queue also fills while Kafka is unreachable. So it is bounded; beyond its limits the oldest record is dropped and
 counted. Its owner holds its lock around `put`, `withdraw`, `discard` and `oldest_ms`, and must not hold it around
@@ -11,7 +12,8 @@ counted. Its owner holds its lock around `put`, `withdraw`, `discard` and `oldes
 
 The client takes the interpreter once for each delivery report. For a thread of its own that means waiting each time for
 the thread that answers requests, and interrupting it. So the thread that answers requests also serves reports, between
-two requests; the outbox's own thread only does it if no requests come.
+two requests; the outbox's own thread only does it if no requests come. It also sends what that loop has not sent in
+time, because something blocks it.
 """
 
 from __future__ import annotations
@@ -55,8 +57,13 @@ _REPORTS_INTERVAL_S = 0.05
 _SERVE_EVERY_S = 0.010
 _SERVE_LATE_S = 0.040
 
-#: Records encoded and handed to the client in one step, between which other threads get their turn.
+#: Records encoded and handed to the client in one step, between which other threads get their turn, or requests on the
+#: loop that answers them. One takes 6 us.
 _SENT_TOGETHER_MAX = 256
+_SENT_BETWEEN_REQUESTS_MAX = 64
+
+#: Records that the loop has not sent for so long are sent by the thread.
+_SEND_LATE_MS = 50
 
 #: Errors that a retry of the same record would only repeat.
 _FINAL = frozenset({KafkaError.MSG_SIZE_TOO_LARGE, KafkaError.INVALID_MSG_SIZE, KafkaError.INVALID_RECORD})
@@ -106,8 +113,10 @@ class Outbox(Generic[_T]):
         self._wake = threading.Event()
         self._loop: asyncio.AbstractEventLoop | None = None  # the loop that answers requests, and its thread
         self._loop_thread = 0
-        self._will_wake = False  # whether that loop wakes the thread in its next step
+        self._loop_sends = False  # whether that loop will send what waits
+        self._loop_next_s = 0.0  # when it may send again
         self._thread: threading.Thread | None = None
+        self._sleeps = False  # whether that thread sleeps until it is woken, since nothing waits or is in flight
         self._stopping = False
 
     def __len__(self) -> int:
@@ -119,16 +128,14 @@ class Outbox(Generic[_T]):
         self._thread = threading.Thread(target=self._run, name="outbox", daemon=True)
         self._thread.start()
 
-    def wake_between_requests(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Let a record that is put on this loop's thread wake the outbox's thread in the loop's next step.
-
-        The answer has been sent by then. A thread that is woken within a request takes the interpreter from it after
-        SWITCH_INTERVAL_S. Call it on that thread.
-        """
+    def send_on(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Send what is put from now on between two requests that this loop answers. Call it on the loop's thread."""
         self._loop, self._loop_thread = loop, threading.get_ident()
+        self._wake.set()  # so that the thread goes over to watching
 
     def stop(self) -> None:
-        """Stop the thread. Records that still wait are sent by `pump`."""
+        """Stop sending. Records that still wait are sent by `pump`."""
+        self._loop = None
         if self._thread is not None:
             self._stopping = True
             self._wake.set()
@@ -147,17 +154,37 @@ class Outbox(Generic[_T]):
             self._waiting_bytes -= older.n_bytes
         self._wait(_Sent(key, content, partition, n_bytes, older.since_ms if older else self._now_ms()))
         self._drop_beyond_limits()
-        if self._wake.is_set():
+        if self._loop is not None and not self._loop_sends:
+            self._loop_sends = True
+            self._send_soon(self._loop)
+        if self._loop is not None and not self._sleeps:  # otherwise the thread begins to watch
             return
-        if self._loop is None or threading.get_ident() != self._loop_thread:
+        self._sleeps = False
+        if not self._wake.is_set():
             self._wake.set()
-        elif not self._will_wake:
-            self._will_wake = True
-            self._loop.call_soon(self._wake_thread)
 
-    def _wake_thread(self) -> None:
-        self._will_wake = False
-        self._wake.set()
+    def _send_soon(self, loop: asyncio.AbstractEventLoop) -> None:
+        try:
+            if threading.get_ident() == self._loop_thread:
+                loop.call_later(max(self._loop_next_s - time.monotonic(), _SEND_DELAY_S), self._send_on_loop)
+            else:
+                loop.call_soon_threadsafe(self._send_soon, loop)
+        except RuntimeError:  # it has ended
+            self._loop = None
+
+    def _send_on_loop(self) -> None:
+        self._loop_sends = False
+        self._loop_next_s = time.monotonic() + SEND_INTERVAL_S
+        try:
+            with self._pumping:
+                took_all, are_left = self._hand_over_some(_SENT_BETWEEN_REQUESTS_MAX)
+        except Exception:
+            log.exception("records for %s were not sent", self._topic)
+            return
+        loop = self._loop
+        if took_all and are_left and loop is not None:  # what the client does not take now, the thread offers again
+            self._loop_sends = True
+            loop.call_soon(self._send_on_loop)
 
     def withdraw(self, key: bytes) -> bool:
         """Remove a waiting record that no reader can have seen; False if the client has a record of its key."""
@@ -198,15 +225,19 @@ class Outbox(Generic[_T]):
         """Hand waiting records to the client; return False if it does not take all of them now."""
         with self._pumping:
             while True:
-                with self._locked():
-                    batch = self._next_batch()
-                    are_left = bool(self._waiting)
-                if not batch:
+                took_all, are_left = self._hand_over_some(_SENT_TOGETHER_MAX)
+                if not took_all or not are_left:
                     return not are_left
-                if not self._send(batch):
-                    return False
-                if not are_left:
-                    return True
+
+    def _hand_over_some(self, records_max: int) -> tuple[bool, bool]:
+        """Hand a batch to the client; returns whether it took all of it, and whether records are left."""
+        with self._locked():
+            batch = self._next_batch(records_max)
+            are_left = bool(self._waiting)
+        if not batch:
+            return not are_left, are_left
+        took_all = self._send(batch)
+        return took_all, are_left or not took_all
 
     def oldest_ms(self) -> int:
         """For how long the oldest record has been unacknowledged; 0 if there is none."""
@@ -221,23 +252,34 @@ class Outbox(Generic[_T]):
         while not self._stopping:
             # If records were put meanwhile, the event is set. Looking at the records is cheaper than waiting for it.
             # Reports of records in flight come a few milliseconds after they were sent, or when Kafka is back.
-            if not (self._waiting and sent_all):
-                self._wake.wait(_REPORTS_INTERVAL_S if self._in_flight or self._waiting else None)
-            if self._wake.is_set() and not self._stopping:
+            if not (self._waiting and sent_all and self._loop is None):
+                self._sleeps = self._loop is not None  # before looking, so that a record that is put now wakes it
+                if self._in_flight or self._waiting:
+                    self._sleeps = False
+                    self._wake.wait(_REPORTS_INTERVAL_S)
+                else:
+                    self._wake.wait()
+            if self._wake.is_set() and not self._stopping and self._loop is None:
                 time.sleep(max(next_s - time.monotonic(), _SEND_DELAY_S))
                 next_s = time.monotonic() + SEND_INTERVAL_S
             self._wake.clear()
             try:
                 if time.monotonic() - self._served_s >= _SERVE_LATE_S:
                     self._serve()
-                sent_all = self._hand_over()
+                if self._loop is None or self._is_late():
+                    sent_all = self._hand_over()
             except Exception:  # the thread must outlive a mistake with one batch, or nothing would ever be sent again
                 log.exception("records for %s were not sent", self._topic)
                 sent_all = False
 
-    def _next_batch(self) -> list[_Sent[_T]]:
+    def _is_late(self) -> bool:
+        """Whether records wait that the loop should have sent."""
+        with self._locked():
+            return bool(self._waiting) and self._now_ms() - next(iter(self._waiting.values())).since_ms >= _SEND_LATE_MS
+
+    def _next_batch(self, records_max: int) -> list[_Sent[_T]]:
         """Move waiting records to those in flight, as many as may be sent now."""
-        n = min(len(self._waiting), _SENT_TOGETHER_MAX, IN_FLIGHT_RECORDS_MAX - len(self._in_flight))
+        n = min(len(self._waiting), records_max, IN_FLIGHT_RECORDS_MAX - len(self._in_flight))
         batch = []
         for _ in range(n):
             sent = self._waiting.popitem(last=False)[1]

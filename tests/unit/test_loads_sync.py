@@ -7,9 +7,7 @@ lines.
 
 from __future__ import annotations
 
-import asyncio
 import itertools
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -946,32 +944,6 @@ def test_a_started_router_sends_without_being_asked() -> None:
     first.sync.stop(PATIENCE_S)
     assert len(world.log.written) == 2
     assert world.same() == {rank_of(1): (16, 1, 1), rank_of(2): (16, 1, 1)}
-
-
-def test_a_record_wakes_the_thread_that_sends_it_after_its_request() -> None:
-    """On the loop that answers requests, that is the loop's next step; on any other thread it is at once."""
-    world = World()
-    first = world.replicas[0]
-
-    async def scenario() -> None:
-        first.sync.answer_on(asyncio.get_running_loop())
-        for number, request_id in enumerate(("r", "s"), start=1):
-            first.sync.book(request_id, booking(number))
-            time.sleep(0.1)  # the same step of the loop
-            assert len(world.log.written) == number - 1 and first.sync.unacknowledged == 1
-            await asyncio.sleep(0)
-            wait_for(lambda: not first.sync.unacknowledged, PATIENCE_S, "it to be sent")
-        other = threading.Thread(target=first.sync.book, args=("t", booking(1)))
-        other.start()
-        other.join()
-        wait_for(lambda: not first.sync.unacknowledged, PATIENCE_S, "it to be sent by then")
-
-    first.sync.start()
-    try:
-        asyncio.run(scenario())
-    finally:
-        first.sync.stop(PATIENCE_S)
-    assert len(world.log.written) == 3
 
 
 def test_a_started_router_serves_reports_on_the_thread_that_answers_requests(monkeypatch: pytest.MonkeyPatch) -> None:

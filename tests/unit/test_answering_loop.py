@@ -1,0 +1,231 @@
+"""A router that sends and folds records of bookings on the loop that answers requests, and what its threads do."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from streams.errors import BadRecord
+from streams.kafka import Record
+from streams.router_api import answering_loop
+from streams.router_api import loads_sync as loads_sync_module
+from streams.router_api import outbox as outbox_module
+from streams.router_api.answering_loop import AnsweringLoop
+from streams.waiting import wait_for
+from tests.helpers.api import PATIENCE_S, rank_of
+from tests.unit.test_loads_sync import TOPIC, World, booking
+
+
+@dataclass(frozen=True)
+class Read:
+    """A record as Kafka's client returns it."""
+
+    of: Record
+
+    def key(self) -> bytes:
+        return self.of.key
+
+    def value(self) -> bytes | None:
+        return self.of.value
+
+    def timestamp(self) -> tuple[int, int]:
+        return 2, self.of.timestamp_ms
+
+    def partition(self) -> int:
+        return self.of.partition
+
+
+def on_a_loop(world: World, scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """Run this on a loop that answers the requests of the first router, which has started."""
+    first = world.replicas[0]
+
+    async def run() -> None:
+        first.sync.answer_on(asyncio.get_running_loop())
+        await scenario()
+
+    first.sync.start()
+    try:
+        asyncio.run(run())
+    finally:
+        first.sync.stop(PATIENCE_S)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait for a condition without holding up the loop."""
+    async with asyncio.timeout(PATIENCE_S):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+@pytest.mark.parametrize("is_elsewhere", [False, True])
+def test_the_loop_that_answers_requests_sends_records_between_them(
+    monkeypatch: pytest.MonkeyPatch, *, is_elsewhere: bool
+) -> None:
+    """All are sent on its thread, whichever thread has booked, and not within the step that has."""
+    monkeypatch.setattr(outbox_module, "_SENT_BETWEEN_REQUESTS_MAX", 2)
+    world = World()
+    first = world.replicas[0]
+    threads: set[int] = set()
+    produce = first.client.produce_batch
+
+    def noting(*args: Any, **kwargs: Any) -> int:
+        threads.add(threading.get_ident())
+        return produce(*args, **kwargs)
+
+    monkeypatch.setattr(first.client, "produce_batch", noting)
+
+    def book_all() -> None:
+        for number in range(5):
+            first.sync.book(f"r{number}", booking(1))
+
+    async def scenario() -> None:
+        if is_elsewhere:
+            await asyncio.to_thread(book_all)
+        else:
+            book_all()
+            time.sleep(0.2)  # the same step of the loop; the clock of the records stands still meanwhile
+            assert (first.sync.unacknowledged, len(first.client._queue)) == (5, 0)
+        await until(lambda: not first.sync.unacknowledged)
+        assert threads == {threading.get_ident()}
+
+    on_a_loop(world, scenario)
+    assert len(world.log.written) == 5
+
+
+def test_records_that_the_loop_cannot_send_are_sent_by_the_thread() -> None:
+    """The loop is blocked by something else."""
+    world = World()
+    first = world.replicas[0]
+
+    async def scenario() -> None:
+        for request_id in ("r", "s"):
+            first.sync.book(request_id, booking(1))
+            world.pass_time(50)
+            wait_for(lambda: not first.sync.unacknowledged, PATIENCE_S, "the record to be sent and acknowledged")
+
+    on_a_loop(world, scenario)
+    assert len(world.log.written) == 2
+
+
+def test_after_the_loop_has_ended_the_thread_sends_records() -> None:
+    """A router that drains has closed its server, and may still end bookings."""
+    world = World()
+    first = world.replicas[0]
+
+    async def answer() -> None:
+        first.sync.answer_on(asyncio.get_running_loop())
+
+    first.sync.start()
+    try:
+        asyncio.run(answer())
+        for number, is_elsewhere in enumerate((False, True, False)):
+            if is_elsewhere:
+                other = threading.Thread(target=first.sync.book, args=(f"r{number}", booking(1)))
+                other.start()
+                other.join()
+            else:
+                first.sync.book(f"r{number}", booking(1))
+            wait_for(lambda: not first.sync.unacknowledged, PATIENCE_S, "the record to be sent and acknowledged")
+    finally:
+        first.sync.stop(PATIENCE_S)
+    assert len(world.log.written) == 3
+
+
+def test_records_that_the_client_does_not_take_are_offered_again() -> None:
+    """Its queue is full. The thread offers them again, and the loop sends what is booked later."""
+    world = World()
+    first = world.replicas[0]
+
+    async def scenario() -> None:
+        first.client.refusing = BufferError()
+        first.sync.book("r", booking(1))
+        await asyncio.sleep(0.1)
+        assert (first.sync.unacknowledged, len(world.log.written)) == (1, 0)
+        first.client.refusing = None
+        world.pass_time(50)
+        await until(lambda: not first.sync.unacknowledged)
+
+    on_a_loop(world, scenario)
+    assert len(world.log.written) == 1
+
+
+@pytest.mark.parametrize("is_blocked", [False, True])
+def test_the_loop_that_answers_requests_folds_records_between_them(
+    monkeypatch: pytest.MonkeyPatch, *, is_blocked: bool
+) -> None:
+    """Unless it is blocked: then the thread that has read them folds them. Either way, bad ones are found by place."""
+    monkeypatch.setattr(loads_sync_module, "_BETWEEN_REQUESTS_MAX", 2)
+    monkeypatch.setattr(loads_sync_module, "_BY_KERNELS_TOGETHER_MAX", 2)
+    if not is_blocked:
+        monkeypatch.setattr(answering_loop, "LATE_S", PATIENCE_S)
+    world = World()
+    first, second, _ = world.replicas
+    for number in range(5):
+        second.sync.book(f"request-{number}", booking(1))
+    second.sync.poll()
+    records = [record for partition in world.log.partitions for record in partition]
+    records.insert(3, Record(TOPIC.name, 0, 0, 0, b"k", b"\x00"))
+    messages: list[Any] = [Read(each) for each in records]
+    threads: set[int] = set()
+    fold_all = first.sync._fold_all
+
+    def noting(*args: Any, **kwargs: Any) -> list[tuple[int, BadRecord]]:
+        threads.add(threading.get_ident())
+        return fold_all(*args, **kwargs)
+
+    monkeypatch.setattr(first.sync, "_fold_all", noting)
+    found: list[int] = []
+    reading = threading.Thread(
+        target=lambda: found.extend(number for number, _ in first.sync.fold_messages(messages, True))
+    )
+
+    async def scenario() -> None:
+        reading.start()
+        if is_blocked:
+            reading.join(PATIENCE_S)
+        await until(lambda: not reading.is_alive())
+        assert (threading.get_ident() in threads) is not is_blocked
+
+    on_a_loop(world, scenario)
+    assert found == [3]
+    assert first.loads == {rank_of(1): (80, 1, 5)}
+    assert len(threads) == 1
+
+
+def test_a_step_that_raises_ends_its_work_and_the_caller_raises_it() -> None:
+    """The loop goes on."""
+    n_steps = 0
+
+    def step() -> bool:
+        nonlocal n_steps
+        n_steps += 1
+        if n_steps == 2:
+            raise LookupError("the second step")
+        return True
+
+    async def scenario() -> None:
+        with pytest.raises(LookupError, match="the second step"):
+            await asyncio.to_thread(AnsweringLoop(asyncio.get_running_loop()).run, step)
+        await asyncio.sleep(0)
+
+    asyncio.run(scenario())
+    assert n_steps == 2
+
+
+def test_work_for_a_loop_that_has_ended_is_done_by_the_caller() -> None:
+    loop = asyncio.new_event_loop()
+    loop.close()
+    left = [1, 2, 3]
+
+    def step() -> bool:
+        left.pop()
+        return bool(left)
+
+    AnsweringLoop(loop).run(step)
+    assert not left
