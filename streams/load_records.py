@@ -21,6 +21,7 @@ from streams.core.ids import DpRank, Int64Array, RankId, WorkerId
 from streams.core.kernels.available import kernels_available
 from streams.core.loads.bookings import Booking, BookingId, BookingPhase
 from streams.core.loads.kernels.layout import (
+    ADD,
     FIELD_COUNTER,
     FIELD_KIND,
     FIELD_REQUEST,
@@ -29,8 +30,10 @@ from streams.core.loads.kernels.layout import (
     FIELD_ROUTER,
     FIELD_ROUTER_BYTES,
     FIELD_WORDS,
+    FREE,
     NAME_BYTES_MAX,
     NUMBER_MAX,
+    PREFILL,
 )
 from streams.core.loads.observations import NO_FORECAST, Forecast
 from streams.load_batches import PARTITION, LoadBatch
@@ -67,6 +70,7 @@ _SHARED_VALUES_MAX = 4096
 _SHARED_TEXT_BYTES_MAX = 256
 
 _REQUEST_PHASES_READ = MappingProxyType({raw: (phase,) for phase, raw in _REQUEST_PHASES.items()})
+_NAMING = (ADD, PREFILL, FREE)  # kinds whose fields name a booking
 _REQUEST_PHASE_OF_CODE = (None, "prefill", "decode")  # by what the kernel returns
 
 #: The second branch of a union, which is the value that may be absent; and bytes that are a whole number from 0 to 63.
@@ -142,10 +146,14 @@ class LoadFields(NamedTuple):
         """The first records."""
         return LoadFields(self.fields[:n_records], self.kinds[:n_records], self.clocks, self.raw)
 
-    def request_id(self, number: int) -> str:
-        """The same, of its request id alone."""
-        begin = int(self.fields[number, FIELD_REQUEST_AT])
-        return self.raw[begin : begin + int(self.fields[number, FIELD_REQUEST_BYTES])].decode()
+    def request_ids(self) -> list[str]:
+        """The request id of each record; "" for those of other kinds."""
+        raw = self.raw
+        begins, lengths = self.fields[:, FIELD_REQUEST_AT].tolist(), self.fields[:, FIELD_REQUEST_BYTES].tolist()
+        return [
+            raw[begin : begin + length].decode() if kind in _NAMING else ""
+            for kind, begin, length in zip(self.kinds, begins, lengths, strict=True)
+        ]
 
     def booking_id(self, number: int) -> BookingId:
         """What the record names; its kind must be ADD, PREFILL or FREE."""

@@ -18,10 +18,10 @@ from streams.core.loads.bookings import BookingId
 MOVES_MAX = 10_000
 
 #: Ended requests that are remembered, each for `booking_ttl_s`. Beyond this limit the oldest one is dropped.
-ENDS_MAX = 10_000
+ENDS_MAX = 100_000
 
-#: Bookings of which it is remembered when they were made, as long as they are active. Beyond this limit the oldest one
-#: is dropped.
+#: Bookings of which it is remembered when they were made, until a record ends them. Beyond this limit the oldest one is
+#: dropped: it probably expired long ago.
 MADE_MAX = 100_000
 
 

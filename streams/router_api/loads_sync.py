@@ -70,6 +70,9 @@ BUFFERED_CALL_TTL_MS = 60_000
 #: Refused requests that are remembered, for as long as a call is buffered.
 REFUSED_MAX = 10_000
 
+#: In the record of an add: the router that wrote it does not know when the booking was made.
+_UNKNOWN = 0
+
 #: In the record of a free: no client reported the end of this booking, since another booking replaces it.
 _REPLACED = 0
 
@@ -495,13 +498,15 @@ class LoadsSync:
             if not live and not self._loads.knows(request_id, phase):
                 self._buffer_call(request_id, what, phase)
                 return False
-            n_unpublished = 0
+            # A record names one booking. Routers that read it find others of the same request (`_own_ended_by`), unless
+            # each is of one phase: the record does not say whether the call was about all of them.
+            is_told = bool(live) and not self._loads.has_phases(request_id)
             for booking_id in live:
                 # Repeated, its record would replace the first one in the log, without which a router that starts later
                 # may find that the booking had expired by then.
                 if what is not BookingPhase.PREFILL or not self._loads.is_prefilled(booking_id):
-                    n_unpublished += not self._publish_phase(booking_id, what)
-            if what is BookingPhase.FREE and (n_unpublished or not live):
+                    is_told &= self._publish_phase(booking_id, what)
+            if what is BookingPhase.FREE and not is_told:
                 self._note_end(request_id, phase, self._wall_ms())
             if self._listeners:
                 self._announce_falls()
@@ -583,6 +588,7 @@ class LoadsSync:
         """
         bad: list[tuple[int, BadRecord]] = []
         contents: dict[int, _Content | None] = {}
+        own_numbers: set[int] = set()
         with self._decoding:
             for number in range(len(batch)):
                 if read is not None and read.kinds[number] != OTHER:
@@ -592,6 +598,7 @@ class LoadsSync:
                 if own is not None and own[0] == value:  # this router wrote it itself, so it is not decoded
                     self._own.pop(key, None)  # not `del`: sending may have dropped it in between
                     contents[number] = own[1]
+                    own_numbers.add(number)
                 else:
                     contents[number] = self._decode(number, value, bad)
         with self._lock:
@@ -621,9 +628,14 @@ class LoadsSync:
                     loads.expire(latest_ms, clock)
                 if content is not None:
                     assert value is not None  # a tick has no content
+                    ended: Sequence[BookingId] = ()
+                    if content.phase is BookingPhase.FREE and at not in own_numbers:
+                        ended = self._own_ended_by(content.booking_id, value)
                     self._fold_content(content, value, at_ms, clock)
                     if self._attempts.has_moves:
                         self._follow_moves(content, value)
+                    for each in ended:
+                        self._publish_phase(each, BookingPhase.FREE, time_written_ms(value))
                     if self._attempts.has_ends and content.booking is not None:
                         self._follow_end(content.booking_id, content.booking.phase, value)
                     if at_ms < latest_ms:  # it may have come too late
@@ -662,15 +674,16 @@ class LoadsSync:
 
     def _leave_to_python(self, read: LoadFields) -> None:
         """Leave to Python what names a booking that was moved here, or a request of which calls or an end are known."""
-        attempts, buffered = self._attempts, self._buffered
+        attempts, buffered, has_moves = self._attempts, self._buffered, self._attempts.has_moves
+        request_ids = read.request_ids() if buffered or attempts.has_ends else ()
         for number, kind in enumerate(read.kinds):
             is_left = False
-            if kind == ADD and (buffered or attempts.has_ends):
-                request_id = read.request_id(number)
-                is_left = attempts.has_ended(request_id) or any(
-                    key in buffered for key in self._keys_of(request_id, None)
+            if kind == ADD and request_ids:
+                request_id = request_ids[number]
+                is_left = attempts.has_ended(request_id) or (
+                    bool(buffered) and any(key in buffered for key in self._keys_of(request_id, None))
                 )
-            elif kind in (PREFILL, FREE) and attempts.has_moves:
+            elif has_moves and kind in (PREFILL, FREE):
                 is_left = attempts.was_moved(read.booking_id(number))
             if is_left:
                 read.kinds[number] = read.fields[number, FIELD_KIND] = OTHER
@@ -786,16 +799,18 @@ class LoadsSync:
         """End this router's booking if another router booked the same request id and phase later.
 
         before: the active bookings of that id and phase until then. Each router ends only its own. value: the record
-        of the newer one. The order of the log decides between bookings of the same millisecond: while Kafka is away,
-        the records of two routers wait, and come into the log in any order.
+        of the newer one. The order of the log decides only between bookings of the same millisecond: while Kafka is
+        away, the records of two routers wait, and come into the log in any order. If one of the times is not known
+        here, the other router decides: if both could take theirs for the earlier one, both would end.
         """
         if newer.router_id == self.router_id:
             return
         own = [booking_id for booking_id in before if booking_id.router_id == self.router_id]
         newer_ms = time_written_ms(value) if own else 0
         for booking_id in own:
-            # The log decides if a foreign writer gives no time, or if this router has forgotten its own.
-            made_ms = (self._attempts.made_ms(booking_id) if newer_ms else None) or newer_ms
+            made_ms = self._attempts.made_ms(booking_id)
+            if made_ms is None or not newer_ms:
+                continue
             # One of this router that has not been read back from the log is the later one there.
             if made_ms > newer_ms or (made_ms == newer_ms and booking_id in self._unlogged):
                 self._note_move(newer, booking_id, made_ms)
@@ -811,6 +826,29 @@ class LoadsSync:
         """
         if self._shared:
             self._attempts.note_end(request_id, phase, at_ms, self._now_ms())
+
+    def _own_ended_by(self, freed: BookingId, value: bytes) -> list[BookingId]:
+        """This router's bookings of a request that a client ended elsewhere after they were made.
+
+        That router knew another booking of the request, which the record names, and has not read these. value: the
+        record, which is not folded yet. If the booking that it names is of one phase, the client may have ended that
+        phase alone; then the router that was asked remembers it (`report_phase`).
+        """
+        loads = self._loads
+        if not loads.has_objects(freed.request_id):
+            return []
+        own = [each for each in loads.live_ids(freed.request_id) if each.router_id == self.router_id and each != freed]
+        reported_ms = time_written_ms(value) if own else _REPLACED
+        if reported_ms == _REPLACED:
+            return []
+        booking = loads.booking(freed)
+        if booking is None:  # it has ended, or is not known
+            is_of_phase = any(loads.knows(freed.request_id, each) for each in ("prefill", "decode"))
+        else:
+            is_of_phase = booking.phase is not None
+        if is_of_phase:
+            return []
+        return [each for each in own if (self._attempts.made_ms(each) or reported_ms) < reported_ms]
 
     def _follow_end(self, booking_id: BookingId, phase: str | None, value: bytes) -> None:
         """End a booking that was read, if another router made it before a client ended the request here."""
@@ -969,21 +1007,23 @@ class LoadsSync:
             if output is not None:
                 self._grow(booking_id, output.output_tokens)
         for what in (BookingPhase.PREFILL, BookingPhase.FREE):
-            waited = [self._buffered.pop((request_id, what, each), None) for each in phases]
-            since_ms = [call.since_ms for call in waited if call is not None]
-            if since_ms:
-                reported_ms = self._wall_of(max(since_ms))
-                if not self._publish_phase(booking_id, what, reported_ms):
-                    self._note_end(request_id, phase, reported_ms)
+            waited = [(each, self._buffered.pop((request_id, what, each), None)) for each in phases]
+            reported_ms = {each: self._wall_of(call.since_ms) for each, call in waited if call is not None}
+            if reported_ms:
+                self._publish_phase(booking_id, what, max(reported_ms.values()))
+            if what is BookingPhase.FREE:  # this booking may have ended before, and others may be on their way
+                for each, at_ms in reported_ms.items():
+                    self._note_end(request_id, each, at_ms)
 
     def _publish(
         self, booking_id: BookingId, phase: BookingPhase, booking: Booking | None, written_at_ms: int | None = None
     ) -> None:
         if self._shared:
             if written_at_ms is None:
-                # An add says when its booking was made, also when it is written again.
-                written_at_ms = self._attempts.made_ms(booking_id) if phase is BookingPhase.ADD else None
-                written_at_ms = self._wall_ms() if written_at_ms is None else written_at_ms
+                # An add says when its booking was made, also when it is written again. Only its own router knows that.
+                written_at_ms = (
+                    self._attempts.made_ms(booking_id) or _UNKNOWN if phase is BookingPhase.ADD else self._wall_ms()
+                )
             self._outbox.put(
                 load_key(booking_id, phase),
                 _Unsent(_Content(booking_id, phase, booking), written_at_ms),

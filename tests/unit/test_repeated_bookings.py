@@ -170,6 +170,98 @@ def test_booked_ended_and_booked_again_while_kafka_is_away(request_id: str) -> N
     assert world.same() == {}
 
 
+@ids
+def test_a_free_at_a_router_that_knows_only_an_ended_attempt_ends_the_next_one(request_id: str) -> None:
+    """It does not know yet that the attempt has ended, and its record names that one alone."""
+    world = World()
+    first, second, _ = world.replicas
+    first.sync.book(request_id, booking(1))
+    world.settle()
+    world.pass_time(1)
+    free(world, 1, request_id)
+    second.sync.book(request_id, booking(2))
+    world.pass_time(1)
+    assert free(world, 0, request_id)
+    assert world.same() == {}
+
+
+@ids
+@pytest.mark.parametrize("named", [None, "decode"])
+def test_a_free_of_all_phases_ends_one_that_was_not_read_yet(request_id: str, named: str | None) -> None:
+    """One that names a phase leaves the other phase."""
+    world = World()
+    first, second, _ = world.replicas
+    first.sync.book(request_id, booking(1, phase="decode"))
+    world.settle()
+    second.sync.book(request_id, booking(2, phase="prefill"))
+    world.pass_time(1)
+    assert free(world, 0, request_id, named)
+    assert world.same() == ({} if named is None else {rank_of(2): (16, 1, 1)})
+
+
+@ids
+def test_a_buffered_free_ends_an_attempt_after_one_that_has_ended(request_id: str) -> None:
+    """The first booking that its router reads has ended when the call came, and the next one has not."""
+    world = World()
+    first, second, _ = world.replicas
+    second.sync.book(request_id, booking(1))
+    second.sync.poll()
+    free(world, 1, request_id)
+    world.pass_time(1)
+    second.sync.book(request_id, booking(2))
+    world.pass_time(1)
+    assert free(world, 0, request_id) is False
+    assert first.loads == {}
+    assert world.same() == {}
+
+
+@ids
+def test_a_free_that_comes_into_the_log_before_its_add_ends_other_bookings_too(request_id: str) -> None:
+    world = World()
+    first, second, _ = world.replicas
+    world.log.away = True
+    first.sync.book(request_id, booking(1))
+    first.sync.poll()
+    second.sync.book(request_id, booking(2))
+    world.pass_time(1)
+    free(world, 0, request_id)
+    first.sync.poll()
+    first.client.time_out(1)  # it is sent again, after the free
+    assert world.same() == {}
+
+
+@ids
+@pytest.mark.parametrize("is_forgotten", [False, True])
+def test_two_bookings_never_both_end_because_each_seems_the_earlier_one(
+    request_id: str, monkeypatch: pytest.MonkeyPatch, *, is_forgotten: bool
+) -> None:
+    """Another router has written the earlier one again, and compaction has removed when it was made; or its own router
+    has forgotten that."""
+    if is_forgotten:
+        monkeypatch.setattr(attempts_module, "MADE_MAX", 1)
+    world = World()
+    first, second, third = world.replicas
+    first.sync.book(request_id, booking(1))
+    if is_forgotten:
+        first.sync.book(f"{request_id}-other", booking(1))
+        world.pass_time(1)
+    first.sync.poll()
+    for replica in (first, second):
+        read_all(replica)
+    if not is_forgotten:
+        world.pass_time(1)
+    third.sync.book(request_id, booking(3))
+    world.pass_time(1)
+    second.sync.report_output(request_id, 64)
+    second.sync.poll()
+    world.log.compact()
+    world.settle()
+    assert live(third, request_id) >= 1
+    free(world, 1, request_id)
+    free(world, 1, f"{request_id}-other")
+    assert world.same() == {}
+
+
 def test_ends_and_times_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attempts_module, "ENDS_MAX", 2)
     monkeypatch.setattr(attempts_module, "MADE_MAX", 2)
@@ -239,3 +331,46 @@ def test_only_the_last_attempt_remains(
     loads = world.same()
     assert list(loads) == ([rank_of(last[1])] if last is not None and not ends else [])
     assert all(load[2] == 1 for load in loads.values())
+
+
+@settings(max_examples=300, deadline=None, print_blob=True)
+@given(
+    actions=st.lists(
+        st.one_of(
+            st.tuples(st.just("attempt"), st.integers(0, 2), st.integers(1, 3)),
+            st.tuples(st.just("free"), st.integers(0, 2), st.just(0)),
+            st.tuples(st.just("output"), st.integers(0, 2), st.integers(0, 100)),
+            st.tuples(st.just("read"), st.integers(0, 2), st.integers(1, 3)),
+            st.tuples(st.just("poll"), st.integers(0, 2), st.just(0)),
+            st.tuples(st.just("away"), st.just(0), st.integers(0, 1)),
+        ),
+        max_size=25,
+    ),
+    last=st.integers(0, 2),
+    request_id=st.sampled_from(["r", "request-1"]),
+)
+def test_a_free_at_any_router_ends_all_attempts(
+    actions: list[tuple[str, int, int]], last: int, request_id: str
+) -> None:
+    """A client makes attempts and ends them at any routers, and at last ends the request at any of them."""
+    world = World()
+    for what, router, n in actions:
+        replica = world.replicas[router]
+        match what:
+            case "attempt":
+                replica.sync.book(request_id, booking(n), moves=True)
+            case "free":
+                free(world, router, request_id)
+            case "output":
+                if live(replica, request_id):
+                    replica.sync.report_output(request_id, n)
+            case "read":
+                for partition in range(TOPIC.partitions):
+                    replica.fold(partition, n)
+            case "poll":
+                replica.sync.poll()
+            case _:
+                world.log.away = bool(n)
+        world.pass_time(1)
+    free(world, last, request_id)
+    assert world.same() == {}

@@ -744,6 +744,15 @@ class ActiveLoads:
             return self._plain is not None and self._plain.find(request_digest(request_id)) != 0
         return (request_id, phase) in self._known_by_phase
 
+    def has_objects(self, request_id: str) -> bool:
+        """Whether an active booking of this request is kept as an object, as all of those are that this router made."""
+        return request_id in self._live_by_request
+
+    def has_phases(self, request_id: str) -> bool:
+        """Whether a booking of one phase of this request is kept, active or not, except in the form of ended ones."""
+        by_phase = self._known_by_phase
+        return bool(by_phase) and ((request_id, "prefill") in by_phase or (request_id, "decode") in by_phase)
+
     def load(self, rank: RankId) -> RankLoad:
         """A rank's load; all zeros for a rank without bookings."""
         row = self._rows.get(rank)
