@@ -17,7 +17,7 @@ import threading
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Literal, NamedTuple
 
@@ -557,7 +557,32 @@ class LoadsSync:
         return bad
 
     def _fold_all(self, records: Sequence[RawLoad], *, live: bool = True) -> list[tuple[int, BadRecord]]:
-        return self._fold_batch(batch_of(records), live=live)
+        contents = self._own_contents(records) if self._own else None
+        if contents is None:
+            return self._fold_batch(batch_of(records), live=live)
+        # Records of a router that is alone, nearly always: it has all that they say.
+        self._note_time(max([at_ms for _, _, at_ms, _ in records]), live=live)
+        with self._lock:
+            loads, stream_ms, by_kernels = self._loads, self._stream_ms, self._folds_records
+            for (_, value, at_ms, clock), content in zip(records, contents, strict=True):
+                latest_ms = max(stream_ms[clock], loads.latest_ms(clock)) if by_kernels else stream_ms[clock]
+                stream_ms[clock] = self._fold_record(content, value, at_ms, clock, latest_ms, is_own=True)
+            self._end_fold({clock for _, _, _, clock in records})
+        self._by_python = True
+        return []
+
+    def _own_contents(self, records: Sequence[RawLoad]) -> list[_Content] | None:
+        """What records say, if this router wrote all of them and remembers that; it then forgets it."""
+        own, contents = self._own, []
+        with self._decoding:
+            for key, value, _, _ in records:
+                known = own.get(key)
+                if known is None or known[0] != value:
+                    return None
+                contents.append(known[1])
+            for key, _, _, _ in records:
+                own.pop(key, None)  # not `del`: sending may have dropped it in between
+        return contents
 
     def _fold_batch(self, batch: LoadBatch, *, live: bool | None = True) -> list[tuple[int, BadRecord]]:
         """live: None if their time was noted."""
@@ -621,41 +646,64 @@ class LoadsSync:
                         contents[at] = self._decode(at, value, bad)
                 content = contents[at]
                 latest_ms = stream_ms[clock] if read is None else max(stream_ms[clock], loads.latest_ms(clock))
-                # The broker gives all records of a batch the same time, in which nothing more expires. What has expired
-                # by the time of a record is gone before it is folded, whatever the log had in between.
-                if at_ms > latest_ms:
-                    latest_ms = at_ms
-                    loads.expire(latest_ms, clock)
+                stream_ms[clock] = self._fold_record(content, value, at_ms, clock, latest_ms, is_own=at in own_numbers)
                 if content is not None:
-                    assert value is not None  # a tick has no content
-                    ended: Sequence[BookingId] = ()
-                    if content.phase is BookingPhase.FREE and at not in own_numbers:
-                        ended = self._own_ended_by(content.booking_id, value)
-                    self._fold_content(content, value, at_ms, clock)
-                    if self._attempts.has_moves:
-                        self._follow_moves(content, value)
-                    for each in ended:
-                        self._publish_phase(each, BookingPhase.FREE, time_written_ms(value))
-                    if self._attempts.has_ends and content.booking is not None:
-                        self._follow_end(content.booking_id, content.booking.phase, value)
-                    if at_ms < latest_ms:  # it may have come too late
-                        loads.expire(latest_ms, clock)
                     unlimited.add(clock)
-                stream_ms[clock] = latest_ms
                 n_by_python += 1
                 at += 1
-            if self._lowered:
-                self._correct_lowered()
             if read is not None:
                 loads.end_fold(read.clocks)
                 for clock in read.clocks:
                     stream_ms[clock] = max(stream_ms[clock], loads.latest_ms(clock))
-            now_ms = self._now_ms()
-            for clock in set(batch.places[:, PARTITION].tolist()) if read is None else read.clocks:
-                self._heard_ms[clock] = now_ms
-            if self._listeners:
-                self._announce_falls()
+            self._end_fold(set(batch.places[:, PARTITION].tolist()) if read is None else read.clocks)
         return bad, n_by_python
+
+    def _fold_record(
+        self,
+        content: _Content | None,
+        value: bytes | None,
+        at_ms: int,
+        clock: int,
+        latest_ms: int,
+        *,
+        is_own: bool,
+    ) -> int:
+        """Fold one record under the lock; returns the clock's latest time, which was latest_ms before.
+
+        content: None for a tick or a bad record. is_own: this router wrote it itself.
+        """
+        # The broker gives all records of a batch the same time, in which nothing more expires. What has expired by the
+        # time of a record is gone before it is folded, whatever the log had in between.
+        if at_ms > latest_ms:
+            latest_ms = at_ms
+            self._loads.expire(latest_ms, clock)
+        if content is None:
+            return latest_ms
+        assert value is not None  # a tick has no content
+        attempts = self._attempts
+        ended: Sequence[BookingId] = ()
+        if content.phase is BookingPhase.FREE and not is_own:
+            ended = self._own_ended_by(content.booking_id, value)
+        self._fold_content(content, value, at_ms, clock)
+        if attempts.has_moves:
+            self._follow_moves(content, value)
+        for each in ended:
+            self._publish_phase(each, BookingPhase.FREE, time_written_ms(value))
+        if attempts.has_ends and content.booking is not None:
+            self._follow_end(content.booking_id, content.booking.phase, value)
+        if at_ms < latest_ms:  # it may have come too late
+            self._loads.expire(latest_ms, clock)
+        return latest_ms
+
+    def _end_fold(self, clocks: Iterable[int]) -> None:
+        """Do what follows the records that were folded under one lock. clocks: theirs."""
+        if self._lowered:
+            self._correct_lowered()
+        now_ms = self._now_ms()
+        for clock in clocks:
+            self._heard_ms[clock] = now_ms
+        if self._listeners:
+            self._announce_falls()
 
     @property
     def _folds_records(self) -> bool:
