@@ -46,7 +46,7 @@ class Attempts:
     def __init__(self, ttl_ms: int) -> None:
         """ttl_ms: how long moves and ends are remembered."""
         self._ttl_ms = ttl_ms
-        self._made: dict[BookingId, int] = {}
+        self._made: OrderedDict[BookingId, int] = OrderedDict()
         self._moves: OrderedDict[BookingId, _Move] = OrderedDict()  # by former booking, in the order of these events
         self._ends: OrderedDict[str, _End] = OrderedDict()  # by request id, in the order of the last calls
 
@@ -54,7 +54,7 @@ class Attempts:
         """Remember when a booking was made, until `forget_made`."""
         self._made[booking_id] = at_ms
         if len(self._made) > MADE_MAX:
-            del self._made[next(iter(self._made))]
+            self._made.popitem(last=False)
 
     def made_ms(self, booking_id: BookingId) -> int | None:
         """When this router made a booking; None if it did not, or if that was forgotten."""

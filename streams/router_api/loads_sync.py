@@ -498,8 +498,8 @@ class LoadsSync:
             if not live and not self._loads.knows(request_id, phase):
                 self._buffer_call(request_id, what, phase)
                 return False
-            # A record names one booking. Routers that read it find others of the same request (`_own_ended_by`), unless
-            # each is of one phase: the record does not say whether the call was about all of them.
+            # A record names one booking. Routers that read it find theirs of the same request (`_own_ended_by`), unless
+            # the request is booked in phases: the record does not say whether the call was about all of them.
             is_told = bool(live) and not self._loads.has_phases(request_id)
             for booking_id in live:
                 # Repeated, its record would replace the first one in the log, without which a router that starts later
