@@ -21,33 +21,43 @@ LATE_S = 0.02
 class _Turn:
     """The steps of one piece of work. Any thread may take the next one."""
 
-    __slots__ = ("_lock", "_step", "error", "over")
+    __slots__ = ("_lock", "_step", "error", "over", "taken_over")
 
     def __init__(self, step: Callable[[], bool]) -> None:
-        self._step = step
+        self._step: Callable[[], bool] | None = step
         self._lock = threading.Lock()
         self.over = threading.Event()
-        self.error: BaseException | None = None
+        self.taken_over = False  # whether the thread does the rest
+        self.error: Exception | None = None
 
     def advance(self) -> bool:
         """Do the next step; returns whether there may be another one."""
         with self._lock:
-            if self.over.is_set():
+            if self._step is None:
                 return False
             try:
                 is_left = self._step()
-            except BaseException as exc:  # the thread that has the work raises it
+            except Exception as exc:  # the thread that has the work raises it
                 self.error, is_left = exc, False
+            except BaseException as exc:
+                self.error = RuntimeError(f"interrupted by {type(exc).__name__}")
+                self._end()
+                raise
             if not is_left:
-                self.over.set()
+                self._end()
             return is_left
+
+    def _end(self) -> None:
+        self._step = None  # a loop that is blocked may keep this object for long, but not what the step refers to
+        self.over.set()
 
 
 class AnsweringLoop:
-    """The loop that answers requests."""
+    """The loop that answers requests. One thread at a time has work for it."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
+        self._is_awaited = False  # whether the loop has not come to the last work yet
 
     def run(self, step: Callable[[], bool]) -> None:
         """Call `step` until it returns False, and wait for that. Raises what it raises.
@@ -56,16 +66,24 @@ class AnsweringLoop:
         millisecond. Call it on another thread than the loop's.
         """
         turn = _Turn(step)
-        try:
-            self._loop.call_soon_threadsafe(self._advance, turn)
-            turn.over.wait(LATE_S)
-        except RuntimeError:  # the loop has ended
-            pass
+        if not self._is_awaited:  # otherwise the loop is still blocked
+            self._is_awaited = True
+            try:
+                self._loop.call_soon_threadsafe(self._begin, turn)
+                turn.over.wait(LATE_S)
+            except RuntimeError:  # the loop has ended
+                pass
+        turn.taken_over = True
         while turn.advance():
             pass
         if turn.error is not None:
             raise turn.error
 
+    def _begin(self, turn: _Turn) -> None:
+        self._is_awaited = False
+        self._advance(turn)
+
     def _advance(self, turn: _Turn) -> None:
-        if turn.advance():
+        # The loop must not wait for the steps of the thread.
+        if not turn.taken_over and turn.advance():
             self._loop.call_soon(self._advance, turn)

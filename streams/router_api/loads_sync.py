@@ -105,6 +105,9 @@ _BY_KERNELS_TOGETHER_MAX = 256
 #: Of those that Python folds, so many between two requests, if the loop that answers requests folds them.
 _BETWEEN_REQUESTS_MAX = 32
 
+#: Bytes of them after which requests get their turn as well: those of long prompts take a millisecond.
+_BETWEEN_REQUESTS_BYTES = 128 * 1024
+
 #: Records of the group's feed that one call folds before it uses the loads, which takes 1 ms if kernels do it. The rest
 #: is left to the feed's thread. At 1,000 bookings per second, 400 records come between two wake-ups of that thread.
 CAUGHT_UP_MAX = 512
@@ -542,14 +545,19 @@ class LoadsSync:
         live: whether they were just written, so that they show the time of the log.
         """
         records = [(each.key() or b"", each.value(), each.timestamp()[1], each.partition() or 0) for each in messages]
-        if not live or self._answering is None:
+        if not live or self._answering is None or not records:
             return self._fold_all(records, live=live)
         bad: list[tuple[int, BadRecord]] = []
         at = 0
 
         def step() -> bool:
             nonlocal at
-            first, at = at, at + (_BETWEEN_REQUESTS_MAX if self._by_python else _BY_KERNELS_TOGETHER_MAX)
+            first, n_bytes = at, 0
+            by_python = self._by_python or not self._folds_records or records[at][0] in self._own
+            stop = min(len(records), at + (_BETWEEN_REQUESTS_MAX if by_python else _BY_KERNELS_TOGETHER_MAX))
+            while at < stop and n_bytes < _BETWEEN_REQUESTS_BYTES:
+                n_bytes += len(records[at][1] or b"")
+                at += 1
             bad.extend((first + number, exc) for number, exc in self._fold_all(records[first:at]))
             return at < len(records)
 
@@ -557,7 +565,7 @@ class LoadsSync:
         return bad
 
     def _fold_all(self, records: Sequence[RawLoad], *, live: bool = True) -> list[tuple[int, BadRecord]]:
-        contents = self._own_contents(records) if self._own else None
+        contents = self._own_contents(records) if self._own and 0 < len(records) <= _FOLDED_TOGETHER_MAX else None
         if contents is None:
             return self._fold_batch(batch_of(records), live=live)
         # Records of a router that is alone, nearly always: it has all that they say.

@@ -130,7 +130,7 @@ class Outbox(Generic[_T]):
 
     def send_on(self, loop: asyncio.AbstractEventLoop) -> None:
         """Send what is put from now on between two requests that this loop answers. Call it on the loop's thread."""
-        self._loop, self._loop_thread = loop, threading.get_ident()
+        self._loop, self._loop_thread, self._loop_sends = loop, threading.get_ident(), False
         self._wake.set()  # so that the thread goes over to watching
 
     def stop(self) -> None:
@@ -154,9 +154,10 @@ class Outbox(Generic[_T]):
             self._waiting_bytes -= older.n_bytes
         self._wait(_Sent(key, content, partition, n_bytes, older.since_ms if older else self._now_ms()))
         self._drop_beyond_limits()
-        if self._loop is not None and not self._loop_sends:
+        loop = self._loop
+        if loop is not None and not self._loop_sends:
             self._loop_sends = True
-            self._send_soon(self._loop)
+            self._send_soon(loop)
         if self._loop is not None and not self._sleeps:  # otherwise the thread begins to watch
             return
         self._sleeps = False
@@ -175,13 +176,20 @@ class Outbox(Generic[_T]):
     def _send_on_loop(self) -> None:
         self._loop_sends = False
         self._loop_next_s = time.monotonic() + SEND_INTERVAL_S
+        loop = self._loop
+        if not self._pumping.acquire(blocking=False):
+            # The thread is sending all that waits, which may take long after an outage. Requests do not wait for it.
+            if loop is not None:
+                self._loop_sends = True
+                loop.call_later(SEND_INTERVAL_S, self._send_on_loop)
+            return
         try:
-            with self._pumping:
-                took_all, are_left = self._hand_over_some(_SENT_BETWEEN_REQUESTS_MAX)
+            took_all, are_left = self._hand_over_some(_SENT_BETWEEN_REQUESTS_MAX)
         except Exception:
             log.exception("records for %s were not sent", self._topic)
             return
-        loop = self._loop
+        finally:
+            self._pumping.release()
         if took_all and are_left and loop is not None:  # what the client does not take now, the thread offers again
             self._loop_sends = True
             loop.call_soon(self._send_on_loop)
@@ -253,12 +261,10 @@ class Outbox(Generic[_T]):
             # If records were put meanwhile, the event is set. Looking at the records is cheaper than waiting for it.
             # Reports of records in flight come a few milliseconds after they were sent, or when Kafka is back.
             if not (self._waiting and sent_all and self._loop is None):
-                self._sleeps = self._loop is not None  # before looking, so that a record that is put now wakes it
-                if self._in_flight or self._waiting:
-                    self._sleeps = False
-                    self._wake.wait(_REPORTS_INTERVAL_S)
-                else:
-                    self._wake.wait()
+                with self._locked():  # while records are handed over, they neither wait nor are in flight
+                    is_idle = not self._in_flight and not self._waiting
+                    self._sleeps = is_idle and self._loop is not None
+                self._wake.wait(None if is_idle else _REPORTS_INTERVAL_S)
             if self._wake.is_set() and not self._stopping and self._loop is None:
                 time.sleep(max(next_s - time.monotonic(), _SEND_DELAY_S))
                 next_s = time.monotonic() + SEND_INTERVAL_S
@@ -266,6 +272,8 @@ class Outbox(Generic[_T]):
             try:
                 if time.monotonic() - self._served_s >= _SERVE_LATE_S:
                     self._serve()
+                if self._loop is not None and self._loop.is_closed():
+                    self._loop = None
                 if self._loop is None or self._is_late():
                     sent_all = self._hand_over()
             except Exception:  # the thread must outlive a mistake with one batch, or nothing would ever be sent again
@@ -364,6 +372,9 @@ class Outbox(Generic[_T]):
         if sent.key not in self._waiting:
             self._wait(sent, first=True)
             self._drop_beyond_limits()
+            if self._sleeps:
+                self._sleeps = False
+                self._wake.set()
 
     def _lose(self, error: KafkaError) -> None:
         self.lost += 1

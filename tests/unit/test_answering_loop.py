@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+import weakref
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
@@ -229,3 +230,73 @@ def test_work_for_a_loop_that_has_ended_is_done_by_the_caller() -> None:
 
     AnsweringLoop(loop).run(step)
     assert not left
+
+
+def test_requests_do_not_wait_while_the_thread_sends() -> None:
+    """After an outage it may send for long. The loop tries again, and sends what is left by then."""
+    world = World()
+    first = world.replicas[0]
+
+    async def scenario() -> None:
+        with first.sync._outbox._pumping:  # as the thread holds it
+            first.sync.book("r", booking(1))
+            began_s = time.monotonic()
+            await asyncio.sleep(0.1)
+            assert time.monotonic() - began_s < PATIENCE_S / 2
+            assert (first.sync.unacknowledged, len(first.client._queue)) == (1, 0)
+        await until(lambda: not first.sync.unacknowledged)
+
+    on_a_loop(world, scenario)
+    assert len(world.log.written) == 1
+
+
+def test_a_blocked_loop_keeps_nothing_of_what_the_thread_has_done() -> None:
+    """The thread waits for it once only, and the loop does not come to work that is over."""
+
+    class Work:
+        def __call__(self) -> bool:
+            return False
+
+    done: list[weakref.ref[Work]] = []
+
+    def work(answering: AnsweringLoop) -> None:
+        for _ in range(3):
+            step = Work()
+            done.append(weakref.ref(step))
+            answering.run(step)
+
+    async def scenario() -> None:
+        thread = threading.Thread(target=work, args=(AnsweringLoop(asyncio.get_running_loop()),))
+        thread.start()
+        thread.join(PATIENCE_S)
+        assert not thread.is_alive()
+        assert [each() for each in done] == [None] * 3
+
+    asyncio.run(scenario())
+
+
+def test_long_records_are_folded_in_more_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of long prompts would hold up requests for milliseconds."""
+    monkeypatch.setattr(loads_sync_module, "_BETWEEN_REQUESTS_BYTES", 1000)
+    monkeypatch.setattr(answering_loop, "LATE_S", PATIENCE_S)
+    world = World()
+    first, second, _ = world.replicas
+    for number in range(6):
+        second.sync.book(f"request-{number}", booking(1, list(range(70))))
+    second.sync.poll()
+    messages: list[Any] = [Read(record) for partition in world.log.partitions for record in partition]
+    sizes: list[int] = []
+    fold_all = first.sync._fold_all
+
+    def noting(records: Any, **kwargs: Any) -> list[tuple[int, BadRecord]]:
+        sizes.append(len(records))
+        return fold_all(records, **kwargs)
+
+    monkeypatch.setattr(first.sync, "_fold_all", noting)
+
+    async def scenario() -> None:
+        await asyncio.to_thread(first.sync.fold_messages, messages, True)
+
+    on_a_loop(world, scenario)
+    assert sizes == [2, 2, 2]
+    assert first.loads == {rank_of(1): (96, 70, 6)}
