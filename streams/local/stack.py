@@ -245,14 +245,12 @@ def is_ready(url: str) -> bool:
 
 
 def wait_workers(url: str, n: int, token: str | None = None) -> None:
-    """Wait until a router has n workers in its registry."""
-    wait_for(
-        lambda: (
-            len(get_json(f"{url}/workers", token).get("workers", ())) >= n
-        ),  # a router that starts answers otherwise
-        READY_TIMEOUT_S,
-        f"{n} workers at {url}",
-    )
+    """Wait until a router has n workers in its registry. While it starts, its answer is an error."""
+
+    def has_them() -> bool:
+        return len(get_json(f"{url}/workers", token).get("workers", ())) >= n
+
+    wait_for(has_them, READY_TIMEOUT_S, f"{n} workers at {url}")
 
 
 def bearer(token: str | None) -> dict[str, str]:

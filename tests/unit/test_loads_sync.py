@@ -231,9 +231,9 @@ def live(replica: Replica, request_id: str) -> int:
         return len(active.live_ids(request_id))
 
 
-def read_all(replica: Replica) -> None:
-    for partition in range(TOPIC.partitions):
-        replica.fold(partition)
+def read_all(replica: Replica, n: int | None = None) -> int:
+    """Read n records of each partition, or all of them; return how many there were."""
+    return sum([replica.fold(partition, n) for partition in range(TOPIC.partitions)])
 
 
 REQUESTS = ["a", "request-b", "request-c", "request-d"]  # kernels leave ids as short as the first one to Python

@@ -224,8 +224,7 @@ def test_a_free_ends_all_that_was_booked_before_it(
             case "prefill":
                 replica.sync.report_phase(request_id, BookingPhase.PREFILL)
             case "read":
-                for partition in range(TOPIC.partitions):
-                    replica.fold(partition, n)
+                read_all(replica, n)
             case "poll":
                 replica.sync.poll()
             case _:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from streams.core.loads.bookings import BookingPhase
 from streams.router_api import attempts as attempts_module
 from tests.helpers.api import rank_of
-from tests.unit.test_loads_sync import TOPIC, TTL_MS, World, booking, live, read_all
+from tests.unit.test_loads_sync import TTL_MS, World, booking, live, read_all
 
 #: Kernels leave ids as short as the first one to Python.
 ids = pytest.mark.parametrize("request_id", ["r", "request-1"])
@@ -285,20 +285,38 @@ def test_ends_and_times_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not first.sync._attempts._ends
 
 
-actions = st.lists(
-    st.one_of(
-        st.tuples(st.just("attempt"), st.integers(0, 2), st.integers(1, 3)),
-        st.tuples(st.just("output"), st.integers(0, 2), st.integers(0, 100)),
-        st.tuples(st.just("read"), st.integers(0, 2), st.integers(1, 3)),
-        st.tuples(st.just("poll"), st.integers(0, 2), st.just(0)),
-        st.tuples(st.just("away"), st.just(0), st.integers(0, 1)),
-    ),
-    max_size=25,
+attempts = st.one_of(
+    st.tuples(st.just("attempt"), st.integers(0, 2), st.integers(1, 3)),
+    st.tuples(st.just("output"), st.integers(0, 2), st.integers(0, 100)),
+    st.tuples(st.just("read"), st.integers(0, 2), st.integers(1, 3)),
+    st.tuples(st.just("poll"), st.integers(0, 2), st.just(0)),
+    st.tuples(st.just("away"), st.just(0), st.integers(0, 1)),
 )
+frees = st.tuples(st.just("free"), st.integers(0, 2), st.just(0))
+
+
+def go_on(world: World, what: str, router: int, n: int, request_id: str) -> None:
+    """Do what is neither an attempt nor its end."""
+    replica = world.replicas[router]
+    match what:
+        case "output":
+            if live(replica, request_id):
+                replica.sync.report_output(request_id, n)
+        case "read":
+            read_all(replica, n)
+        case "poll":
+            replica.sync.poll()
+        case "away":
+            world.log.away = bool(n)
 
 
 @settings(max_examples=300, deadline=None, print_blob=True)
-@given(actions=actions, request_id=st.sampled_from(["r", "request-1"]), ends=st.booleans(), ends_attempts=st.booleans())
+@given(
+    actions=st.lists(attempts, max_size=25),
+    request_id=st.sampled_from(["r", "request-1"]),
+    ends=st.booleans(),
+    ends_attempts=st.booleans(),
+)
 def test_only_the_last_attempt_remains(
     actions: list[tuple[str, int, int]], request_id: str, *, ends: bool, ends_attempts: bool
 ) -> None:
@@ -307,24 +325,15 @@ def test_only_the_last_attempt_remains(
     world = World()
     last: tuple[int, int] | None = None
     for what, router, n in actions:
-        replica = world.replicas[router]
         match what:
             case "attempt":
                 if last is not None and ends_attempts:
                     free(world, last[0], request_id)
                 world.pass_time(1)
-                replica.sync.book(request_id, booking(n), moves=True)
+                world.replicas[router].sync.book(request_id, booking(n), moves=True)
                 last = router, n
-            case "output":
-                if last is not None and live(replica, request_id):
-                    replica.sync.report_output(request_id, n)
-            case "read":
-                for partition in range(TOPIC.partitions):
-                    replica.fold(partition, n)
-            case "poll":
-                replica.sync.poll()
             case _:
-                world.log.away = bool(n)
+                go_on(world, what, router, n, request_id)
         world.pass_time(1)
     if last is not None and ends:
         free(world, last[0], request_id)
@@ -335,17 +344,7 @@ def test_only_the_last_attempt_remains(
 
 @settings(max_examples=300, deadline=None, print_blob=True)
 @given(
-    actions=st.lists(
-        st.one_of(
-            st.tuples(st.just("attempt"), st.integers(0, 2), st.integers(1, 3)),
-            st.tuples(st.just("free"), st.integers(0, 2), st.just(0)),
-            st.tuples(st.just("output"), st.integers(0, 2), st.integers(0, 100)),
-            st.tuples(st.just("read"), st.integers(0, 2), st.integers(1, 3)),
-            st.tuples(st.just("poll"), st.integers(0, 2), st.just(0)),
-            st.tuples(st.just("away"), st.just(0), st.integers(0, 1)),
-        ),
-        max_size=25,
-    ),
+    actions=st.lists(st.one_of(attempts, frees), max_size=25),
     last=st.integers(0, 2),
     request_id=st.sampled_from(["r", "request-1"]),
 )
@@ -355,22 +354,13 @@ def test_a_free_at_any_router_ends_all_attempts(
     """A client makes attempts and ends them at any routers, and at last ends the request at any of them."""
     world = World()
     for what, router, n in actions:
-        replica = world.replicas[router]
         match what:
             case "attempt":
-                replica.sync.book(request_id, booking(n), moves=True)
+                world.replicas[router].sync.book(request_id, booking(n), moves=True)
             case "free":
                 free(world, router, request_id)
-            case "output":
-                if live(replica, request_id):
-                    replica.sync.report_output(request_id, n)
-            case "read":
-                for partition in range(TOPIC.partitions):
-                    replica.fold(partition, n)
-            case "poll":
-                replica.sync.poll()
             case _:
-                world.log.away = bool(n)
+                go_on(world, what, router, n, request_id)
         world.pass_time(1)
     free(world, last, request_id)
     assert world.same() == {}
