@@ -13,6 +13,7 @@ Dynamo's service is used if the interpreter that `--dynamo` names has it:
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -27,10 +28,11 @@ from typing import Any
 
 import click
 import psutil
+import uvloop
 from aiohttp import web
 from confluent_kafka import TopicPartition
 
-from benchmarks.http_load import Done, ask, pair_loop, request, select_loop
+from benchmarks.http_load import Done, ask, connect, pair_loop, request, select_loop
 from benchmarks.machinery import Machinery, compiler_seconds, cpu_seconds, machinery
 from benchmarks.report import OURS, Bar, Report, Row, Samples, installed, wide_console
 from benchmarks.wire_engines import (
@@ -64,7 +66,7 @@ VISIBLE_TIMEOUT_S = 120.0
 
 #: A worker of a model that is asked nothing else, so that its load shows whether one booking is known.
 _PROBED_WORKER = 999
-_PROBE_POLL_S = 0.001
+_PROBE_POLL_S = 0.002
 
 #: How long each server books before bookings are measured. The JVM of a broker that was just started compiles its code
 #: in the meantime: a pair takes it 0.1 to 0.5 ms of processor time at first, and a third of that once it is done. A
@@ -220,9 +222,13 @@ class Bench:
                 metric = "broker's, while it warms up"
                 self.samples.add(name, metric, "ms", OURS, broker_s / len(done.latencies) * 1e3)
             self._await_no_loads(server.url)
-            after_s = compiler_seconds(self.parts.broker_pid)
-            if before_s is None or after_s is None or after_s - before_s < _COMPILING_SHARE * self.warm_up_s:
+            if not self._compiled_since(before_s):
                 return
+
+    def _compiled_since(self, before_s: float | None) -> bool:
+        """Whether the broker's compiler was busy in the last `warm_up_s`. before_s: its processor time before."""
+        after_s = compiler_seconds(self.parts.broker_pid)
+        return before_s is not None and after_s is not None and after_s - before_s >= _COMPILING_SHARE * self.warm_up_s
 
     def _book_and_free(self, server: Server, asked: Sequence[bytes], seconds: float) -> tuple[Done, float, float]:
         return self._timed(
@@ -315,16 +321,23 @@ class Bench:
         load = subprocess.Popen(  # in a process of its own, so that the probe is not delayed by it
             [
                 *(sys.executable, "-m", "benchmarks.http", "--load", ours.url),
-                *("--seconds", str(n_probes + 3 * _SETTLED_S)),  # it is ended before that
+                *("--seconds", str(self.warm_up_max_s + n_probes + 3 * _SETTLED_S)),  # it is ended before that
                 *("--rate", str(pairs_per_s)),
             ]
         )
         try:
             time.sleep(_SETTLED_S)
+            left_s = self.warm_up_max_s if pairs_per_s else 0.0
+            while left_s > 0:  # a second reader makes the broker do what it has not done before
+                left_s -= self.warm_up_s
+                compiled_s = compiler_seconds(self.parts.broker_pid)
+                time.sleep(self.warm_up_s)
+                if not self._compiled_since(compiled_s):
+                    break
             before_s, records_before = cpu_seconds(second.child.pid), self._n_records()
             time.sleep(_SETTLED_S)
             cpu_s, n_records = cpu_seconds(second.child.pid) - before_s, self._n_records() - records_before
-            found = sorted(self._probe(ours.url, second.url, number) for number in range(n_probes))
+            found = sorted(uvloop.run(self._probe(ours.url, second.url, n_probes)))
         finally:
             load.terminate()
             load.wait()
@@ -340,21 +353,34 @@ class Bench:
             per_pair_us = (cpu_s - self.idle_cpu_s) / (n_records / 2) * 1e6
             self.samples.add(case, "other router's processor time per pair", "us", OURS, per_pair_us)
 
-    def _probe(self, first: str, second: str, number: int) -> float:
-        def n_requests() -> int:
-            rows = get_json(f"{second}/loads")["loads"]
-            return sum(row["active_requests"] for row in rows if row["worker_id"] == _PROBED_WORKER)
+    @staticmethod
+    async def _probe(first: str, second: str, n_probes: int) -> list[float]:
+        """Book at one router, and look at the other one until it knows that; returns the seconds of each probe.
 
-        body = _json({"worker_id": _PROBED_WORKER, "block_hashes": [number + 1]})
-        began = time.perf_counter()
-        ask(first, "POST", f"/loads/probe-{number}", body)
-        while n_requests() == 0:
-            time.sleep(_PROBE_POLL_S)
-        took_s = time.perf_counter() - began
-        ask(first, "DELETE", f"/loads/probe-{number}")
-        while n_requests():
-            time.sleep(_PROBE_POLL_S)
-        return took_s
+        Over one connection to each: what the probe itself needs delays what it measures.
+        """
+        (there,), (here,) = await connect(first, 1), await connect(second, 1)
+        look = request(second, "GET", "/loads")
+
+        async def await_requests(n: int) -> None:
+            while True:
+                _, body = await here.ask(look)
+                rows = json.loads(body)["loads"]
+                if sum(row["active_requests"] for row in rows if row["worker_id"] == _PROBED_WORKER) == n:
+                    return
+                await asyncio.sleep(_PROBE_POLL_S)
+
+        found = []
+        for number in range(n_probes):
+            path, body = f"/loads/probe-{number}", {"worker_id": _PROBED_WORKER, "block_hashes": [number + 1]}
+            began = time.perf_counter()
+            status, answer = await there.ask(request(first, "POST", path, _json(body)))
+            assert status == 200, answer
+            await await_requests(1)
+            found.append(time.perf_counter() - began)
+            await there.ask(request(first, "DELETE", path))
+            await await_requests(0)
+        return found
 
     def _timed(self, server: Server, run: Callable[[], Done]) -> tuple[Done, float, float]:
         """Run a loop; return what it did, and the processor time of the server and of the broker."""
@@ -402,8 +428,6 @@ def _load_process(url: str, seconds: float, rate: float) -> None:
 
 def _serve_floor(port: int) -> None:
     """Serve a handler that reads the body and answers with a constant."""
-    import uvloop
-
     answer = _json({"request_id": "r", "worker_id": 1, "dp_rank": 0, "overlap_blocks": 93, "request_blocks": 128})
 
     async def handle(asked: web.Request) -> web.Response:

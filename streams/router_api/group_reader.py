@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 #: The thread folds what no request has folded, whenever about so many bytes have come, in intervals between these two.
 #: Each wake-up takes 0.5 ms of processor time, since others have used the caches meanwhile: as much as 200
 #: bookings. The longest interval also limits what the next request has to fold.
-FOLLOWED_BYTES = 256 * 1024
+FOLLOWED_BYTES = 384 * 1024
 FOLLOW_INTERVAL_MIN_S, FOLLOW_INTERVAL_MAX_S = 0.050, 0.250
 
 #: The interval while requests wait for load to fall: with the parent's 10 ms they learn of it no later than from Kafka,

@@ -444,7 +444,7 @@ class LoadsSync:
                     self._attempts.note_made(booking_id, self._wall_ms())
                 if self._refused or self._buffered:
                     self._begin_anew(request_id, booking.phase)
-            self._add(booking_id, booking, self._local_time())
+            self._add(booking_id, booking, self._local_time(), is_new=live is None)
             self._publish(booking_id, BookingPhase.ADD, booking)
             # After the add, so that no router has read that a request ended which only moved.
             if former and self._shared:
@@ -837,12 +837,14 @@ class LoadsSync:
         if booking_id not in before and booking_id in self._loads.live_ids(booking_id.request_id):
             self._yield_to(booking_id, before, value)
 
-    def _add(self, booking_id: BookingId, booking: Booking, at_ms: int | None, clock: int = 0) -> None:
+    def _add(
+        self, booking_id: BookingId, booking: Booking, at_ms: int | None, clock: int = 0, *, is_new: bool = False
+    ) -> None:
         if self._unreported is None:
-            self._loads.add(booking_id, booking, at_ms, clock)
+            self._loads.add(booking_id, booking, at_ms, clock, is_new=is_new)
             return
         before = self._loads.load(booking.rank)
-        self._loads.add(booking_id, booking, at_ms, clock)
+        self._loads.add(booking_id, booking, at_ms, clock, is_new=is_new)
         after = self._loads.load(booking.rank)
         if (
             after.requests > before.requests

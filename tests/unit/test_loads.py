@@ -476,6 +476,24 @@ def test_the_end_of_a_booking_that_the_log_has_not_given_a_time_is_kept_until_it
     loads.check()
 
 
+def test_the_end_of_a_booking_becomes_compact_when_the_log_has_it() -> None:
+    """Its own router ends a booking without a time; the record of that end, or the TTL of the add, then decides."""
+    loads = ActiveLoads(TTL_MS)
+    for number, request_id in enumerate(("r", "s")):
+        loads.add(request(request_id), booking(), None, is_new=True)
+        loads.add(request(request_id), booking(), 100 + number)
+        loads.free(request(request_id), None)
+    loads.check()
+    assert loads.n_bytes > 2 * loads_module.ENDED_BOOKING_BYTES
+    loads.free(request("r"), 400)
+    loads.add(request("r"), booking(), 150)  # it comes late, and changes nothing
+    loads.check()
+    assert (loads.live("r"), loads.knows("r"), loads.load(A).requests) == (None, True, 0)
+    assert loads.expire(101 + TTL_MS) == 1  # the end of `s` is not in the log
+    assert loads.n_bytes == loads_module.ENDED_BOOKING_BYTES
+    assert (loads.expire(400 + TTL_MS), len(loads), loads.n_bytes) == (1, 0, 0)
+
+
 def test_bookings_of_one_clock_expire_in_their_order_though_their_records_come_in_another() -> None:
     """A starting router reads several partitions at once, and each of its bookings still ends in its own time."""
     loads = ActiveLoads(TTL_MS)

@@ -278,12 +278,15 @@ class ActiveLoads:
         self.dropped = 0
         self.n_falls = 0
 
-    def add(self, booking_id: BookingId, booking: Booking, at_ms: int | None, clock: int = 0) -> None:
+    def add(
+        self, booking_id: BookingId, booking: Booking, at_ms: int | None, clock: int = 0, *, is_new: bool = False
+    ) -> None:
         """Book, or replace an existing booking because its output grew or its time is to be renewed.
 
-        at_ms: append time of the record. If a booking has two adds, the later time decides when it expires.
+        at_ms: append time of the record. If a booking has two adds, the later time decides when it expires. is_new: the
+        caller has just made up the id, so that no record of it can have come before.
         """
-        if self._has_ended(booking_id, at_ms):
+        if not is_new and self._has_ended(booking_id, at_ms):
             return
         state = self._state(booking_id, at_ms, clock)
         if state.freed:
@@ -516,6 +519,7 @@ class ActiveLoads:
         """The request has ended, in whatever way.
 
         It is known to have ended until it expires, so that a late add changes nothing; what was booked is not kept.
+        Without a time, the log will have a record of this end: only that one moves it to the compact form.
         """
         if at_ms is not None and self._free_plain(booking_id, at_ms):
             return
@@ -535,7 +539,8 @@ class ActiveLoads:
             self.n_falls += 1
             state.booking = None
         state.freed = True
-        self._keep_end(state)
+        if at_ms is not None:
+            self._keep_end(state)
 
     def _free_plain(self, booking_id: BookingId, at_ms: int) -> bool:
         """Do what `free` does for the only booking of its request id, if it is active, has no forecast, is not of one
@@ -865,9 +870,6 @@ class ActiveLoads:
         self.times.check(state.timed for state in self._states.values() if state.timed is not None)
         for problem in self._ended.check():
             raise IndexCorrupt(problem)
-        for booking_id, state in self._states.items():
-            if state.freed and state.expires_ms is not None:
-                raise IndexCorrupt("a booking that has ended is kept as an object", booking=booking_id)
         if any(booking_id not in self._states for due in self._due.values() for booking_id in due):
             raise IndexCorrupt("a booking that has ended is due")
 
