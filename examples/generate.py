@@ -13,6 +13,7 @@ import argparse
 import asyncio
 
 from streams.client import KvRouterClient
+from streams.errors import KvStreamsError
 
 
 async def main(url: str, model: str | None = None) -> None:
@@ -35,4 +36,7 @@ if __name__ == "__main__":
     parser.add_argument("url", help="a router")
     parser.add_argument("model", nargs="?", help="if the fleet serves several")
     given = parser.parse_args()
-    asyncio.run(main(given.url, given.model))
+    try:
+        asyncio.run(main(given.url, given.model))
+    except KvStreamsError as exc:  # no router answers there, for example
+        raise SystemExit(str(exc)) from None

@@ -12,6 +12,7 @@ import argparse
 import asyncio
 
 from streams.client import KvRouterClient
+from streams.errors import KvStreamsError
 
 PROMPTS = [[*range(1, 101)], [*range(1, 101)], [*range(500, 700)]]
 
@@ -32,4 +33,7 @@ async def main(url: str) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("url", help="a router")
-    asyncio.run(main(parser.parse_args().url))
+    try:
+        asyncio.run(main(parser.parse_args().url))
+    except KvStreamsError as exc:  # no router answers there, for example
+        raise SystemExit(str(exc)) from None

@@ -226,7 +226,12 @@ def run_up(workers: int, directory: Path, kafka_directory: Path, start_kafka: St
             f"curl -s -X DELETE {worker.url}/loads/r1",
         ):
             console.print(line + "\n", highlight=False, soft_wrap=True)
-        console.print(f"Kafka is at {kafka.bootstrap}; logs are in {directory / 'logs'}. Ctrl-C stops everything.")
+        scope = f"--kafka {kafka.bootstrap} --topic-prefix {settings.topic_prefix} --partitions {settings.partitions}"
+        console.print(
+            "And one that looks for anything that is wrong, and prints nothing if all is well:\n", highlight=False
+        )
+        console.print(f"kvstreams doctor {scope} --router {worker.url}\n", highlight=False, soft_wrap=True)
+        console.print(f"Logs are in {directory / 'logs'}. Ctrl-C stops everything.")
         try:
             while not (dead := children.dead()):
                 time.sleep(0.5)

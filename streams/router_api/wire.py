@@ -307,7 +307,8 @@ def parse_report_query(query: Mapping[str, str]) -> ReportQuery:
     try:
         return msgspec.convert(values, ReportQuery)
     except msgspec.ValidationError as exc:
-        raise InvalidRequest(f"query parameters: {_shortened(str(exc))}", remedy="The only one is phase") from exc
+        message = _with_values(without_middle(str(exc)), ReportQuery)
+        raise InvalidRequest(f"query parameters: {message}", remedy="The only parameter is phase") from exc
 
 
 def parse_route_query(query: Mapping[str, str]) -> RouteRequest:
@@ -332,7 +333,7 @@ def parse_route_query(query: Mapping[str, str]) -> RouteRequest:
     try:
         return msgspec.convert(values, RouteRequest, strict=False)
     except msgspec.ValidationError as exc:
-        raise InvalidRequest(_shortened(str(exc))) from exc
+        raise InvalidRequest(_with_values(without_middle(str(exc)), RouteRequest)) from exc
 
 
 def parse_book(body: bytes) -> BookRequest:
@@ -675,7 +676,7 @@ def invalid_body(exc: Exception, kind: Any) -> InvalidRequest:
     message = without_middle(str(exc))
     unknown = _UNKNOWN_FIELD.fullmatch(message)
     if unknown is None:
-        return InvalidRequest(f"the body is not valid: {_shortened(message)}")
+        return InvalidRequest(f"the body is not valid: {_with_values(message, kind)}")
     name, path = _shortened(unknown[1]), (unknown[2] or "").lstrip(".")
     where = f" of {path}" if path else ""
     return InvalidRequest(
@@ -683,8 +684,39 @@ def invalid_body(exc: Exception, kind: Any) -> InvalidRequest:
     )
 
 
+#: msgspec's message about a value that is none of those that a field may have, and the path of that field.
+_INVALID_VALUE = re.compile(r"Invalid enum value .* - at `\$((?:\.\w+)+)`", re.DOTALL)
+
+
+def _with_values(message: str, kind: Any) -> str:
+    """A message of msgspec, with the values that the field may have if it is about one with few of them."""
+    invalid = _INVALID_VALUE.fullmatch(message)
+    if invalid is None:
+        return _shortened(message)
+    *path, name = invalid[1].lstrip(".").split(".")
+    at = _struct_at(kind, ".".join(path))
+    found = next((field.type for field in at.fields if field.encode_name == name), None)
+    kinds = found.types if isinstance(found, inspect.UnionType) else (found,)
+    values = [
+        value
+        for each in kinds
+        for value in (
+            each.values
+            if isinstance(each, inspect.LiteralType)
+            else [member.value for member in each.cls]
+            if isinstance(each, inspect.EnumType)
+            else ()
+        )
+    ]
+    return _shortened(message) + (f"; use one of {', '.join(map(str, values))}" if values else "")
+
+
 def _fields_at(kind: Any, path: str) -> list[str]:
     """Names of the fields of the struct at a path of fields, such as `router_config_override.moe_query`."""
+    return [field.encode_name for field in _struct_at(kind, path).fields]
+
+
+def _struct_at(kind: Any, path: str) -> inspect.StructType:
     at = inspect.type_info(kind)
     for name in filter(None, path.split(".")):
         assert isinstance(at, inspect.StructType)  # the path leads through objects
@@ -695,7 +727,7 @@ def _fields_at(kind: Any, path: str) -> list[str]:
             break
         at = below
     assert isinstance(at, inspect.StructType)
-    return [field.encode_name for field in at.fields]
+    return at
 
 
 def without_middle(message: str) -> str:

@@ -360,6 +360,24 @@ def test_query_parameters_next_to_a_json_body_are_400(call: str, body: dict[str,
     assert name in api.call(method, path, body).refused(400, "invalid_request")
 
 
+def test_values_that_a_field_may_not_have_are_answered_with_those_that_it_may(api: Api) -> None:
+    """The error lists the values, for fields of the body and of an object in it, and for query parameters."""
+
+    def message(fields: dict[str, Any]) -> str:
+        return api.call("POST", "/route", asked(**fields)).refused(400, "invalid_request")
+
+    for odd in ("x", "x` - at `$.token_ids", "\n", ""):
+        assert message({"phase": odd}).endswith("use one of both, prefill, decode")
+        assert message({"queue": odd}).endswith("use one of off, on")
+    assert "use one of kv, round-robin," in message({"router_config_override": {"router_mode": "best"}})
+    assert "use one of" not in message({"phase": 1})
+    for path in ("/route?router_mode=best&queue=off", "/route?model=m&router_mode="):
+        answer = api.call("POST", path, packed(TOKENS), OCTETS).refused(400, "invalid_request")
+        assert "use one of kv, round-robin," in answer
+    report = api.call("DELETE", "/loads/r?phase=both").refused(400, "invalid_request")
+    assert report.endswith("use one of decode, prefill. The only parameter is phase")
+
+
 def test_unknown_fields_are_answered_with_the_known_ones(api: Api) -> None:
     """The error about an unknown field lists the fields of the object that has it."""
 
