@@ -104,8 +104,7 @@ def encoded_load(booking_id: BookingId, phase: BookingPhase, booking: Booking | 
                 _PHASE_BYTES[phase],
                 _time(written_at_ms),
                 b"\x02",
-                encoded_long(to_long(booking.rank.worker_id)),
-                encoded_long(booking.rank.dp_rank),
+                _rank(booking.rank),
                 encoded_long(len(model)),
                 model,
                 encoded_long(booking.prefill_tokens),
@@ -379,6 +378,12 @@ def _text(router_id: str) -> bytes:
     """All records that a router encodes have its id."""
     raw = router_id.encode()
     return encoded_long(len(raw)) + raw
+
+
+@functools.lru_cache(maxsize=_SHARED_VALUES_MAX)
+def _rank(rank: RankId) -> bytes:
+    """A fleet has few ranks, and worker ids may be numbers of 64 bits."""
+    return encoded_long(to_long(rank.worker_id)) + encoded_long(rank.dp_rank)
 
 
 @functools.lru_cache(maxsize=1)
