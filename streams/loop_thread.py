@@ -7,6 +7,7 @@ there (worker).
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
@@ -24,6 +25,8 @@ class LoopThread:
 
     def __init__(self, name: str) -> None:
         self._loop = uvloop.new_event_loop()
+        # Loops refer weakly to their tasks. One that waits for what nothing else refers to would be collected.
+        self._running: set[concurrent.futures.Future[Any]] = set()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -32,7 +35,10 @@ class LoopThread:
 
         If the caller is cancelled, so is the coroutine.
         """
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(make(), self._loop))
+        running = asyncio.run_coroutine_threadsafe(make(), self._loop)
+        self._running.add(running)
+        running.add_done_callback(self._running.discard)
+        return await asyncio.wrap_future(running)
 
     async def stop(self) -> None:
         """End the thread. Coroutines that still run there are cancelled."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -78,6 +79,31 @@ def test_coroutines_are_cancelled_with_their_callers_and_at_the_stop(stopped: bo
             assert await asyncio.to_thread(cancelled.wait, 30)
             with pytest.raises(asyncio.CancelledError):
                 await waiting
+
+    with_thread(use)
+    assert cancelled.wait(30)
+
+
+def test_a_coroutine_for_which_nothing_waits_any_more_is_not_lost() -> None:
+    """The thread itself refers to what it runs, so that the garbage collector does not take it before the stop."""
+    began, cancelled = threading.Event(), threading.Event()
+
+    async def wait() -> None:
+        began.set()
+        try:
+            await asyncio.Event().wait()  # nothing else refers to this event, nor to the task that waits for it
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
+
+    async def begin(thread: LoopThread) -> None:
+        waiting = asyncio.create_task(thread.run(wait))
+        await asyncio.to_thread(began.wait, 30)
+        assert not waiting.done()
+
+    async def use(thread: LoopThread) -> None:
+        await begin(thread)
+        gc.collect()
 
     with_thread(use)
     assert cancelled.wait(30)
