@@ -58,10 +58,8 @@ def test_exceptions_come_back() -> None:
     with_thread(use)
 
 
-@pytest.mark.parametrize("stopped", [False, True])
-def test_coroutines_are_cancelled_with_their_callers_and_at_the_stop(stopped: bool) -> None:
-    """A coroutine gets the cancellation of the one that waits for it, and of a thread that is stopped."""
-    began, cancelled = threading.Event(), threading.Event()
+def endless(began: threading.Event, cancelled: threading.Event) -> Callable[[], Coroutine[Any, Any, None]]:
+    """Make coroutines that only a cancellation ends, and that nothing else refers to."""
 
     async def wait() -> None:
         began.set()
@@ -70,6 +68,16 @@ def test_coroutines_are_cancelled_with_their_callers_and_at_the_stop(stopped: bo
         except asyncio.CancelledError:
             cancelled.set()
             raise
+
+    return wait
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_coroutines_are_cancelled_with_their_callers_and_at_the_stop(stopped: bool) -> None:
+    """A coroutine gets the cancellation of the one that waits for it, and of a thread that is stopped."""
+    began, cancelled = threading.Event(), threading.Event()
+
+    wait = endless(began, cancelled)
 
     async def use(thread: LoopThread) -> None:
         waiting = asyncio.create_task(thread.run(wait))
@@ -88,13 +96,7 @@ def test_a_coroutine_for_which_nothing_waits_any_more_is_not_lost() -> None:
     """The thread itself refers to what it runs, so that the garbage collector does not take it before the stop."""
     began, cancelled = threading.Event(), threading.Event()
 
-    async def wait() -> None:
-        began.set()
-        try:
-            await asyncio.Event().wait()  # nothing else refers to this event, nor to the task that waits for it
-        except asyncio.CancelledError:
-            cancelled.set()
-            raise
+    wait = endless(began, cancelled)
 
     async def begin(thread: LoopThread) -> None:
         waiting = asyncio.create_task(thread.run(wait))
