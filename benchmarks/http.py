@@ -32,7 +32,7 @@ import uvloop
 from aiohttp import web
 from confluent_kafka import TopicPartition
 
-from benchmarks.http_load import Done, ask, connect, pair_loop, request, select_loop
+from benchmarks.http_load import Connection, Done, ask, connect, pair_loop, request, select_loop
 from benchmarks.machinery import Machinery, compiler_seconds, cpu_seconds, machinery
 from benchmarks.report import OURS, Bar, Report, Row, Samples, installed, wide_console
 from benchmarks.wire_engines import (
@@ -213,22 +213,26 @@ class Bench:
         if server.series != OURS:
             self._book_and_free(server, asked, self.warm_up_s)
             return
-        left_s = self.warm_up_max_s
-        while left_s > 0:
-            left_s -= self.warm_up_s
-            before_s = compiler_seconds(self.parts.broker_pid)
+
+        def book() -> None:
             done, _, broker_s = self._book_and_free(server, asked, self.warm_up_s)
             for name in self._cases(server, case):
                 metric = "broker's, while it warms up"
                 self.samples.add(name, metric, "ms", OURS, broker_s / len(done.latencies) * 1e3)
             self._await_no_loads(server.url)
-            if not self._compiled_since(before_s):
-                return
 
-    def _compiled_since(self, before_s: float | None) -> bool:
-        """Whether the broker's compiler was busy in the last `warm_up_s`. before_s: its processor time before."""
-        after_s = compiler_seconds(self.parts.broker_pid)
-        return before_s is not None and after_s is not None and after_s - before_s >= _COMPILING_SHARE * self.warm_up_s
+        self._until_compiled(book)
+
+    def _until_compiled(self, pass_time: Callable[[], object]) -> None:
+        """Call `pass_time`, which takes `warm_up_s`, until the broker's compiler was hardly busy meanwhile."""
+        left_s = self.warm_up_max_s
+        while left_s > 0:
+            left_s -= self.warm_up_s
+            before_s = compiler_seconds(self.parts.broker_pid)
+            pass_time()
+            after_s = compiler_seconds(self.parts.broker_pid)
+            if before_s is None or after_s is None or after_s - before_s < _COMPILING_SHARE * self.warm_up_s:
+                return
 
     def _book_and_free(self, server: Server, asked: Sequence[bytes], seconds: float) -> tuple[Done, float, float]:
         return self._timed(
@@ -327,13 +331,8 @@ class Bench:
         )
         try:
             time.sleep(_SETTLED_S)
-            left_s = self.warm_up_max_s if pairs_per_s else 0.0
-            while left_s > 0:  # a second reader makes the broker do what it has not done before
-                left_s -= self.warm_up_s
-                compiled_s = compiler_seconds(self.parts.broker_pid)
-                time.sleep(self.warm_up_s)
-                if not self._compiled_since(compiled_s):
-                    break
+            if pairs_per_s:  # a second reader makes the broker do what it has not done before
+                self._until_compiled(lambda: time.sleep(self.warm_up_s))
             before_s, records_before = cpu_seconds(second.child.pid), self._n_records()
             time.sleep(_SETTLED_S)
             cpu_s, n_records = cpu_seconds(second.child.pid) - before_s, self._n_records() - records_before
@@ -362,10 +361,15 @@ class Bench:
         (there,), (here,) = await connect(first, 1), await connect(second, 1)
         look = request(second, "GET", "/loads")
 
+        async def call(connection: Connection, asked: bytes) -> bytes:
+            status, body = await connection.ask(asked)
+            if not 200 <= status < 300:
+                raise ConnectionError(f"{status} {body[:300]!r}")
+            return body
+
         async def await_requests(n: int) -> None:
             while True:
-                _, body = await here.ask(look)
-                rows = json.loads(body)["loads"]
+                rows = json.loads(await call(here, look))["loads"]
                 if sum(row["active_requests"] for row in rows if row["worker_id"] == _PROBED_WORKER) == n:
                     return
                 await asyncio.sleep(_PROBE_POLL_S)
@@ -374,12 +378,13 @@ class Bench:
         for number in range(n_probes):
             path, body = f"/loads/probe-{number}", {"worker_id": _PROBED_WORKER, "block_hashes": [number + 1]}
             began = time.perf_counter()
-            status, answer = await there.ask(request(first, "POST", path, _json(body)))
-            assert status == 200, answer
+            await call(there, request(first, "POST", path, _json(body)))
             await await_requests(1)
             found.append(time.perf_counter() - began)
-            await there.ask(request(first, "DELETE", path))
+            await call(there, request(first, "DELETE", path))
             await await_requests(0)
+        for each in (there, here):
+            each.close()
         return found
 
     def _timed(self, server: Server, run: Callable[[], Done]) -> tuple[Done, float, float]:

@@ -10,7 +10,6 @@ _SHORT = tuple(bytes([zigzag]) for zigzag in range(0, 128, 2)) + tuple(
     bytes([zigzag & 0x7F | 0x80, zigzag >> 7]) for zigzag in range(128, 1 << 14, 2)
 )
 _N_SHORT = len(_SHORT)
-_N_THREE_BYTES, _N_FOUR_BYTES = 1 << 20, 1 << 27
 _I63 = 1 << 63
 _LONG_BITS_MAX = 63
 
@@ -19,10 +18,6 @@ def encoded_long(number: int) -> bytes:
     """An Avro long: zigzag, then seven bits per byte, the lowest first. Raises ValueError if it has over 64 bits."""
     if 0 <= number < _N_SHORT:
         return _SHORT[number]
-    if 0 < number < _N_THREE_BYTES:  # numbers of bookings, mostly; the loop takes four times as long
-        return bytes((number << 1 & 0x7F | 0x80, number >> 6 & 0x7F | 0x80, number >> 13))
-    if 0 < number < _N_FOUR_BYTES:
-        return bytes((number << 1 & 0x7F | 0x80, number >> 6 & 0x7F | 0x80, number >> 13 & 0x7F | 0x80, number >> 20))
     if not -_I63 <= number < _I63:
         raise ValueError(number)
     left = (number << 1) ^ (number >> 63)

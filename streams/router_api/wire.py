@@ -307,8 +307,9 @@ def parse_report_query(query: Mapping[str, str]) -> ReportQuery:
     try:
         return msgspec.convert(values, ReportQuery)
     except msgspec.ValidationError as exc:
-        message = _with_values(without_middle(str(exc)), ReportQuery)
-        raise InvalidRequest(f"query parameters: {message}", remedy="The only parameter is phase") from exc
+        raise InvalidRequest(
+            f"query parameters: {_with_values(str(exc), ReportQuery)}", remedy="The only parameter is phase"
+        ) from exc
 
 
 def parse_route_query(query: Mapping[str, str]) -> RouteRequest:
@@ -333,7 +334,7 @@ def parse_route_query(query: Mapping[str, str]) -> RouteRequest:
     try:
         return msgspec.convert(values, RouteRequest, strict=False)
     except msgspec.ValidationError as exc:
-        raise InvalidRequest(_with_values(without_middle(str(exc)), RouteRequest)) from exc
+        raise InvalidRequest(_with_values(str(exc), RouteRequest)) from exc
 
 
 def parse_book(body: bytes) -> BookRequest:
@@ -690,24 +691,17 @@ _INVALID_VALUE = re.compile(r"Invalid enum value .* - at `\$((?:\.\w+)+)`", re.D
 
 def _with_values(message: str, kind: Any) -> str:
     """A message of msgspec, with the values that the field may have if it is about one with few of them."""
+    message = without_middle(message)
     invalid = _INVALID_VALUE.fullmatch(message)
     if invalid is None:
         return _shortened(message)
-    *path, name = invalid[1].lstrip(".").split(".")
-    at = _struct_at(kind, ".".join(path))
-    found = next((field.type for field in at.fields if field.encode_name == name), None)
-    kinds = found.types if isinstance(found, inspect.UnionType) else (found,)
-    values = [
-        value
-        for each in kinds
-        for value in (
-            each.values
-            if isinstance(each, inspect.LiteralType)
-            else [member.value for member in each.cls]
-            if isinstance(each, inspect.EnumType)
-            else ()
-        )
-    ]
+    path, _, name = invalid[1].lstrip(".").rpartition(".")
+    values: list[object] = []
+    for each in _kinds_of(_struct_at(kind, path), name):
+        if isinstance(each, inspect.LiteralType):
+            values += each.values
+        elif isinstance(each, inspect.EnumType):
+            values += [member.value for member in each.cls]
     return _shortened(message) + (f"; use one of {', '.join(map(str, values))}" if values else "")
 
 
@@ -720,14 +714,20 @@ def _struct_at(kind: Any, path: str) -> inspect.StructType:
     at = inspect.type_info(kind)
     for name in filter(None, path.split(".")):
         assert isinstance(at, inspect.StructType)  # the path leads through objects
-        found = next((field.type for field in at.fields if field.encode_name == name), None)
-        kinds = found.types if isinstance(found, inspect.UnionType) else (found,)
-        below = next((each for each in kinds if isinstance(each, inspect.StructType)), None)
+        below = next((each for each in _kinds_of(at, name) if isinstance(each, inspect.StructType)), None)
         if below is None:  # the unknown name itself looks like the end of the message
             break
         at = below
     assert isinstance(at, inspect.StructType)
     return at
+
+
+def _kinds_of(struct: inspect.StructType, name: str) -> tuple[inspect.Type, ...]:
+    """The types of which a field's value may be; none if there is no such field."""
+    found = next((field.type for field in struct.fields if field.encode_name == name), None)
+    if found is None:
+        return ()
+    return found.types if isinstance(found, inspect.UnionType) else (found,)
 
 
 def without_middle(message: str) -> str:

@@ -76,7 +76,6 @@ def endless(began: threading.Event, cancelled: threading.Event) -> Callable[[], 
 def test_coroutines_are_cancelled_with_their_callers_and_at_the_stop(stopped: bool) -> None:
     """A coroutine gets the cancellation of the one that waits for it, and of a thread that is stopped."""
     began, cancelled = threading.Event(), threading.Event()
-
     wait = endless(began, cancelled)
 
     async def use(thread: LoopThread) -> None:
@@ -95,7 +94,6 @@ def test_coroutines_are_cancelled_with_their_callers_and_at_the_stop(stopped: bo
 def test_a_coroutine_for_which_nothing_waits_any_more_is_not_lost() -> None:
     """The thread itself refers to what it runs, so that the garbage collector does not take it before the stop."""
     began, cancelled = threading.Event(), threading.Event()
-
     wait = endless(began, cancelled)
 
     async def begin(thread: LoopThread) -> None:

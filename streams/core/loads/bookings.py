@@ -519,7 +519,8 @@ class ActiveLoads:
         """The request has ended, in whatever way.
 
         It is known to have ended until it expires, so that a late add changes nothing; what was booked is not kept.
-        Without a time, the log will have a record of this end: only that one moves it to the compact form.
+        Without a time, the log will have a record of this end. Until a record of the booking is read, the end is kept
+        as an object, and is then looked up once and not twice.
         """
         if at_ms is not None and self._free_plain(booking_id, at_ms):
             return
