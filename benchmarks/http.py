@@ -639,7 +639,7 @@ def main(
             bench.processes(visible_rate)
         if not cases or "visible" in cases:
             for pairs_per_s in (0.0, visible_rate):
-                bench.visibility(30 if quick else 300, pairs_per_s)
+                bench.visibility(30 if quick else 1000, pairs_per_s)
         bench.check_overlaps()
     report.rows = samples.rows()
     report.bars = _bars(report.rows)

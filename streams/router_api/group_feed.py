@@ -28,10 +28,8 @@ from streams.topics import topics
 
 log = logging.getLogger(__name__)
 
-#: The parent fetches in this interval, somewhat more often than a router alone (loads_sync.READ_INTERVAL_S). A process
-#: folds what the parent has read before its next decision, so that it knows bookings no later than a router alone. At
-#: 5 ms, the parent would need 39 instead of 27 us per booking, and the processes more as well, since they get more
-#: frames.
+#: The parent fetches in this interval, somewhat less often than a router alone (loads_sync.READ_INTERVAL_S). At 5 ms,
+#: it would need 39 instead of 27 us per booking, and the processes more as well, since they get more frames.
 FETCH_INTERVAL_S = 0.010
 
 #: After the first message of a fetch, those of other partitions are there within this time (topic_readers).

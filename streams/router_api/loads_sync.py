@@ -93,9 +93,9 @@ _OWN_CLOCK = -1
 TICK_KEY = b"tick"
 
 #: Records of other routers are read in intervals, since waking up for each of them takes more time than folding it. The
-#: sum of this, of `SEND_INTERVAL_S` and of Kafka's own time is when other routers know a booking. An idle router
+#: sum of this, of the outbox's interval and of Kafka's own time is when other routers know a booking. An idle router
 #: fetches in this interval as well, which takes most of its processor time.
-READ_INTERVAL_S = 0.012
+READ_INTERVAL_S = 0.008
 
 #: Records that are decoded and folded under one lock; requests get their turn in between. Folding one takes 5 to 10 us,
 #: and 1 us if kernels do it.

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 import time
 import weakref
 from collections.abc import Callable, Coroutine
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import pytest
+from confluent_kafka import Producer
 
 from streams.errors import BadRecord
 from streams.kafka import Record
@@ -18,6 +21,7 @@ from streams.router_api import answering_loop
 from streams.router_api import loads_sync as loads_sync_module
 from streams.router_api import outbox as outbox_module
 from streams.router_api.answering_loop import AnsweringLoop
+from streams.router_api.outbox import BUSY_RECORDS_PER_S, BUSY_SEND_INTERVAL_S, SEND_INTERVAL_S, Outbox
 from streams.waiting import wait_for
 from tests.helpers.api import PATIENCE_S, rank_of
 from tests.unit.test_loads_sync import TOPIC, World, booking
@@ -300,3 +304,54 @@ def test_long_records_are_folded_in_more_steps(monkeypatch: pytest.MonkeyPatch) 
     on_a_loop(world, scenario)
     assert sizes == [2, 2, 2]
     assert first.loads == {rank_of(1): (96, 70, 6)}
+
+
+class Clock:
+    """The time, and a loop that has nothing to do but its timers."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+        self.sent_s: list[float] = []
+        self._due: list[tuple[float, Callable[[], None]]] = []
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def call_later(self, delay_s: float, callback: Callable[[], None]) -> None:
+        self._due.append((self.now_s + delay_s, callback))
+
+    def advance(self, seconds: float) -> None:
+        until_s = self.now_s + seconds
+        while self._due and min(at_s for at_s, _ in self._due) <= until_s:
+            self._due.sort(key=lambda each: each[0])
+            self.now_s, callback = self._due.pop(0)
+            callback()
+        self.now_s = until_s
+
+    def produce_batch(self, _topic: str, messages: list[Any], **_options: Any) -> int:
+        self.sent_s.append(self.now_s)
+        return len(messages)
+
+
+def test_records_are_sent_less_often_while_many_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr(outbox_module, "time", clock)
+    outbox = Outbox[bytes](
+        cast(Producer, clock), "loads", lambda: 0, nullcontext, lambda batch: [content for _, content in batch]
+    )
+    outbox.send_on(cast(asyncio.AbstractEventLoop, clock))
+    numbers = itertools.count()
+
+    def put(records_per_s: float) -> float:
+        """Put records for a second; returns how often they were sent in its second half."""
+        for _ in range(int(records_per_s)):
+            outbox.put(b"%d" % next(numbers), b"", 0, 0)
+            clock.advance(1 / records_per_s)
+        return 0.5 / sum(sent_s > clock.now_s - 0.5 for sent_s in clock.sent_s)
+
+    assert put(BUSY_RECORDS_PER_S * 0.8) == pytest.approx(SEND_INTERVAL_S, rel=0.1)
+    assert put(BUSY_RECORDS_PER_S * 1.2) == pytest.approx(BUSY_SEND_INTERVAL_S, rel=0.1)
+    assert put(BUSY_RECORDS_PER_S * 0.8) == pytest.approx(SEND_INTERVAL_S, rel=0.1)
+    assert put(20) == pytest.approx(1 / 20, rel=0.11)  # each by itself
+    clock.advance(1.0)
+    assert len(outbox) == next(numbers) and not outbox._waiting
