@@ -343,7 +343,7 @@ def test_records_are_sent_less_often_while_many_are_sent(monkeypatch: pytest.Mon
     numbers = itertools.count()
 
     def put(records_per_s: float) -> float:
-        """Put records for a second; returns how often they were sent in its second half."""
+        """Put records for a second; returns the mean time between two sendings in its second half."""
         for _ in range(int(records_per_s)):
             outbox.put(b"%d" % next(numbers), b"", 0, 0)
             clock.advance(1 / records_per_s)
