@@ -9,7 +9,7 @@ import click
 from rich.table import Table
 
 from streams.cli.options import GroupedCommand
-from streams.cli.output import console
+from streams.cli.output import ONE_LINE_WIDTH, console
 
 if TYPE_CHECKING:
     from streams.metrics import Metric
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 @click.command(cls=GroupedCommand)
 @click.option("--markdown", is_flag=True, help="print the tables of docs/metrics.md")
 def metrics(markdown: bool) -> None:
-    """Print every Prometheus metric: its name, kind, labels and meaning."""
+    """Print every Prometheus metric: its name, kind, meaning and labels."""
     from streams.metrics import label_text, markdown_table
 
     if markdown:
@@ -27,12 +27,12 @@ def metrics(markdown: bool) -> None:
         return
     for title, declared in declared_metrics().items():
         table = Table(title=title, title_justify="left", box=None, pad_edge=False)
-        for column in ("metric", "kind", "labels", "meaning"):
+        for column in ("metric", "kind", "meaning", "labels"):
             table.add_column(column, overflow="fold")
         for metric in declared:
             labels = "; ".join(map(label_text, metric.labels)).replace("`", "")
-            table.add_row(metric.name, metric.kind, labels, metric.help.replace("`", ""))
-        console().print(table)
+            table.add_row(metric.name, metric.kind, metric.help.replace("`", ""), labels)
+        console(ONE_LINE_WIDTH).print(table)
 
 
 def declared_metrics() -> Mapping[str, Sequence[Metric[Any]]]:

@@ -12,6 +12,9 @@ import click
 import orjson
 from rich.console import Console
 
+#: Characters of a line in a pipe, for tables of which each row takes one line, so that `grep` and `sort` can be used.
+ONE_LINE_WIDTH = 1000
+
 
 def console(piped_width: int = 200) -> Console:
     """A console for tables, without markup, which would take `[compact]` in a setting for a style and remove it.

@@ -9,13 +9,10 @@ from rich.table import Table
 
 from streams import log
 from streams.cli.options import GroupedCommand, GroupedGroup, with_settings
-from streams.cli.output import console
+from streams.cli.output import ONE_LINE_WIDTH, console
 from streams.security.acls import TOPIC_OPERATIONS, commands
 from streams.settings import ENV_PREFIX, Resolved, Settings, shown_value
 from streams.topics import topics as scope_topics
-
-#: A setting takes one line, so that `grep` and `sort` can be used.
-_PIPED_WIDTH = 1000
 
 
 @click.command(cls=GroupedCommand)
@@ -33,7 +30,7 @@ def config(resolved: Resolved) -> None:
             ENV_PREFIX + setting.name.upper(),
             str(setting.metadata["help"]),
         )
-    console(_PIPED_WIDTH).print(table)
+    console(ONE_LINE_WIDTH).print(table)
 
 
 @click.group(cls=GroupedGroup)

@@ -71,11 +71,13 @@ def test_the_tables_of_the_docs_are_generated_from_the_declarations() -> None:
 
 
 def test_the_command_prints_every_metric() -> None:
-    """`kvstreams metrics` names each metric once, with its labels and their values."""
+    """`kvstreams metrics` names each metric once, with its labels and their values, and in a pipe on one line."""
     printed = CliRunner().invoke(cli, ["metrics"]).output
     words = Counter(printed.split())
     assert all(words[metric.name] == 1 for metric in ALL)
     assert "owner_silent" in printed
+    lines = {line.split(maxsplit=1)[0]: line for line in printed.splitlines() if line.strip()}
+    assert all(metric.help.replace("`", "") in lines[metric.name] for metric in ALL)
 
 
 def test_metrics_of_different_processes_have_different_names() -> None:
