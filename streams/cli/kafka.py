@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from pathlib import Path
 from typing import Any
@@ -52,7 +53,11 @@ def kafka_up(directory: Path, overrides: tuple[str, ...], secure: bool) -> None:
     if secure:
         from streams.local.kafka import SECURE_FOLDER
 
-        click.echo(f"use it:   export {CONFIG_ENV}={state.directory / SECURE_FOLDER / 'kvstreams.toml'}")
+        # A variable takes precedence over the file.
+        names = (ENV_PREFIX + name.upper() for name in state.settings)
+        exported = [name for name in names if name in os.environ]
+        first = f"unset {' '.join(exported)} && " if exported else ""
+        click.echo(f"use it:   {first}export {CONFIG_ENV}={state.directory / SECURE_FOLDER / 'kvstreams.toml'}")
     else:
         click.echo(f"use it:   export {ENV_PREFIX}KAFKA={state.bootstrap}")
     where = "" if directory == KAFKA_DIRECTORY else f" --directory {shlex.quote(str(directory))}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import logging.config
+import os
 import re
 import sys
 from collections.abc import Iterator
@@ -174,6 +175,27 @@ def test_kafka_up_prints_the_command_that_stops_this_kafka(
     given = [] if directory is None else ["--directory", directory]
     lines = CliRunner().invoke(cli, ["kafka", "up", *given]).stdout.splitlines()
     assert lines[-1] == "stop it:  kvstreams kafka down" + ("" if directory is None else " --directory 'other place'")
+
+
+@pytest.mark.parametrize(
+    "exported", [[], ["KVSTREAMS_KAFKA"], ["KVSTREAMS_KAFKA", "KVSTREAMS_KAFKA_SASL_PASSWORD_FILE"]]
+)
+def test_the_command_that_uses_a_secure_kafka_unsets_variables_that_its_file_cannot_replace(
+    exported: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A variable that is left from another Kafka takes precedence over the file."""
+
+    def started(directory: Path, *_: object, **__: object) -> KafkaState:
+        return KafkaState("127.0.0.1:9092", 1, "4", "17", directory, reused=False, secure=True)
+
+    monkeypatch.setattr("streams.cli.kafka.start_kafka", started)
+    for name in [name for name in os.environ if name.startswith("KVSTREAMS_KAFKA")]:
+        monkeypatch.delenv(name)
+    for name in exported:
+        monkeypatch.setenv(name, "another")
+    lines = CliRunner().invoke(cli, ["kafka", "up", "--secure", "--directory", str(tmp_path)]).stdout.splitlines()
+    unset = f"unset {' '.join(exported)} && " if exported else ""
+    assert f"use it:   {unset}export KVSTREAMS_CONFIG={tmp_path}/secure/kvstreams.toml" in lines
 
 
 def test_a_json_log_line_holds_the_stack_trace() -> None:
