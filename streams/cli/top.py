@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import signal
+import ssl
 import sys
 import threading
 import urllib.error
@@ -22,6 +23,7 @@ from rich.text import Text
 from streams.cli.options import GroupedCommand, http_urls
 from streams.cli.output import console
 from streams.errors import KvStreamsError, ProcessError
+from streams.security.tls import UNTRUSTED_REMEDY, why_no_connection
 
 #: A router answers GET /live within milliseconds.
 TIMEOUT_S = 5.0
@@ -95,7 +97,11 @@ def read_live(url: str, token: str | None) -> dict[str, Any]:
             ) from exc
     except (OSError, ValueError, http.client.HTTPException) as exc:
         reason = getattr(exc, "reason", None) or exc
-        raise ProcessError(f"no router answers at {url}: {reason}", remedy="Give its URL as an argument") from exc
+        remedy = "Give its URL as an argument"
+        if isinstance(reason, ssl.SSLError):
+            remedy = UNTRUSTED_REMEDY if isinstance(reason, ssl.SSLCertVerificationError) else remedy
+            reason = why_no_connection(reason)
+        raise ProcessError(f"no router answers at {url}: {reason}", remedy=remedy) from exc
     if not isinstance(answer, dict) or not {"router", "samples", "partitions", "workers"} <= answer.keys():
         raise ProcessError(f"what answers at {url} is no router of kvstreams")
     return answer

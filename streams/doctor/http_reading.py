@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import ssl
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from streams.doctor.observations import ClockReading, PageSeen, Samples
 from streams.engines.process_start import PAGE_BYTES_MAX, read_body
+from streams.security.tls import UNTRUSTED_REMEDY, why_no_connection
 
 #: A process that is well answers within milliseconds; on a busy machine, within seconds.
 HTTP_TIMEOUT_S = 5.0
@@ -66,6 +68,10 @@ async def call(
     except TimeoutError:
         return Answer(error=f"it does not answer within {HTTP_TIMEOUT_S:g} s")
     except aiohttp.ClientConnectorError as exc:  # its own text names the address again, and Python's types
+        if isinstance(exc.os_error, ssl.SSLCertVerificationError):
+            return Answer(error=f"{why_no_connection(exc.os_error)}. {UNTRUSTED_REMEDY}")
+        if isinstance(exc.os_error, ssl.SSLError):  # its number is not one of the system's
+            return Answer(error=why_no_connection(exc.os_error))
         number = exc.os_error.errno
         return Answer(error=os.strerror(number) if number and number > 0 else exc.os_error.strerror or str(exc))
     except (aiohttp.ClientError, OSError, ValueError) as exc:

@@ -1,7 +1,7 @@
-"""TLS of an HTTP server: from certificate files to a context.
+"""TLS over HTTP: a server's context from certificate files, and why a client's connection failed.
 
-What lives here: loading and checking the files. What must not: serving with the context (http_server), and the TLS of
-Kafka's clients (kafka).
+What lives here: loading and checking the files, and the words for errors of OpenSSL. What must not: serving with the
+context (http_server), and the TLS of Kafka's clients (kafka).
 """
 
 from __future__ import annotations
@@ -46,6 +46,19 @@ def reason_of(exc: OSError | ValueError) -> str:
         if "PEM lib" in str(exc):  # the error of Python for everything that OpenSSL does not find in a file
             return "it must contain a certificate and a key in PEM format, and the key must have no password"
     return getattr(exc, "strerror", None) or str(exc)
+
+
+#: For a certificate that a client does not trust.
+UNTRUSTED_REMEDY = "If an authority of your own signed it, set SSL_CERT_FILE to a file with that authority"
+
+
+def why_no_connection(exc: ssl.SSLError) -> str:
+    """Why a client of ours cannot speak TLS with a server, in a few words."""
+    if isinstance(exc, ssl.SSLCertVerificationError):
+        return f"its certificate is not trusted: {exc.verify_message}"
+    if exc.reason == "WRONG_VERSION_NUMBER":
+        return "it does not speak TLS; its URL begins with http://"
+    return (exc.reason or str(exc)).replace("_", " ").lower()
 
 
 def _no_password() -> str:
