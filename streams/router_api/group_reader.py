@@ -35,8 +35,9 @@ FOLLOW_INTERVAL_MIN_S, FOLLOW_INTERVAL_MAX_S = 0.050, 0.250
 #: which a router alone reads every 12 ms.
 HURRIED_INTERVAL_S = 0.003
 
-#: Records that the thread folds in one call, and how long it then leaves the lock to others.
-_FOLDED_TOGETHER_MAX = 256
+#: Records that the thread folds in one call, as many as a request folds before it uses the loads, and how long it then
+#: leaves the lock to others.
+_FOLDED_TOGETHER_MAX = 512
 _YIELD_S = 50e-6
 
 #: The feed is lost if its writer has not run for this long, or if a frame stays incomplete for so long. The writer
@@ -117,6 +118,7 @@ class GroupReader:
         self.reads = False
         # Of the thread: what it last saw of the writer and of the ring, and for how long that has not changed.
         self._hurry = threading.Event()
+        self._taken_s = 0.0  # when anyone last took records
         self._seen = (0, 0)
         self._silent_s = self._stuck_s = self._unread_s = 0.0
 
@@ -192,6 +194,7 @@ class GroupReader:
             if payload is None:
                 return None
             part = self._unread(Frame(payload))
+        self._taken_s = time.monotonic()
         if len(part) <= records_max:
             self._part = None
             return part
@@ -248,8 +251,7 @@ class GroupReader:
             if self._follower.is_waited_for:
                 time.sleep(HURRIED_INTERVAL_S)
             else:
-                self._hurry.wait(interval_s)
-                self._hurry.clear()
+                self._wait(interval_s)
             while self._follower.catch_up(_FOLDED_TOGETHER_MAX):
                 time.sleep(_YIELD_S)  # without it, this thread would take the lock again before those that wait for it
             if self._failed:
@@ -269,6 +271,12 @@ class GroupReader:
                 self.end()
                 return None if self._failed else self.next_offsets()
         return None
+
+    def _wait(self, interval_s: float) -> None:
+        """Wait for this time, and once more for what is missing from it if a request or a tick has taken records."""
+        if not self._hurry.wait(interval_s):
+            self._hurry.wait(max(self._taken_s + interval_s - time.monotonic(), 0.0))
+        self._hurry.clear()
 
     def _lost(self, passed_s: float) -> str:
         """Why the feed cannot be used any more; "" if it can."""

@@ -356,7 +356,7 @@ def test_a_pause_of_the_process_itself_is_not_one_of_the_parent(monkeypatch: pyt
     group = Group(Taking())
     clock = iter([100.0, 100.05, 200.0, 300.0, 400.0])
     monkeypatch.setattr(time, "sleep", lambda _: None)
-    monkeypatch.setattr(group.reader._hurry, "wait", lambda _: None)
+    monkeypatch.setattr(group.reader, "_wait", lambda _: None)
     group.cover()
     assert group.begin()
     monkeypatch.setattr(time, "monotonic", lambda: next(clock))
@@ -395,6 +395,46 @@ def test_a_feed_that_ends_or_cannot_be_read_is_left(how: str, monkeypatch: pytes
             time.sleep(0.02)
         assert returned == [[1, 0]]
     assert taking.taken == group.log[0][:1]
+
+
+@pytest.mark.parametrize(
+    ("taken_s", "is_hurried", "waits"),
+    [
+        (50.0, False, [0.25, 0.0]),  # nobody has taken records for long
+        (100.15, False, [0.25, 0.2]),
+        (100.15, True, [0.25]),
+    ],
+)
+def test_the_thread_does_not_fold_soon_after_a_request_has(
+    taken_s: float, is_hurried: bool, waits: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each time that it folds takes 0.5 ms for the wake-up, however few records have come."""
+    reader = Group(Taking()).reader
+    waited: list[float] = []
+
+    def wait(timeout_s: float) -> bool:
+        waited.append(timeout_s)
+        return is_hurried
+
+    monkeypatch.setattr(reader._hurry, "wait", wait)
+    monkeypatch.setattr(reader, "_taken_s", taken_s)
+    monkeypatch.setattr(time, "monotonic", lambda: 100.2)
+    reader._wait(0.25)
+    assert waited == pytest.approx(waits)
+
+
+def test_taking_records_is_noted_for_the_thread() -> None:
+    """Whoever takes them."""
+    group = Group(Taking())
+    group.cover()
+    assert group.begin()
+    before_s = time.monotonic()
+    assert group.reader.take(10) is None
+    assert group.reader._taken_s == 0.0
+    group.append(0)
+    group.pass_on()
+    assert group.reader.take(10) is not None
+    assert group.reader._taken_s >= before_s
 
 
 def test_a_feed_that_lacks_what_this_process_wrote_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
