@@ -25,9 +25,9 @@ from streams.router_api.booking_ring import Frame, RingReader, encode_frame
 
 log = logging.getLogger(__name__)
 
-#: The thread folds what no request has folded, whenever about so many bytes have come, in intervals between these two.
-#: Each wake-up takes 0.5 ms of processor time, since others have used the caches meanwhile: as much as 200
-#: bookings. The longest interval also limits what the next request has to fold.
+#: The thread folds what no request has folded, whenever about so many bytes have come, in intervals between these two,
+#: which begin anew when a request or a tick folds. Each wake-up takes 0.5 ms of processor time, since others have used
+#: the caches meanwhile: as much as 200 bookings. The longest interval also limits what the next request has to fold.
 FOLLOWED_BYTES = 384 * 1024
 FOLLOW_INTERVAL_MIN_S, FOLLOW_INTERVAL_MAX_S = 0.050, 0.250
 
