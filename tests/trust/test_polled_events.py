@@ -48,8 +48,11 @@ def test_an_engine_whose_events_cannot_be_polled_is_behind(fleet: TrustFleet, ha
         fleet.wait_exact(model, TOKENS, N_BLOCKS)
         engine.status, engine.hangs = (200, True) if hangs else (500, False)
         engine.report(removed(3))
-        answer = fleet.wait_answer(model, TOKENS, lambda found: found["mode"] == "degraded", "the failed polls")
-        assert answer["degraded_because"] == "feed_behind"
+        # On a busy machine, a pulse of the bridge may be late as well, which is another reason for a moment.
+        answer = fleet.wait_answer(
+            model, TOKENS, lambda found: found.get("degraded_because") == "feed_behind", "the failed polls"
+        )
+        assert answer["mode"] == "degraded"
         engine.status, engine.hangs = 200, False
         fleet.wait_exact(model, TOKENS, N_BLOCKS - 1)
 
