@@ -424,7 +424,7 @@ def test_the_thread_does_not_fold_soon_after_a_request_has(
 
 
 def test_taking_records_is_noted_for_the_thread() -> None:
-    """Whoever takes them."""
+    """A request takes them as the thread does, and asking in vain is not noted."""
     group = Group(Taking())
     group.cover()
     assert group.begin()
