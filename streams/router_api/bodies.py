@@ -1,7 +1,7 @@
 """Reading the bodies of requests: how large they may be, how long they may take, and how many are read at a time.
 
 What lives here: those limits, decompression, and the threads on which large bodies are parsed. What must not: the
-meaning of bodies (wire, large_bodies) and connections without a request (connections).
+meaning of bodies (wire, body_parsing) and connections without a request (connections).
 
 Owner of the count of bytes; everything but decompression and parsing runs on the loop that serves the API.
 """
@@ -24,10 +24,6 @@ from streams.settings import Settings
 #: Bodies up to this size are read even if all others together are over their limit, so that ordinary requests pass
 #: while large uploads are refused. `connections_max` limits their number.
 UNCOUNTED_BODY_BYTES = 64 * 1024
-
-#: JSON bodies above this size are parsed on a thread and in pieces. A prompt of 35,000 tokens is below it, which takes
-#: 1 ms; one of a million tokens would stop all other requests for 40 ms.
-LARGE_BODY_BYTES = 256 * 1024
 
 #: Refused bodies whose rest is received and dropped, so that a client that first sends everything reads the answer. The
 #: rest of further ones stays in the system's buffers: 2,000 of them at once would delay all other requests.

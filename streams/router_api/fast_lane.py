@@ -36,10 +36,9 @@ from msgspec.structs import replace
 
 from streams.core.loads.bookings import BookingPhase
 from streams.errors import KvStreamsError, api_error
-from streams.router_api.bodies import LARGE_BODY_BYTES
+from streams.router_api.body_parsing import LARGE_BODY_BYTES
 from streams.router_api.metrics import RouterMetrics
 from streams.router_api.router import Router
-from streams.router_api.token_bodies import parse_with_tokens
 from streams.router_api.wire import (
     OCTET_STREAM,
     RouteRequest,
@@ -130,7 +129,6 @@ class FastLane:
         self._router = router
         self._route_seconds = metrics.route_seconds
         self._errors = metrics.errors
-        self._tokens_max = router.settings.request_tokens_max
         # Larger bodies are parsed on a thread. aiohttp holds as much of any body until its handler reads it.
         self._body_bytes_max = min(LARGE_BODY_BYTES, router.settings.body_bytes_max)
         self._retry_after_s = retry_after_s
@@ -280,10 +278,10 @@ class FastLane:
         if is_list(body):
             return None
         started = time.perf_counter()
-        request, packed = parse_with_tokens(parse_route, body, self._tokens_max)
+        request = parse_route(body)
         if _may_wait(request):
             return None
-        found = _response(200, orjson.dumps(answer_json(self._router.route(request, packed))))
+        found = _response(200, orjson.dumps(answer_json(self._router.route(request))))
         self._route_seconds.observe(time.perf_counter() - started)
         return found
 

@@ -38,19 +38,18 @@ from streams.metrics import MetricsRegistry
 from streams.process_metrics import metrics_response
 from streams.router_api import fast_lane
 from streams.router_api.admission import Admission, may_wait
-from streams.router_api.bodies import LARGE_BODY_BYTES, SHORT_BODY_BYTES_MAX, Bodies
+from streams.router_api.bodies import SHORT_BODY_BYTES_MAX, Bodies
+from streams.router_api.body_parsing import BodyParser, check_no_query, packed_query, packed_tokens
 from streams.router_api.calls import CALLS, HTML
 from streams.router_api.connections import Connections
 from streams.router_api.fast_lane import FastLane
 from streams.router_api.inspections import Inspections, written
-from streams.router_api.large_bodies import LargeBody
 from streams.router_api.live import Live
 from streams.router_api.live_page import PAGE, SCRIPT, STYLE, page_response
 from streams.router_api.metrics import RouterMetrics
 from streams.router_api.openapi import PAGE_HEADERS, document_json, page_html
 from streams.router_api.router import PreparedRequest, Router
 from streams.router_api.runner import ApiRunner
-from streams.router_api.token_bodies import parse_large, parse_with_tokens
 from streams.router_api.wire import (
     NAME_CHARS_MAX,
     OCTET_STREAM,
@@ -66,7 +65,6 @@ from streams.router_api.wire import (
     parse_report_query,
     parse_requests,
     parse_route,
-    parse_route_query,
     parse_worker,
     pool_json,
     pooled_json,
@@ -91,9 +89,6 @@ _ERRORS = web.AppKey("errors", Counter)
 _CONNECTIONS = web.AppKey("connections", Connections)
 _ROUTER = web.AppKey("router", Router)
 
-_LARGE_ROUTE = LargeBody(RouteRequest)
-_LARGE_BOOKING = LargeBody(BookRequest)
-
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -109,8 +104,10 @@ class Handlers:
         process: as of RouterMetrics.
         """
         self._router = router
-        self._tokens_max = router.settings.request_tokens_max
         self._bodies = Bodies(router.settings)
+        tokens_max = router.settings.request_tokens_max
+        self._route_parser = BodyParser(RouteRequest, parse_route, self._bodies, tokens_max)
+        self._book_parser = BodyParser(BookRequest, parse_book, self._bodies, tokens_max)
         self._connections = Connections(
             router.settings.connections_max,
             router.settings.first_request_timeout_s,
@@ -172,18 +169,16 @@ class Handlers:
         """Choose a rank and book it."""
         started = time.perf_counter()
         router = self._router
-        packed_query = _packed_query(request)
+        query = packed_query(request)
         async with self._bodies.of(request) as body:
-            if packed_query is not None:
-                prepared = router.prepare(packed_query, _tokens(body))
+            if query is not None:
+                prepared = router.prepare(query, packed_tokens(body))
             elif is_list(body):
                 found = await self._route_list(body)
                 self._metrics.route_seconds.observe(time.perf_counter() - started)
                 return _json(found)
-            elif len(body) <= LARGE_BODY_BYTES:
-                prepared = self._prepare_short(body)
             else:
-                prepared = await self._bodies.on_thread(self._prepare_large, body)
+                prepared = await self._route_parser.parsed(body, router.prepare)
         if may_wait(prepared):
             grant = grant_of(request)
             waiting = self._admission.route(
@@ -205,10 +200,7 @@ class Handlers:
         answers = []
         for item in items:
             try:
-                if len(item) <= LARGE_BODY_BYTES:
-                    prepared = self._prepare_short(item)
-                else:
-                    prepared = await self._bodies.on_thread(self._prepare_large, item)
+                prepared = await self._route_parser.parsed(item, self._router.prepare)
                 if may_wait(prepared):
                     self._router.note_refused(prepared)
                     raise InvalidRequest("queue is on, but a request of a list cannot wait", remedy="Send it by itself")
@@ -225,39 +217,23 @@ class Handlers:
         self._metrics.errors[reported.code] += 1
         return error_json(reported.code, str(exc), exc.detail)
 
-    def _prepare_short(self, body: bytes) -> PreparedRequest:
-        return self._router.prepare(*parse_with_tokens(parse_route, body, self._tokens_max))
-
-    def _prepare_large(self, body: bytes) -> PreparedRequest:
-        return self._router.prepare(*parse_large(_LARGE_ROUTE, parse_route, body, self._tokens_max))
-
     async def potential(self, request: web.Request) -> web.Response:
         """Return the load that each eligible rank would have with this request."""
-        router = self._router
-        packed_query = _packed_query(request)
-        async with self._bodies.of(request) as body:
-            if packed_query is not None:
-                return _json(router.potential(packed_query, _tokens(body)))
-            if len(body) <= LARGE_BODY_BYTES:
-                return _json(router.potential(*parse_with_tokens(parse_route, body, self._tokens_max)))
-            return _json(await self._bodies.on_thread(self._potential_of_large, body))
-
-    def _potential_of_large(self, body: bytes) -> dict[str, Any]:
-        return self._router.potential(*parse_large(_LARGE_ROUTE, parse_route, body, self._tokens_max))
+        return _json(await self._computed(request, self._router.potential))
 
     async def matches(self, request: web.Request) -> web.Response:
         """Return how many of the request's blocks each worker and rank holds, reaches and has labels for."""
-        router = self._router
-        packed_query = _packed_query(request)
-        async with self._bodies.of(request) as body:
-            if packed_query is not None:
-                return _json(router.matches(packed_query, _tokens(body)))
-            if len(body) <= LARGE_BODY_BYTES:
-                return _json(router.matches(*parse_with_tokens(parse_route, body, self._tokens_max)))
-            return _json(await self._bodies.on_thread(self._matches_of_large, body))
+        return _json(await self._computed(request, self._router.matches))
 
-    def _matches_of_large(self, body: bytes) -> dict[str, Any]:
-        return self._router.matches(*parse_large(_LARGE_ROUTE, parse_route, body, self._tokens_max))
+    async def _computed(
+        self, request: web.Request, compute: Callable[[RouteRequest, bytes | None], dict[str, Any]]
+    ) -> dict[str, Any]:
+        """Compute an answer that books nothing."""
+        query = packed_query(request)
+        async with self._bodies.of(request) as body:
+            if query is not None:
+                return compute(query, packed_tokens(body))
+            return await self._route_parser.parsed(body, compute)
 
     async def loads(self, request: web.Request) -> web.Response:  # noqa: ARG002 - aiohttp hands it to every handler
         """Return every rank's active load."""
@@ -266,14 +242,9 @@ class Handlers:
     async def book(self, request: web.Request) -> web.Response:
         """Book a choice that was made elsewhere."""
         request_id = _request_id(request)
-        _check_no_query(request)
+        check_no_query(request)
         async with self._bodies.of(request) as body:
-            if len(body) <= LARGE_BODY_BYTES:
-                return _json(self._router.book(request_id, *parse_with_tokens(parse_book, body, self._tokens_max)))
-            return _json(await self._bodies.on_thread(self._book_large, request_id, body))
-
-    def _book_large(self, request_id: str, body: bytes) -> dict[str, Any]:
-        return self._router.book(request_id, *parse_large(_LARGE_BOOKING, parse_book, body, self._tokens_max))
+            return _json(await self._book_parser.parsed(body, partial(self._router.book, request_id)))
 
     async def prefill_complete(self, request: web.Request) -> web.Response:
         """Note that the rank has computed the prompt."""
@@ -332,7 +303,7 @@ class Handlers:
 
     async def _short_body(self, request: web.Request) -> bytes:
         """Read a JSON body without tokens or hashes."""
-        _check_no_query(request)
+        check_no_query(request)
         async with self._bodies.of(request, SHORT_BODY_BYTES_MAX) as body:
             return body
 
@@ -525,32 +496,6 @@ def _refusal(
         errors[code] += 1
     retry = {"Retry-After": str((detail or {}).get("retry_after_s", RETRY_AFTER_S))} if status == 503 else {}
     return _json(error_json(code, message, detail), status=status, headers={**(headers or {}), **retry})
-
-
-def _packed_query(request: web.Request) -> RouteRequest | None:
-    """The request in the query parameters, if the body contains packed tokens; None if the body is JSON."""
-    # Not request.content_type: for a missing or broken header, aiohttp returns octet-stream, and JSON would be read as
-    # tokens.
-    if request.headers.get("Content-Type", "").partition(";")[0].strip().lower() == OCTET_STREAM:
-        return parse_route_query(request.query)
-    _check_no_query(request)
-    return None
-
-
-def _check_no_query(request: web.Request) -> None:
-    """Raise InvalidRequest for query parameters next to a JSON body: the body's fields are the only parameters."""
-    if request.query_string:
-        name = next(iter(request.query), request.query_string)
-        raise InvalidRequest(
-            f"query parameter {name[:NAME_CHARS_MAX]!r} next to a JSON body",
-            remedy="Make it a field of the body. Only tokens sent as application/octet-stream have query parameters",
-        )
-
-
-def _tokens(body: bytes) -> bytes:
-    if not body:
-        raise InvalidRequest("the body is empty; it must contain the tokens, u32 little-endian")
-    return body
 
 
 def _phase(request: web.Request) -> str | None:

@@ -16,7 +16,7 @@ import pytest
 from aiohttp import web
 
 from streams.router_api import fast_lane
-from streams.router_api.bodies import LARGE_BODY_BYTES
+from streams.router_api.body_parsing import LARGE_BODY_BYTES
 from streams.router_api.fast_lane import HOLD_S, FastLane
 from streams.settings import Settings
 from streams.waiting import wait_for

@@ -25,7 +25,8 @@ from streams.core.routing.eligibility import WorkerFilter
 from streams.router_api import connections as connections_module
 from streams.router_api import inspections as inspections_module
 from streams.router_api import view as view_module
-from streams.router_api.bodies import LARGE_BODY_BYTES, SHORT_BODY_BYTES_MAX, UNCOUNTED_BODY_BYTES
+from streams.router_api.bodies import SHORT_BODY_BYTES_MAX, UNCOUNTED_BODY_BYTES
+from streams.router_api.body_parsing import LARGE_BODY_BYTES
 from streams.router_api.handlers import FACT
 from streams.router_api.wire import NAME_CHARS_MAX, WORKER_IDS_MAX, without_middle
 from streams.settings import Settings

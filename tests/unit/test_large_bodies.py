@@ -1,11 +1,11 @@
-"""Large bodies give the same errors as small ones (router_api.large_bodies)."""
+"""Large bodies give the same errors as small ones (router_api.body_parsing)."""
 
 from __future__ import annotations
 
 import pytest
 
 from streams.errors import InvalidRequest
-from streams.router_api.large_bodies import LargeBody
+from streams.router_api.body_parsing import LargeBody
 from streams.router_api.wire import RouteRequest
 
 
