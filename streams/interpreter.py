@@ -7,14 +7,12 @@ examines. What must not: what these processes do.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import ctypes
 import gc
 import logging
 import os
 import platform
 import sys
-import threading
 
 log = logging.getLogger(__name__)
 
@@ -99,16 +97,6 @@ def run_in_real_time() -> bool:
         log.warning("the kernel refuses real-time threads; they need CAP_SYS_NICE or an rtprio limit: %s", exc.strerror)
         return False
     return True
-
-
-def run_thread_in_real_time() -> None:
-    """Let the calling thread run as those of `run_in_real_time` do, with the threads that it starts from now on.
-
-    If the kernel refuses, nothing changes; the processes that this thread works for log that.
-    """
-    if hasattr(os, "sched_setscheduler"):
-        with contextlib.suppress(OSError):
-            _make_realtime(threading.get_native_id())
 
 
 def _thread_ids() -> list[int]:

@@ -17,7 +17,6 @@ from typing import Any
 from aiokafka.coordinator.protocol import ConsumerProtocolMemberAssignment
 from aiokafka.partitioner import murmur2
 from confluent_kafka import (
-    OFFSET_END,
     Consumer,
     KafkaError,
     KafkaException,
@@ -511,20 +510,6 @@ def _watermarks(consumer: Consumer, where: TopicPartition) -> tuple[int, int]:
             if exc.args[0].code() not in _NO_LEADER_YET or time.monotonic() > deadline:
                 raise
             time.sleep(_LEADER_POLL_S)
-
-
-def ends_of(consumer: Consumer, topic: str, n_partitions: int, timeout_s: float = ANSWER_TIMEOUT_S) -> list[int]:
-    """Offset after everything in each partition's log that the consumer may read, by one request to each broker.
-
-    Raises KafkaException if no broker answers, or if a partition does not exist.
-    """
-    # The offset that Kafka has for this time is that of the next record.
-    asked = [TopicPartition(topic, number, OFFSET_END) for number in range(n_partitions)]
-    found = consumer.offsets_for_times(asked, timeout=timeout_s)
-    for each in found:
-        if each.error is not None:
-            raise KafkaException(each.error)
-    return [each.offset for each in sorted(found, key=lambda each: each.partition)]
 
 
 def log_end(settings: Settings, topic: str, partition: int) -> int:

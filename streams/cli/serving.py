@@ -15,7 +15,7 @@ import click
 from streams import log
 from streams.cli.options import GroupedCommand, with_settings
 from streams.cli.scope import empty_scope
-from streams.settings import Resolved, Settings, as_environ
+from streams.settings import Resolved, as_environ
 
 
 @click.command(cls=GroupedCommand)
@@ -31,20 +31,17 @@ def worker(resolved: Resolved) -> None:
 @click.option("--ends-with-parent", is_flag=True, hidden=True, help="end when standard input ends")
 @click.option("--process-number", type=int, hidden=True, help="which of several processes this one is")
 @click.option("--process-joins", type=click.Choice(["at-once", "when-ready"]), default="at-once", hidden=True)
-@click.option("--group-feed", "feed_fd", type=int, hidden=True, help="descriptor of what the parent reads for all")
-def router(
-    resolved: Resolved, ends_with_parent: bool, process_number: int | None, process_joins: str, feed_fd: int | None
-) -> None:
+def router(resolved: Resolved, ends_with_parent: bool, process_number: int | None, process_joins: str) -> None:
     """Run a router alone. Run as many as you need, behind any load balancer.
 
     With --processes, several of them share one port of this machine.
     """
-    from streams.router_api.process_group import ProcessPlace, end_with_parent
+    from streams.router_api.process_group import ProcessGroup, ProcessPlace, end_with_parent
     from streams.schema_compatibility import check_schemas
 
     settings = resolved.settings
     log.configure(settings, process_number)
-    place = None if process_number is None else ProcessPlace(process_number, process_joins == "at-once", feed_fd)
+    place = None if process_number is None else ProcessPlace(process_number, process_joins == "at-once")
     if ends_with_parent:
         end_with_parent()
     else:
@@ -52,27 +49,11 @@ def router(
         if settings.router_reset_states:
             empty_scope(settings, settings.router_reset_force, may_be_new=True)
         if settings.processes > 1:
-            _run_group(settings)
+            run_until_signalled(ProcessGroup(settings).run())
             return
     from streams.router_api.server import serve  # not in the parent of several processes, which needs 150 MB less
 
     run_until_signalled(serve(settings, place))
-
-
-def _run_group(settings: Settings) -> None:
-    """Run the parent of several processes, which reads the bookings for all of them."""
-    from streams.router_api.group_feed import group_feed
-    from streams.router_api.process_group import ProcessGroup
-
-    feed = group_feed(settings)
-    if feed is None:
-        run_until_signalled(ProcessGroup(settings).run())
-        return
-    feed.start()
-    try:
-        run_until_signalled(ProcessGroup(settings, feed_fd=feed.fd).run())
-    finally:
-        feed.stop()
 
 
 @click.command(cls=GroupedCommand)

@@ -40,7 +40,7 @@ from streams.core.routing.selection import NAMED_MODES
 from streams.core.routing.unreported import UnreportedBookings, UnreportedLoad
 from streams.errors import BadRecord, BookingConflict
 from streams.kafka import Record
-from streams.load_batches import AT_MS, PARTITION, LoadBatch, RawLoad, batch_of, joined
+from streams.load_batches import AT_MS, PARTITION, LoadBatch, RawLoad, batch_of
 from streams.load_records import (
     LoadDecoder,
     LoadFields,
@@ -52,7 +52,6 @@ from streams.load_records import (
 )
 from streams.router_api.answering_loop import AnsweringLoop
 from streams.router_api.attempts import Attempts
-from streams.router_api.group_reader import GroupReader
 from streams.router_api.outbox import Outbox
 from streams.settings import Settings
 from streams.topics import TopicSpec
@@ -93,9 +92,9 @@ _OWN_CLOCK = -1
 TICK_KEY = b"tick"
 
 #: Records of other routers are read in intervals, since waking up for each of them takes more time than folding it. The
-#: sum of this, of the outbox's interval and of Kafka's own time is when other routers know a booking. An idle router
-#: fetches in this interval as well, which takes most of its processor time.
-READ_INTERVAL_S = 0.008
+#: sum of this, of the outbox's interval and of Kafka's own time is when other routers know a booking, which should be
+#: at most admission.PROPAGATION_MS. An idle router fetches in this interval as well.
+READ_INTERVAL_S = 0.050
 
 #: Records that are decoded and folded under one lock; requests get their turn in between. Folding one takes 5 to 10 us,
 #: and 1 us if kernels do it.
@@ -108,22 +107,8 @@ _BETWEEN_REQUESTS_MAX = 32
 #: Bytes of them after which requests get their turn as well: those of long prompts take a millisecond.
 _BETWEEN_REQUESTS_BYTES = 128 * 1024
 
-#: Records of the group's feed that one call folds before it uses the loads, which takes 1 ms if kernels do it. The rest
-#: is left to the feed's thread. At 1,000 bookings per second, 400 records come between two wake-ups of that thread.
-CAUGHT_UP_MAX = 512
-
-#: The same for a call whose booking is not known: it is probably among the records that are not folded yet. Beyond this
-#: the call is buffered, as calls are that overtake their booking.
-LOOKED_THROUGH_MAX = 4096
-
-#: Bytes of these records after which a call stops as well, so that long prompts do not hold up decisions: folding this
-#: many takes 3 ms. A thread stops there too, and lets others have their turn.
-CAUGHT_UP_BYTES = 512 * 1024
-LOOKED_THROUGH_BYTES = 4 * CAUGHT_UP_BYTES
-
-#: Of records that Python folds, one call folds so many times fewer. That is the case if kernels have left one in so
-#: many of the last ones to Python, which takes ten times as long for it.
-_PYTHON_FACTOR = 8
+#: At most 64 records are folded together if kernels have left one in so many of the last ones to Python, which takes
+#: ten times as long for it.
 _PYTHON_SHARE = 4
 
 #: Own records that are kept until they are read back, so that they need not be decoded. Beyond this limit the oldest
@@ -226,7 +211,6 @@ class LoadsSync:
         self._listeners: tuple[Callable[[], None], ...] = ()
         self._falls_announced = 0
         self._answering: AnsweringLoop | None = None  # the loop that answers requests, where there is one
-        self._group: GroupReader | None = None  # while records come from the group's feed
         self._begin()
 
     def _begin(self) -> None:
@@ -273,8 +257,6 @@ class LoadsSync:
         with self._lock:
             self._falls_announced = self._loads.n_falls
             self._listeners = (*self._listeners, on_load_fell)
-            if self._group is not None:
-                self._group.hurry()
 
         def end() -> None:
             with self._lock:
@@ -290,18 +272,12 @@ class LoadsSync:
                 on_load_fell()
 
     def locked(self) -> AbstractContextManager[ActiveLoads]:
-        """The loads without expired bookings. They do not change until the block ends, except by its own calls.
-
-        They have everything that the group's feed had when the block began, up to CAUGHT_UP_MAX records and
-        CAUGHT_UP_BYTES.
-        """
+        """The loads without expired bookings. They do not change until the block ends, except by its own calls."""
         return self._locked
 
     def _enter(self) -> ActiveLoads:
         self._lock.acquire()
         try:
-            if self._group is not None and self._group.has_news():
-                self._catch_up()
             self._expire()
             if self._listeners:
                 self._announce_falls()
@@ -309,82 +285,6 @@ class LoadsSync:
             self._lock.release()
             raise
         return self._loads
-
-    # -- the group's feed: records of router-loads that another process of this machine has read -----------------------
-
-    @property
-    def is_waited_for(self) -> bool:
-        """Whether anyone listens for load that falls."""
-        return bool(self._listeners)
-
-    @property
-    def reads_back(self) -> bool:
-        """As `in_sync`, without asking for a tick."""
-        with self._lock:
-            return self._reads_back()
-
-    @property
-    def follows_group(self) -> bool:
-        """Whether records come from the group's feed, and not from Kafka."""
-        return self._group is not None
-
-    def follow(self, group: GroupReader, begin: Callable[[], bool]) -> bool:
-        """Call `begin` under the lock; if it returns True, fold what the group's feed has from now on.
-
-        Its records are folded before the loads are used, and by `catch_up`. `fold_messages` is not called meanwhile.
-        """
-        with self._lock:
-            if not begin():
-                return False
-            self._group = group
-            return True
-
-    def unfollow(self) -> None:
-        """Fold nothing more from the group's feed."""
-        with self._lock:
-            self._group = None
-
-    def catch_up(self, records_max: int) -> bool:
-        """Fold at most so many records of the group's feed; returns whether there may be more."""
-        with self._lock:
-            return self._fold_group(min(records_max, _FOLDED_TOGETHER_MAX if self._by_python else records_max))
-
-    def _catch_up(self) -> None:
-        """Fold what is new, and leave what is too much for one call to the group's thread."""
-        group = self._group
-        if self._fold_group(CAUGHT_UP_MAX // (_PYTHON_FACTOR if self._by_python else 1)) and group is not None:
-            group.hurry()
-
-    def _fold_group(self, records_max: int, bytes_max: int = CAUGHT_UP_BYTES) -> bool:
-        """The same under the lock, and of at most so many bytes and one frame.
-
-        Nothing that goes wrong here must fail the request that needs the loads.
-        """
-        group, left, bytes_left = self._group, records_max, bytes_max
-        try:
-            if group is None:
-                return False
-            parts = []
-            while left and bytes_left > 0 and (part := group.take(left)) is not None:
-                left -= len(part)
-                bytes_left -= part.n_bytes
-                parts.append(part)
-            if not parts:
-                return False
-            # The time at which the parent read the newest ones, which says more than the time of folding them.
-            newest = parts[-1].batch()
-            self._note_time(int(newest.places[:, AT_MS].max()), live=True, read_ms=parts[-1].frame.read_ms)
-            batch = joined([part.batch() for part in parts])
-            bad = self._fold_batch(batch, live=None)
-            for number, exc in bad:
-                _, _, _, partition, _, offset = batch.places[number].tolist()
-                group.note_bad(partition, offset, exc)
-        except Exception:
-            log.exception("the group's feed could not be folded, and all topics are read again")
-            assert group is not None
-            group.fail()
-            return False
-        return left == 0 or bytes_left <= 0
 
     @property
     def unpublished(self) -> int:
@@ -497,7 +397,7 @@ class LoadsSync:
         A free also ends the bookings that other routers made before it and of which this one has read nothing yet.
         """
         with self._lock:
-            live = self._find_live(request_id, phase)
+            live = self._live_ids(request_id, phase)
             if not live and not self._loads.knows(request_id, phase):
                 self._buffer_call(request_id, what, phase)
                 return False
@@ -523,7 +423,7 @@ class LoadsSync:
         is not published, unless half of a booking's TTL has passed since its last record: then it renews the booking.
         """
         with self._lock:
-            live = self._find_live(request_id, phase)
+            live = self._live_ids(request_id, phase)
             if not live:
                 if self._loads.knows(request_id, phase):
                     return True
@@ -592,9 +492,8 @@ class LoadsSync:
                 own.pop(key, None)  # not `del`: sending may have dropped it in between
         return contents
 
-    def _fold_batch(self, batch: LoadBatch, *, live: bool | None = True) -> list[tuple[int, BadRecord]]:
-        """live: None if their time was noted."""
-        if len(batch) and live is not None:
+    def _fold_batch(self, batch: LoadBatch, *, live: bool) -> list[tuple[int, BadRecord]]:
+        if len(batch):
             self._note_time(int(batch.places[:, AT_MS].max()), live=live)
         bad: list[tuple[int, BadRecord]] = []
         at = 0
@@ -813,8 +712,6 @@ class LoadsSync:
             self._outbox.pump()
         self._kafka.poll(0)  # ticks are acknowledged here; the thread that sends records may be asleep
         with self._lock:
-            if self._group is not None and self._group.has_news():
-                self._catch_up()  # a tick of another router may be among it
             self._expire()
             if self._listeners:
                 self._announce_falls()
@@ -1014,19 +911,6 @@ class LoadsSync:
         """The active bookings to which a call applies."""
         return self._loads.live_ids(request_id) if phase is None else self._loads.live_ids_of(request_id, phase)
 
-    def _find_live(self, request_id: str, phase: str | None) -> tuple[BookingId, ...]:
-        """The same after what the group's feed has. Further records are folded only if the booking is not known."""
-        group = self._group
-        if group is None or not group.has_news():
-            return self._live_ids(request_id, phase)
-        self._catch_up()
-        live = self._live_ids(request_id, phase)
-        if not live and not self._loads.knows(request_id, phase):
-            records_max = LOOKED_THROUGH_MAX // (_PYTHON_FACTOR if self._by_python else 1)
-            self._fold_group(records_max, LOOKED_THROUGH_BYTES)
-            live = self._live_ids(request_id, phase)
-        return live
-
     def _buffer_call(self, request_id: str, call: _Call, phase: str | None, output_tokens: int = 0) -> None:
         before = self._buffered.pop((request_id, call, phase), None)
         if before is not None:
@@ -1103,11 +987,11 @@ class LoadsSync:
 
     # -- time ----------------------------------------------------------------------------------------------------------
 
-    def _note_time(self, append_ms: int, *, live: bool, read_ms: int | None = None) -> None:
-        """Take in the append time of a record that was read now, or by the group's parent at `read_ms`."""
+    def _note_time(self, append_ms: int, *, live: bool) -> None:
+        """Take in the append time of a record that was read now."""
         now_ms = self._now_ms()
         with self._lock:
-            jumped_ms = self._log_clock.note(append_ms, now_ms if read_ms is None else read_ms, live=live)
+            jumped_ms = self._log_clock.note(append_ms, now_ms, live=live)
             if not jumped_ms:
                 return
             self._expired_ms = -1  # what is not due at this local time by the former estimate may be due by this one

@@ -433,11 +433,6 @@ ROUTER_METRICS: tuple[Metric[RouterSnapshot], ...] = (
         lambda now: now.router.loads.in_sync,
     ),
     gauge(
-        "kvstreams_bookings_from_group",
-        "1 while the process gets bookings from the parent of its group, 0 while it reads them from Kafka itself",
-        lambda now: now.router.loads.follows_group,
-    ),
-    gauge(
         "kvstreams_bookings_unacknowledged",
         "Records of bookings that Kafka has not acknowledged yet",
         lambda now: now.router.loads.unacknowledged,

@@ -42,7 +42,7 @@ WAITING_BYTES_MAX = 256 * 1024 * 1024
 IN_FLIGHT_RECORDS_MAX = 10_000
 
 #: Records are sent at most once in this time, those of that time together. It is part of the time after which other
-#: routers know a booking, which should stay below 50 ms (benchmarks/http.py measures it).
+#: routers know a booking, which should stay below 100 ms (benchmarks/http.py measures it).
 SEND_INTERVAL_S = 0.005
 
 #: The same while many records are sent, when the broker's time for each request matters more: at 1,600 bookings per

@@ -5,8 +5,7 @@ What lives here: starting, watching and ending the processes, and their ports. W
 
 Each process is a router of its own, a replica of the topics with its own copy of the index. They share one port by
 SO_REUSEPORT, so that the system spreads new connections over them, and each has a port of its own besides. The parent
-serves no requests; with `kvstreams router` it reads the bookings for all of them (group_feed). A single process has
-only the one port.
+serves no requests. A single process has only the one port.
 
 A process notices that its parent is gone when its standard input ends, however the parent ended.
 """
@@ -53,12 +52,11 @@ class ProcessPlace:
     """Which of several processes this one is.
 
     number: from 1. joins_at_once: it listens on the common port from its start. A process that is started again joins
-    once it is ready, since the others answer meanwhile. feed_fd: the descriptor of the group's feed, if there is one.
+    once it is ready, since the others answer meanwhile.
     """
 
     number: int
     joins_at_once: bool = True
-    feed_fd: int | None = None
 
     def own_port(self, settings: Settings) -> int:
         """The port of this process alone."""
@@ -82,15 +80,11 @@ def check_ports(settings: Settings) -> None:
 class ProcessGroup:
     """The router processes of one parent. Used on one loop; `run` returns or raises once they have all ended."""
 
-    def __init__(self, settings: Settings, command: Sequence[str] = ROUTER_COMMAND, feed_fd: int | None = None) -> None:
-        """command: what each process runs; options that name its parent and its place are added to it.
-
-        feed_fd: descriptor of the group's feed, which each process inherits, also one that is started again.
-        """
+    def __init__(self, settings: Settings, command: Sequence[str] = ROUTER_COMMAND) -> None:
+        """command: what each process runs; options that name its parent and its place are added to it."""
         # The parent has reset the scope already.
         self._settings = replace(settings, router_reset_states=False, router_reset_force=False)
         self._command = command
-        self._feed_fds = () if feed_fd is None else (feed_fd,)
         self._env = {**os.environ, **as_environ(self._settings)}
         self._running: dict[int, asyncio.subprocess.Process] = {}
 
@@ -146,14 +140,11 @@ class ProcessGroup:
         if self._settings.processes > 1:
             joins = "at-once" if place.joins_at_once else "when-ready"
             options += ["--process-number", str(place.number), "--process-joins", joins]
-        for fd in self._feed_fds:
-            options += ["--group-feed", str(fd)]
         process = await asyncio.create_subprocess_exec(
             *self._command,
             *options,
             env=self._env,
             stdin=asyncio.subprocess.PIPE,
-            pass_fds=self._feed_fds,
             start_new_session=True,  # Ctrl-C reaches only the parent, which then ends them
         )
         self._running[place.number] = process

@@ -47,11 +47,9 @@ from streams.kafka import TOPICS_REMEDY, producer, topics_missing
 from streams.load_records import request_partition
 from streams.policy_plugins import find_policy
 from streams.router_api.answer import RouteAnswer
-from streams.router_api.booking_ring import RingReader
 from streams.router_api.dead_letters import DeadLetterCounts
 from streams.router_api.decision_counts import DecisionCounts
 from streams.router_api.decision_recorder import DecisionRecorder, wall_ms
-from streams.router_api.group_reader import GroupReader
 from streams.router_api.loads_sync import READ_INTERVAL_S, LoadsSync
 from streams.router_api.prompt_matches import PromptMatches
 from streams.router_api.registry import PUBLISH_TIMEOUT_S, Registry
@@ -152,8 +150,7 @@ class _CandidateMatches(NamedTuple):
 class Router:
     """One router. `start` begins to read topics; until their ends are reached, `check_ready` refuses every call."""
 
-    def __init__(self, settings: Settings, ring: RingReader | None = None) -> None:
-        """ring: where the parent of a group of processes writes the bookings that it reads."""
+    def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.policy = RoutePolicy(
             mode=settings.router_mode,
@@ -213,14 +210,7 @@ class Router:
         self.dead_letters = DeadLetterCounts(settings)
         feeds["dead letters"] = Feed(self._topics.dead_letters, self.dead_letters.fold, from_end=True)
         if settings.router_replica_sync:
-            group = (
-                None
-                if ring is None
-                else GroupReader(ring, self.loads, lambda: self._topic_ids.get(self._topics.router_loads.name))
-            )
-            feeds["loads"] = Feed(
-                self._topics.router_loads, self.loads.fold_messages, interval_s=READ_INTERVAL_S, relay=group
-            )
+            feeds["loads"] = Feed(self._topics.router_loads, self.loads.fold_messages, interval_s=READ_INTERVAL_S)
         self.feeds = Feeds(settings, feeds, self._restart)
         self._asked_at_s = float("-inf")
         self.answers: Counter[str] = Counter()

@@ -17,7 +17,6 @@ from streams.http_server import HttpServer, Startup, starting_app
 from streams.interpreter import exempt_from_collection, prefer_request_threads, run_in_real_time
 from streams.kafka import TOPICS_POLL_S, missing_topics
 from streams.metrics import MetricsRegistry
-from streams.router_api.booking_ring import RingReader
 from streams.router_api.draining import drain
 from streams.router_api.handlers import Handlers, error_shape
 from streams.router_api.process_group import ProcessPlace
@@ -62,17 +61,17 @@ def api_runner(
     return handlers.runner(app)
 
 
-def make_router(settings: Settings, ring: RingReader | None = None) -> Router:
+def make_router(settings: Settings) -> Router:
     """Make a router, with traces if the settings ask for them. Raises SettingsError if that needs a missing package."""
     if not settings.tracing:
-        return Router(settings, ring)
+        return Router(settings)
     try:
         from streams.router_api.tracing import TracedRouter
     except ImportError as exc:
         raise SettingsError(
             f"tracing is on, but {exc.name} is not installed", remedy="`pip install 'kvstreams[otel]'` installs it"
         ) from exc
-    return TracedRouter(settings, ring=ring)
+    return TracedRouter(settings)
 
 
 def _tracing(router: Router) -> list[Any]:
@@ -110,7 +109,7 @@ async def serve(settings: Settings, place: ProcessPlace | None = None) -> None:
         prefer_request_threads()
         if settings.router_realtime:  # after the kernels were compiled, which may take all processors for minutes
             run_in_real_time()
-        router = make_router(settings, _ring_of(settings, place))
+        router = make_router(settings)
         router.topics_missing = tuple(missing)
         process = "" if place is None else str(place.number)
         await server.serve(api_runner(router, process=process, access=access))
@@ -131,18 +130,6 @@ async def serve(settings: Settings, place: ProcessPlace | None = None) -> None:
             await drain(router, server)
         if ticking is not None:
             ticking.cancel()
-
-
-def _ring_of(settings: Settings, place: ProcessPlace | None) -> RingReader | None:
-    """What the parent of a group reads for this process; None if it does not, so that the router reads Kafka itself."""
-    if place is None or place.feed_fd is None:
-        return None
-    try:
-        ring = RingReader(place.feed_fd)
-    except (OSError, ValueError) as exc:
-        log.warning("the group's feed cannot be used: %s", exc)
-        return None
-    return ring if ring.n_partitions == settings.partitions else None
 
 
 async def _until_topics_are_there(router: Router) -> None:

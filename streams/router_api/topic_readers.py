@@ -5,10 +5,8 @@ records.
 
 Up to their ends, topics are read as fast as possible, by several threads. From then on, one thread reads all of them
 and pauses after each time: every wake-up of a thread takes the interpreter from the thread that answers requests.
-Topics with an interval have a thread of their own. A topic with a relay is left to it at its end, since another process
-reads it for this one; if the relay is lost, the thread goes on where the relay ended. The messages from one call of the
-client are folded together, by topic: folding run records as a batch takes a twentieth of the time of folding them one
-by one.
+Topics with an interval have a thread of their own. The messages from one call of the client are folded
+together, by topic: folding run records as a batch takes a twentieth of the time of folding them one by one.
 """
 
 from __future__ import annotations
@@ -20,14 +18,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from confluent_kafka import OFFSET_BEGINNING, OFFSET_END, Consumer, KafkaError, KafkaException, Message, TopicPartition
 
 from streams.errors import BadRecord
-from streams.kafka import Record, as_record, assign, consume, ends_of, fetched_in_intervals, reader
-from streams.router_api.group_reader import Mark
+from streams.kafka import Record, as_record, assign, consume, fetched_in_intervals, reader
 from streams.settings import Settings
 from streams.topics import TopicSpec
 
@@ -51,14 +47,9 @@ _PAUSE_S = 0.003
 #: its first message the rest is there within this time.
 _COLLECT_S = 0.001
 
-#: After a relay was lost, and while a switch to it does not come to its end, it is tried again in this interval.
-_RELAY_RETRY_S = 3.0
-
-#: At the start, the relay may not have the topic's ends yet, which is checked for in this interval. It takes no call.
-_RELAY_CHECK_S = 0.2
-
-#: No records are read while the broker is asked for the ends, which takes it a millisecond.
-_ENDS_TIMEOUT_S = 1.0
+#: Each broker answers once per interval, at a time of its own. Their thread then pauses for this share of the interval,
+#: while answers of other brokers collect in the client. With one broker, the pause ends before the next answer comes.
+_PAUSED_SHARE = 0.5
 
 #: Called with messages without errors, in order for each partition, and with whether all of them were written after
 #: their partitions' ends were first reached. Returns the messages that cannot be used, each with its position.
@@ -69,13 +60,12 @@ Fold = Callable[[Sequence[Message], bool], list[tuple[int, BadRecord]]]
 class _Share:
     """What one thread reads. interval_s: None if it hands partitions over at their ends, or takes them.
 
-    takes_over: it reads what others have read to the ends. relay: that of its only topic.
+    takes_over: it reads what others have read to the ends.
     """
 
     partitions: list[tuple[str, int]]
     interval_s: float | None = None
     takes_over: bool = False
-    relay: Relay | None = None
 
 
 class _HandOver(NamedTuple):
@@ -86,42 +76,18 @@ class _HandOver(NamedTuple):
     offset: int
 
 
-class Relay(Protocol):
-    """Gives this process the records of a topic that another one reads. GroupReader has the meaning of each call."""
-
-    reads: bool
-
-    def mark(self) -> Mark | None: ...
-    def covers(self, ends: Sequence[int], next_offsets: Sequence[int]) -> bool: ...
-    def begin(
-        self, mark: Mark, next_offsets: Sequence[int], note_bad: Callable[[int, int, BadRecord], None]
-    ) -> bool: ...
-    def follow(self, is_over: Callable[[], bool]) -> list[int] | None: ...
-    def next_offsets(self) -> list[int]: ...
-    def end(self) -> None: ...
-
-
-class _Switch(NamedTuple):
-    """A switch to a relay that has begun. ends: of the partitions, as Kafka had them after the mark was made."""
-
-    mark: Mark
-    ends: list[int]
-
-
 @dataclass(frozen=True, slots=True)
 class Feed:
     """One topic and its fold, which any of the threads may call.
 
     from_end: skip messages that are already there. interval_s: read what has come at most once in this time, by one
-    thread for all topics with this interval; None: read the topic with all others that have none. relay: where its
-    records come from once they were read to the end; the topic then has an interval and a thread of its own.
+    thread for all topics with this interval; None: read the topic with all others that have none.
     """
 
     topic: TopicSpec
     fold: Fold
     from_end: bool = False
     interval_s: float | None = None
-    relay: Relay | None = None
 
 
 def one_by_one(fold: Callable[[Record], None]) -> Fold:
@@ -164,7 +130,6 @@ class Feeds:
         self._folds = {feed.topic.name: (name, feed.fold) for name, feed in feeds.items()}
         self._specs = [feed.topic for feed in feeds.values()]
         self._intervals = {feed.topic.name: feed.interval_s for feed in feeds.values() if feed.interval_s is not None}
-        self._relays = {feed.topic.name: feed.relay for feed in feeds.values() if feed.relay is not None}
         self._handing_over = [feed.topic for feed in feeds.values() if feed.interval_s is None]
         self._from_end = frozenset(feed.topic.name for feed in feeds.values() if feed.from_end)
         self._handed_over: queue.SimpleQueue[_HandOver] = queue.SimpleQueue()  # a new one for each start of the threads
@@ -199,9 +164,7 @@ class Feeds:
 
     def read_to(self, topic: str, partition: int) -> int:
         """Offset up to which a partition has been folded, markers included; 0 before the first record."""
-        read_to = self._read_to.get((topic, partition), 0)
-        relay = self._relays.get(topic)
-        return relay.next_offsets()[partition] if relay is not None and relay.reads else read_to
+        return self._read_to.get((topic, partition), 0)
 
     def read_again(self) -> None:
         """Read all topics from their beginnings, since one of them was recreated."""
@@ -215,16 +178,12 @@ class Feeds:
         n_threads = self._settings.router_event_threads
         shares = [_Share([]) for _ in range(n_threads)]
         in_intervals = {interval_s: _Share([], interval_s) for interval_s in self._intervals.values()}
-        relayed = {name: _Share([], self._intervals[name], relay=relay) for name, relay in self._relays.items()}
         for topic, partition in sorted(self._pending):
             interval_s = self._intervals.get(topic)
-            if topic in relayed:
-                share = relayed[topic]
-            else:
-                share = shares[partition % n_threads] if interval_s is None else in_intervals[interval_s]
+            share = shares[partition % n_threads] if interval_s is None else in_intervals[interval_s]
             share.partitions.append((topic, partition))
-        apart = (*in_intervals.values(), *relayed.values())
-        return [_Share([], takes_over=True), *(each for each in (*shares, *apart) if each.partitions)]
+        with_partitions = [share for share in (*shares, *in_intervals.values()) if share.partitions]
+        return [_Share([], takes_over=True), *with_partitions]
 
     def _run(self) -> None:
         """Run the threads until `stop`. If one of them ends by itself, all of them start again."""
@@ -249,9 +208,6 @@ class Feeds:
     def _read_share(self, share: _Share) -> None:
         handed_over = False
         try:
-            if share.relay is not None:
-                self._read_with_relay(share, share.relay)
-                return
             changes: dict[str, Any] = {}
             if share.interval_s is not None:
                 changes = fetched_in_intervals(share.interval_s)
@@ -317,74 +273,15 @@ class Feeds:
 
     def _read_in_intervals(self, consumer: Consumer, share: _Share) -> None:
         """Read until stopped, or until a topic was truncated or recreated; raises KafkaException for fatal errors."""
-        collect_s = 0.0  # while the topics are read up to their ends
-        while not self._ended():
-            if not collect_s and self._pending.isdisjoint(share.partitions):
-                collect_s = _COLLECT_S
-            if self._take(consume(consumer, _CONSUME_RECORDS, _POLL_S, collect_s)) is None:
-                return
-
-    def _read_with_relay(self, share: _Share, relay: Relay) -> None:
-        """Read one topic up to its end, then leave it to its relay, and read on where the relay ends."""
         assert share.interval_s is not None
-        topic = share.partitions[0][0]
-        starts = [TopicPartition(topic, partition, self._start_of(topic)) for _, partition in share.partitions]
-        try:
-            while not self._ended():
-                consumer = reader(self._settings, **fetched_in_intervals(share.interval_s))
-                try:
-                    assign(consumer, starts)
-                    is_relayed = self._read_until_relayed(consumer, share, relay)
-                finally:
-                    consumer.close()
-                next_offsets = relay.follow(self._ended) if is_relayed else None
-                if next_offsets is None:
-                    return
-                self._read_to.update({(topic, partition): offset for partition, offset in enumerate(next_offsets)})
-                starts = [TopicPartition(topic, *each) for each in enumerate(next_offsets)]
-        finally:
-            relay.end()
-
-    def _read_until_relayed(self, consumer: Consumer, share: _Share, relay: Relay) -> bool:
-        """As `_read_in_intervals`, until the relay has the records that come next; returns False if it ended before."""
-        topic, n_partitions = share.partitions[0][0], len(share.partitions)
-        collect_s, switch = 0.0, None
-        next_try_s = time.monotonic() + (_RELAY_RETRY_S if self._pending.isdisjoint(share.partitions) else 0.0)
+        is_at_end = False
         while not self._ended():
-            if not collect_s and self._pending.isdisjoint(share.partitions):
-                collect_s = _COLLECT_S
-            if self._take(consume(consumer, _CONSUME_RECORDS, _POLL_S, collect_s)) is None:
-                return False
-            if not collect_s:
-                continue
-            now_s = time.monotonic()
-            if now_s >= next_try_s:  # a switch that has not ended begins anew, before the ring overwrites its mark
-                mark, switch = relay.mark(), None
-                next_try_s = now_s + (_RELAY_CHECK_S if mark is None else _RELAY_RETRY_S)
-                if mark is not None:
-                    switch = self._begin_switch(consumer, topic, n_partitions, mark)
-            if switch is not None:
-                next_offsets = self._next_offsets(consumer, topic, n_partitions)
-                if relay.covers(switch.ends, next_offsets):
-                    if relay.begin(switch.mark, next_offsets, partial(self._note_bad, topic)):
-                        log.info("%s is read by the group's parent from now on", topic)
-                        return True
-                    switch = None
-        return False
-
-    @staticmethod
-    def _begin_switch(consumer: Consumer, topic: str, n_partitions: int, mark: Mark) -> _Switch | None:
-        """Find out where Kafka is, now that the relay's mark is made; None if no broker answers."""
-        try:
-            return _Switch(mark, ends_of(consumer, topic, n_partitions, _ENDS_TIMEOUT_S))
-        except KafkaException as exc:
-            log.debug("the ends of %s are not known: %s", topic, exc)
-            return None
-
-    def _next_offsets(self, consumer: Consumer, topic: str, n_partitions: int) -> list[int]:
-        """For each partition the offset after what was folded. All that was consumed has been folded."""
-        consumed = consumer.position([TopicPartition(topic, partition) for partition in range(n_partitions)])
-        return [max(each.offset, self._read_to.get((topic, each.partition), 0)) for each in consumed]
+            is_at_end = is_at_end or self._pending.isdisjoint(share.partitions)
+            messages = consume(consumer, _CONSUME_RECORDS, _POLL_S, _COLLECT_S if is_at_end else 0.0)
+            if self._take(messages) is None:
+                return
+            if is_at_end and 0 < len(messages) < _CONSUME_RECORDS:
+                time.sleep(share.interval_s * _PAUSED_SHARE)
 
     def _take(
         self, messages: Sequence[Message], hands_over: set[tuple[str, int]] | None = None

@@ -29,7 +29,6 @@ from streams.core.routing.admission import Gate
 from streams.errors import AllWorkersBusy, KvStreamsError, api_error
 from streams.otlp import LAST_SPANS_S, exporting_provider
 from streams.router_api.answer import RouteAnswer
-from streams.router_api.booking_ring import RingReader
 from streams.router_api.registry import PUBLISH_TIMEOUT_S
 from streams.router_api.router import PreparedRequest, Router
 from streams.settings import Settings
@@ -48,10 +47,8 @@ _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 class TracedRouter(Router):
     """A router with a span for each decision. Owner of the provider, which `stop` shuts down."""
 
-    def __init__(
-        self, settings: Settings, provider: TracerProvider | None = None, ring: RingReader | None = None
-    ) -> None:
-        super().__init__(settings, ring)
+    def __init__(self, settings: Settings, provider: TracerProvider | None = None) -> None:
+        super().__init__(settings)
         self._provider = exporting_provider(SERVICE_NAME) if provider is None else provider
         self.tracer = self._provider.get_tracer("kvstreams", version("kvstreams"))
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import errno
 import subprocess
 import sys
 
 import pytest
 
-from streams.interpreter import SLICE_NS, run_thread_in_real_time, slice_ns
+from streams.interpreter import SLICE_NS, slice_ns
 
 _SCRIPT = """
 import gc
@@ -89,45 +88,6 @@ def test_all_threads_of_a_process_run_in_real_time_if_the_kernel_allows_it(allow
         pytest.skip("this process may not have real-time threads")
     assert shown.stdout.split() == [str(allowed), "True"]
     assert ("CAP_SYS_NICE" in shown.stderr) is not allowed
-
-
-_REALTIME_THREAD = """
-import os, threading
-from streams.interpreter import run_thread_in_real_time
-
-policies = []
-def note():
-    policies.append(os.sched_getscheduler(threading.get_native_id()))
-def run():
-    run_thread_in_real_time()
-    note()
-    started = threading.Thread(target=note)
-    started.start()
-    started.join()
-thread = threading.Thread(target=run)
-thread.start()
-thread.join()
-print([each == os.SCHED_RR for each in policies], os.sched_getscheduler(0) == os.SCHED_OTHER)
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has this kind of real-time threads")
-def test_one_thread_and_those_that_it_starts_run_in_real_time() -> None:
-    """The main thread does not, so that the processes that it starts do not inherit it."""
-    shown = subprocess.run([sys.executable, "-c", _REALTIME_THREAD], capture_output=True, text=True, check=True)
-    if shown.stdout.startswith("[False"):
-        pytest.skip("this process may not have real-time threads")
-    assert shown.stdout.strip() == "[True, True] True"
-
-
-def test_a_thread_goes_on_without_real_time_whatever_the_kernel_refuses_it_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some sandboxes do not know the call at all."""
-
-    def unknown(*_: object) -> None:
-        raise OSError(errno.ENOSYS, "unknown")
-
-    monkeypatch.setattr("os.sched_setscheduler", unknown)
-    run_thread_in_real_time()
 
 
 _CLOCK_SCRIPT = """

@@ -26,7 +26,7 @@ from streams.core.routing.cost import prefill_tokens
 from streams.core.routing.decision import Decision
 
 #: How long a booking takes until the other routers have it. p99 of the measurements in docs/queue.md.
-PROPAGATION_MS = 50.0
+PROPAGATION_MS = 100.0
 
 #: How long the same router is the first for a worker, so that each of them is the first for a fair share of time.
 PERIOD_MS = 1000.0
