@@ -191,7 +191,8 @@ def main(ranks: int, pooled: int, decisions: int, repeats: int, json_file: Path 
     without_query.view.supplementary = lambda *_, **__: None  # type: ignore[method-assign]
     begun = time.monotonic()
     full = fleet.router(pooled=True, labelled=True)
-    case = f"{ranks} ranks, {N_TOKENS} tokens, {full.view.n_pooled()} rows, {full.view.labelled()[0]} labelled records"
+    facts = full.view.facts
+    case = f"{ranks} ranks, {N_TOKENS} tokens, {facts.n_pooled()} rows, {facts.labelled()[0]} labelled records"
     samples.add(case, "records to a view", "s", OURS, time.monotonic() - begun)
     # A third is held and pooled, a third is only pooled, a third is new except for the shared start.
     rng = random.Random(SEED)

@@ -34,10 +34,10 @@ from streams.core.loads.bookings import ActiveLoads, Booking, BookingId, Booking
 from streams.core.reducer.ordering import Health, Progress
 from streams.core.routing.decision import Chooser, RoutePolicy, booking_of
 from streams.core.routing.selection import RouterMode
+from streams.core.routing.trust import AnswerMode
 from streams.core.workers import BridgeLease, Worker
 from streams.kafka import worker_key
 from streams.router_api.router import Router
-from streams.router_api.trust import AnswerMode
 from streams.router_api.wire import ConfigOverride, RouteRequest, answer_json
 from streams.settings import Settings
 from streams.sim.held_chains import FIRST_EPOCH, runs_of_chain

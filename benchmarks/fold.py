@@ -179,7 +179,7 @@ def measure(path: Path, n_events: int, n_transaction_events: int, repeats: int, 
             took.setdefault(f"{name} / direct", []).append(whole / blocks / direct)
             for part, ns in time_parts(each).items():
                 took.setdefault(f"{name} {part} ns/record", []).append(ns / len(each.records))
-            found: set[tuple[RankId, Tier, int]] = {*view.members()}
+            found: set[tuple[RankId, Tier, int]] = {*view.index.members()}
             if len(view.index) != held or found != expected:
                 say(f"{workload.name}: the {name} fold holds {len(view.index)} facts, the index {held}, or others")
                 same = False

@@ -220,13 +220,13 @@ class Pipeline:
         self.holdings, self.view = recovered(table), folded(table.items(), self._new_view())
 
     def find_matches(self, local: HashArray) -> OverlapScores:
-        return self.view.find_matches(local)
+        return self.view.index.find_matches(local)
 
     def check(self) -> None:
-        self.view.index.check()
+        self.view.index.runs.check()
 
     def __len__(self) -> int:
-        return len(self.view.members())
+        return len(self.view.index.members())
 
     def _new_view(self) -> View:
         return View(Settings(), lambda: 0, self._make_fold)
@@ -406,8 +406,8 @@ def _ask_labels(
 ) -> None:
     known = {name: value for name, value in asked.items() if name != "local_hashes"}
     query = msgspec.convert(known, MoeQuery)
-    ranks = view.eligible(WorkerFilter(MODEL))
-    scores = view.find_matches(local)
+    ranks = view.fleet.eligible(WorkerFilter(MODEL))
+    scores = view.index.find_matches(local)
     supplementary = view.supplementary(sequence_hashes(local), MODEL, query.selector(), pooled=False)
     candidates = Candidates(ranks)
     columns = scores.columns(candidates, TIER_WEIGHTS)

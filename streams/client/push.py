@@ -86,7 +86,7 @@ class KvPushRouter(KvRouter):
         router.start()
         self._ticking = asyncio.create_task(tick_forever(router), name="kvstreams-router-ticks")
         await self._until_ready(router)
-        router.view.check_block_sizes()
+        router.view.fleet.check_block_sizes()
         await super().start()
         return self
 
@@ -149,7 +149,7 @@ class KvPushRouter(KvRouter):
         """Let all routers avoid a worker for a short time, this one at once."""
         router, avoided = self._running(), WorkerId(worker_id)
         await asyncio.to_thread(router.registry.avoid, avoided)
-        return router.view.avoided(avoided)[0]
+        return router.view.fleet.avoided(avoided)[0]
 
     @staticmethod
     async def _wait_for_rank(

@@ -11,8 +11,8 @@ from types import MappingProxyType
 
 from streams.core.ids import RankId
 from streams.core.routing.selection import RouterMode
+from streams.core.routing.trust import AnswerMode, DegradedReason
 from streams.decision_log.records import LoggedCandidate, LoggedDecision, Report
-from streams.router_api.trust import AnswerMode, DegradedReason
 
 #: What each answer mode says about what the router knew.
 TRUST: Mapping[str, str] = MappingProxyType(

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from streams.core.ids import RankId
 from streams.core.routing.cost import RankTerms
-from streams.router_api.trust import Trust
+from streams.core.routing.trust import Trust
 
 
 class RouteAnswer(NamedTuple):

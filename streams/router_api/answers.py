@@ -12,8 +12,8 @@ from typing import Any, Literal, NotRequired, TypedDict
 
 from streams.core.cxl_memory import CxlMemoryState
 from streams.core.routing.selection import RouterMode
+from streams.core.routing.trust import AnswerMode, DegradedReason
 from streams.core.workers import RenderOutcome, RenderPart, RenderReason, Role, WorkerState
-from streams.router_api.trust import AnswerMode, DegradedReason
 
 
 class ErrorBody(TypedDict):

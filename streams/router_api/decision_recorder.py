@@ -28,12 +28,12 @@ from streams.core.ids import RankId
 from streams.core.loads.bookings import BookingPhase
 from streams.core.routing.decision import Decision, RoutePolicy
 from streams.core.routing.selection import RouterMode
+from streams.core.routing.trust import FALLBACK, Trust
 from streams.core.workers import Role
 from streams.decision_log.batches import BOOKED, PREFERRED, DecisionBatch, DecisionKind
 from streams.decision_log.families import family_keys
 from streams.decision_log.records import DecisionEncoder, EndReport, FleetSize, Report
 from streams.errors import KvStreamsError
-from streams.router_api.trust import FALLBACK, Trust
 from streams.router_api.view import View
 from streams.settings import Settings
 from streams.topics import TopicSpec
@@ -372,7 +372,7 @@ class DecisionRecorder:
         if now_s >= self._fleets_until_s:
             self._fleets_until_s = now_s + _FLEETS_S
             ranks: dict[tuple[str, int], list[RankId]] = {}
-            for worker in self._view.workers.copy().values():
+            for worker in self._view.fleet.workers.copy().values():
                 ranks.setdefault((worker.model, worker.block_size), []).extend(worker.ranks())
             self._fleets = tuple(
                 FleetSize(model, block_size, len(of_model), self._kv_blocks(of_model))
@@ -382,7 +382,7 @@ class DecisionRecorder:
 
     def _kv_blocks(self, ranks: list[RankId]) -> int:
         """Blocks of the caches of these ranks; 0 unless all are known."""
-        total = self._view.blocks_in_use(ranks).total
+        total = self._view.fleet.engines.blocks_in_use(ranks).total
         return int(total.sum()) if total.all() else 0
 
 

@@ -56,8 +56,8 @@ class EngineReports:
         # The workers that each bridge feeds, and the bridge of each of these; None until needed after a change.
         self._fed_by: dict[str, list[WorkerId]] | None = None
         self._bridge_of: dict[WorkerId, str] = {}
-        self._unfed: frozenset[WorkerId] = frozenset()
-        self._unfed_until_ms = -1  # when a bridge that is not silent may have become silent
+        self._bridge_silent: frozenset[WorkerId] = frozenset()
+        self._bridge_silent_until_ms = -1  # when a bridge that is not silent may have become silent
 
     def fold(self, key: bytes, value: bytes | None) -> None:
         """Fold one record of worker-metrics. A record that raises BadRecord changes nothing."""
@@ -84,32 +84,32 @@ class EngineReports:
             raise BadRecord("wrong_key", f"key {key!r} is not the key of bridge {pulse.bridge!r}")
         now_ms = self._now_ms()
         with self._lock:
-            may_have_been_silent = self._unfed and self._pulses.silent_from_ms(pulse.bridge) <= now_ms
+            may_have_been_silent = self._bridge_silent and self._pulses.silent_from_ms(pulse.bridge) <= now_ms
             if self._pulses.note(pulse, now_ms) or may_have_been_silent:
-                self._unfed_until_ms = -1
+                self._bridge_silent_until_ms = -1
 
-    def unfed(self) -> frozenset[WorkerId]:
+    def bridge_silent(self) -> frozenset[WorkerId]:
         """The workers whose bridge is silent or does not feed them: their events may not have been passed on.
 
         A worker that has never had a bridge is not among them. It is the same set as long as nothing changes.
         """
         now_ms = self._now_ms()
-        if now_ms < self._unfed_until_ms:
-            return self._unfed
+        if now_ms < self._bridge_silent_until_ms:
+            return self._bridge_silent
         with self._lock:
-            next_ms, unfed = _NEVER_MS, set[WorkerId]()
+            next_ms, silent = _NEVER_MS, set[WorkerId]()
             for bridge, worker_ids in self._workers_by_bridge().items():
                 silent_from_ms = self._pulses.silent_from_ms(bridge)
                 if silent_from_ms <= now_ms:
-                    unfed.update(worker_ids)
+                    silent.update(worker_ids)
                 else:
                     next_ms = min(next_ms, silent_from_ms)
                     feeds = self._pulses.feeds
-                    unfed.update(worker_id for worker_id in worker_ids if not feeds(bridge, worker_id))
-            if unfed != self._unfed:
-                self._unfed = frozenset(unfed)
-            self._unfed_until_ms = next_ms
-            return self._unfed
+                    silent.update(worker_id for worker_id in worker_ids if not feeds(bridge, worker_id))
+            if silent != self._bridge_silent:
+                self._bridge_silent = frozenset(silent)
+            self._bridge_silent_until_ms = next_ms
+            return self._bridge_silent
 
     def _workers_by_bridge(self) -> dict[str, list[WorkerId]]:
         if self._fed_by is None:
@@ -129,7 +129,7 @@ class EngineReports:
 
     def _forget_bridges(self) -> None:
         self._fed_by = None
-        self._unfed_until_ms = -1
+        self._bridge_silent_until_ms = -1
 
     def registry_changed(self, worker: Worker) -> None:
         """A worker was registered or changed: its totals may be different now."""

@@ -294,11 +294,11 @@ class Handlers:
         worker_id, registry = _worker_id(request), self._router.registry
         parity = parse_render(worker_id, await self._short_body(request), time.time_ns() // 1_000_000)
         await asyncio.to_thread(registry.put_render, parity)
-        render = render_json(self._router.view.render_of(registry.worker(worker_id)))
+        render = render_json(self._router.view.fleet.render_of(registry.worker(worker_id)))
         return _json({"worker_id": worker_id, "render": render})
 
     def _avoided_json(self, worker_id: WorkerId) -> dict[str, Any]:
-        avoided, remaining_ms = self._router.view.avoided(worker_id)
+        avoided, remaining_ms = self._router.view.fleet.avoided(worker_id)
         return {"avoided": avoided, "avoided_ms": remaining_ms}
 
     async def _short_body(self, request: web.Request) -> bytes:
@@ -315,25 +315,25 @@ class Handlers:
     def _worker_json(self, worker: Worker) -> dict[str, Any]:
         """A worker of the registry with the ranks that get no requests, and the metrics that its engine reports."""
         view = self._router.view
-        served = view.served_model(worker.model)
+        served = view.fleet.served_model(worker.model)
         return {
             **worker_json(worker),
             "model_block_size": None if served is None else served.block_size,
-            "wrong_block_size_dp_ranks": view.ranks_of_wrong_block_size(worker),
-            "silent_dp_ranks": view.silent_ranks(worker.worker_id),
+            "wrong_block_size_dp_ranks": view.fleet.ranks_of_wrong_block_size(worker),
+            "silent_dp_ranks": view.fleet.silent_ranks(worker.worker_id),
             **self._avoided_json(worker.worker_id),
-            "incarnation": view.incarnation_of(worker),
-            "render": render_json(view.render_of(worker)),
-            "metrics": [report_json(report) for report in view.reports_of(worker)],
+            "incarnation": view.fleet.incarnation_of(worker),
+            "render": render_json(view.fleet.render_of(worker)),
+            "metrics": [report_json(report) for report in view.fleet.engines.reports_of(worker)],
         }
 
     async def state(self, request: web.Request) -> web.Response:  # noqa: ARG002
         """Return what the view has of each rank. Routers with the same blocks of a rank return the same digest."""
-        ranks = self._router.view.rank_states()
+        ranks = self._router.view.index.rank_states()
         return _json(
             {
                 "blocks": sum(rank.n_blocks for rank in ranks),
-                "applied_offsets": {str(n): at for n, at in self._router.view.applied_offsets().items()},
+                "applied_offsets": {str(n): at for n, at in self._router.view.trust.applied_offsets().items()},
                 "ranks": [
                     {
                         "worker_id": rank.rank.worker_id,
@@ -360,7 +360,7 @@ class Handlers:
         with suppress(ConnectionResetError):  # the client left, which is no fault of the router
             async with self._inspections.begun() as on_thread:
                 await response.prepare(request)
-                pages = self._router.view.fact_pages()
+                pages = self._router.view.index.fact_pages()
                 while request.method != "HEAD" and (page := await on_thread(next, pages, None)) is not None:
                     if not await written(request, response, page):
                         return response
@@ -369,7 +369,7 @@ class Handlers:
 
     async def pools(self, request: web.Request) -> web.Response:  # noqa: ARG002
         """Return the CXL pools of the registry."""
-        return _json({"pools": [pool_json(pool) for _, pool in sorted(self._router.view.pools().items())]})
+        return _json({"pools": [pool_json(pool) for _, pool in sorted(self._router.view.facts.pools().items())]})
 
     async def put_pool(self, request: web.Request) -> web.Response:
         """Register a CXL pool, or change it."""
@@ -384,7 +384,9 @@ class Handlers:
         """Return every pooled block with its placement and the workers that can reach it."""
 
         def page() -> bytes:
-            rows = [pooled_json(block, workers) for block, workers in self._router.view.pooled_blocks()]
+            view = self._router.view
+            blocks = view.facts.pooled_blocks(frozenset(view.fleet.workers))
+            rows = [pooled_json(block, workers) for block, workers in blocks]
             return orjson.dumps({"blocks": rows})
 
         async with self._inspections.begun() as on_thread:

@@ -17,13 +17,12 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from streams.core.engine_metrics import WorkerMetrics
-from streams.core.ids import RankId
+from streams.core.routing.trust import AnswerMode
 from streams.core.workers import Worker, WorkerState
 from streams.errors import NotReady
 from streams.router_api.fleet_load import FleetLoad, Load
 from streams.router_api.metrics import LATENCY_BOUNDS, RouterMetrics
 from streams.router_api.router import Router
-from streams.router_api.trust import AnswerMode
 
 #: Interval of the samples, and how many are kept: the last 5 minutes, in about 100 KB.
 SAMPLE_EVERY_S = 2.0
@@ -81,7 +80,7 @@ class Live:
     def sample(self) -> None:
         """Take a sample. 1,000 ranks take about a millisecond."""
         router, view, now_s = self._router, self._router.view, self._now_s()
-        router.decisions.roll(now_s, view.workers)
+        router.decisions.roll(now_s, view.fleet.workers)
         load = self._load()
         lags = [lag.ms for lag in view.lags().values() if lag.ms is not None]
         self._samples.append(
@@ -92,7 +91,7 @@ class Live:
                 router.decisions.hit_blocks,
                 tuple(self._metrics.route_seconds.counts),
                 max(lags) / 1000 if lags else None,
-                view.n_gaps(),
+                view.fleet.n_gaps(),
                 self._queue_length(),
                 load.total(),
                 max((decode for decode, _ in load.imbalance().values()), default=0.0),
@@ -105,7 +104,7 @@ class Live:
         load = self._load()
         shown = sorted(load.workers, key=lambda each: (-load.by_worker[each.worker_id].requests, each.worker_id))
         del shown[WORKERS_SHOWN_MAX:]
-        hit_rates, engines = router.decisions.hit_rates(), view.fleet().metrics
+        hit_rates, engines = router.decisions.hit_rates(), view.fleet.engines.fleet().metrics
         return {
             "every_s": SAMPLE_EVERY_S,
             "router": {
@@ -132,7 +131,7 @@ class Live:
         }
 
     def _load(self) -> FleetLoad:
-        workers = self._router.view.workers.copy()
+        workers = self._router.view.fleet.workers.copy()
         with self._router.loads.locked() as loads:
             return FleetLoad(workers.values(), loads)
 
@@ -163,14 +162,13 @@ class Live:
         view = self._router.view
         if worker.state is WorkerState.CORDONED:
             return "cordoned", None
-        if view.ranks_of_wrong_block_size(worker):
+        if view.fleet.ranks_of_wrong_block_size(worker):
             return "wrong_block_size", None
-        if view.silent_ranks(worker.worker_id):
+        if view.fleet.silent_ranks(worker.worker_id):
             return "silent", None
-        if view.avoided(worker.worker_id)[0]:
+        if view.fleet.avoided(worker.worker_id)[0]:
             return "avoided", None
-        ranks: tuple[RankId, ...] = tuple(worker.ranks())
-        trust = view.trust(ranks)
+        trust = view.assess(list(worker.ranks()))
         return trust.mode, trust.reason
 
 

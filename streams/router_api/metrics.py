@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from streams.core.engine_metrics import MetricsReport, WorkerMetrics
 from streams.core.ids import WorkerId
 from streams.core.routing.selection import RouterMode
+from streams.core.routing.trust import AnswerMode, DegradedReason
 from streams.core.workers import RenderOutcome
 from streams.errors import API_ERRORS, HTTP_CODES, HTTP_ERROR, NotReady
 from streams.metrics import (
@@ -36,10 +37,9 @@ from streams.router_api.dead_letters import ENGINE, PAIRS_MAX
 from streams.router_api.decision_counts import WINDOW_STEP_S, WINDOW_STEPS, WorkerCounts
 from streams.router_api.engine_reports import REPORTS_MAX
 from streams.router_api.fleet_load import FleetLoad
+from streams.router_api.fleet_view import RankCounts
 from streams.router_api.prompt_matches import MODELS_MAX
 from streams.router_api.router import Router
-from streams.router_api.trust import AnswerMode, DegradedReason
-from streams.router_api.view import RankCounts
 from streams.settings import Settings
 from streams.tables.applied_until import Lag
 from streams.topics import topics
@@ -328,7 +328,7 @@ ROUTER_METRICS: tuple[Metric[RouterSnapshot], ...] = (
         Label("source", _DEAD_LETTER_SOURCES),
         Label("reason", values_max=PAIRS_MAX),
     ),
-    gauge("kvstreams_workers", "Registered workers", lambda now: len(now.router.view.workers)),
+    gauge("kvstreams_workers", "Registered workers", lambda now: len(now.router.view.fleet.workers)),
     gauge(
         "kvstreams_ranks",
         "Ranks of registered workers by state. `registered` counts all ranks; a rank may also be in several other "
@@ -348,7 +348,7 @@ ROUTER_METRICS: tuple[Metric[RouterSnapshot], ...] = (
     counter(
         "kvstreams_avoidances_total",
         "Records read that make routers avoid a worker for a while, since a request that was sent there failed",
-        lambda now: now.router.view.avoidances.n_read,
+        lambda now: now.router.view.fleet.avoidances.n_read,
     ),
     gauge(
         "kvstreams_degraded_ranks",
@@ -379,28 +379,28 @@ ROUTER_METRICS: tuple[Metric[RouterSnapshot], ...] = (
     gauge(
         "kvstreams_rank_gaps",
         "Gaps in the batches of registered ranks, as partition owners have counted them for the current incarnations",
-        lambda now: now.router.view.n_gaps(),
+        lambda now: now.router.view.fleet.n_gaps(),
     ),
     gauge(
         "kvstreams_index_bytes",
         "Memory that the index uses, in bytes",
-        lambda now: now.router.view.index.memory_bytes(),
+        lambda now: now.router.view.index.runs.memory_bytes(),
     ),
     counter(
         "kvstreams_records_over_capacity_total",
         "Run records that were dropped because the index is over capacity. Their ranks are degraded",
-        lambda now: now.router.view.records_over_capacity,
+        lambda now: now.router.view.index.records_over_capacity,
     ),
     gauge(
         "kvstreams_pooled_blocks",
         "Rows of the table of pooled blocks, in any state",
-        lambda now: now.router.view.n_pooled(),
+        lambda now: now.router.view.facts.n_pooled(),
     ),
     gauge(
         "kvstreams_pooled_over_capacity",
         "Rows of pooled blocks that were dropped because the table is over capacity. While there are any, answers that "
         "count pooled blocks are degraded",
-        lambda now: now.router.view.pooled_over_capacity(),
+        lambda now: now.router.view.facts.pooled_over_capacity(),
     ),
     gauge(
         "kvstreams_labelled_records",
@@ -488,12 +488,12 @@ class RouterMetrics:
 
     def _snapshot(self) -> RouterSnapshot:
         view = self._router.view
-        reports = view.reports()
+        reports = view.fleet.engines.reports()
         self._scrapes.update(reports)
         with self._router.loads.locked() as loads:
             n_bookings, bookings_bytes, n_bookings_dropped = len(loads), loads.n_bytes, loads.dropped
-            load = FleetLoad(view.workers.copy().values(), loads)
-        n_labelled, n_labels_over_capacity = view.labelled()
+            load = FleetLoad(view.fleet.workers.copy().values(), loads)
+        n_labelled, n_labels_over_capacity = view.facts.labelled()
         return RouterSnapshot(
             router=self._router,
             admission=self._admission,
@@ -502,7 +502,7 @@ class RouterMetrics:
             lags=view.lags(),
             reports=reports,
             ranks=view.rank_counts(),
-            renders=view.render_outcomes(),
+            renders=view.fleet.render_outcomes(),
             errors=self.errors,
             n_scrapes_failed=self._scrapes.total,
             n_bookings=n_bookings,

@@ -98,18 +98,18 @@ class Registry:
 
     def workers(self) -> list[Worker]:
         """The registered workers, in order of worker id."""
-        return [worker for _, worker in sorted(self._view.workers.copy().items())]
+        return [worker for _, worker in sorted(self._view.fleet.workers.copy().items())]
 
     def worker(self, worker_id: WorkerId) -> Worker:
         """Return a registered worker; raises UnknownId."""
-        worker = self._view.workers.get(worker_id)
+        worker = self._view.fleet.workers.get(worker_id)
         if worker is None:
             raise UnknownId(f"no worker {worker_id} is registered")
         return worker
 
     def registration(self, worker_id: WorkerId) -> Worker | None:
         """Return a worker's record as the registry has it, without its cordon; None if it is not registered."""
-        return self._view.registration(worker_id)
+        return self._view.fleet.registration(worker_id)
 
     def put_worker(self, worker: Worker) -> Worker:
         """Register a worker, and return it with the state that follows from its cordon.
@@ -117,14 +117,14 @@ class Registry:
         Raises BlockSizeMismatch if the model or the worker's engine has another block size, and BlockSizeContradicted
         if this router's settings contradict the model's record.
         """
-        expected = self._view.block_size_of(worker.model)
+        expected = self._view.fleet.block_size_of(worker.model)
         if worker.block_size != expected:
             raise BlockSizeMismatch(
                 f"worker {worker.worker_id} has blocks of {worker.block_size} tokens, but in this scope "
                 f"{worker.model} has blocks of {expected}",
                 remedy="Set block_size or model_block_sizes; a model has one block size within a scope",
             )
-        known = self._view.registration(worker.worker_id)
+        known = self._view.fleet.registration(worker.worker_id)
         if known is not None and known.lease is not None and known.block_size != worker.block_size:
             raise BlockSizeMismatch(
                 f"worker {worker.worker_id} cannot have blocks of {worker.block_size} tokens: its bridge reports that "
@@ -132,7 +132,7 @@ class Registry:
                 remedy="Restart the engine with the block size of the scope, and its bridge corrects the registration. "
                 "If no bridge feeds it any more, delete the worker first",
             )
-        if self._view.served_model(worker.model) is None:
+        if self._view.fleet.served_model(worker.model) is None:
             self._check_topics()
             try:
                 served = claim_model(self._settings, worker.model, writer_name("router"))
@@ -143,18 +143,18 @@ class Registry:
             self._view.fold_worker(model_key(served.name), encode_model(served))
         self._publish_registry(worker_key(worker.worker_id), encode_worker(worker))
         # Another router may have deleted it already, and a recreated topic may not be read again yet.
-        return self._view.workers.get(worker.worker_id, worker)
+        return self._view.fleet.workers.get(worker.worker_id, worker)
 
     def cordon(self, worker_id: WorkerId) -> Worker:
         """Keep new requests from a worker until `uncordon`; running ones continue. Returns the cordoned worker."""
         worker = self.worker(worker_id)
         self._publish_registry(cordon_key(worker_id), encode_cordon(Cordon(worker_id, _now_ms())))
-        return self._view.workers.get(worker_id, replace(worker, state=WorkerState.CORDONED))
+        return self._view.fleet.workers.get(worker_id, replace(worker, state=WorkerState.CORDONED))
 
     def uncordon(self, worker_id: WorkerId) -> None:
         """End a worker's cordon. Raises UnknownId if there is neither a cordon nor such a worker."""
-        registered = self._view.registration(worker_id)
-        if registered is None and not self._view.has_cordon(worker_id):
+        registered = self._view.fleet.registration(worker_id)
+        if registered is None and not self._view.fleet.has_cordon(worker_id):
             raise UnknownId(f"worker {worker_id} is not registered, and has no cordon")
         self._publish_registry(cordon_key(worker_id), None)
         if registered is not None and registered.state is WorkerState.CORDONED:
@@ -169,7 +169,7 @@ class Registry:
         """
         self.worker(worker_id)
         ttl_ms = int(self._settings.router_avoid_s * 1000)
-        if not ttl_ms or self._view.avoided(worker_id)[1] > max(0, ttl_ms - AVOID_AGAIN_MS):
+        if not ttl_ms or self._view.fleet.avoided(worker_id)[1] > max(0, ttl_ms - AVOID_AGAIN_MS):
             return
         avoidance = Avoidance(worker_id, _now_ms(), ttl_ms)
         self._view.fold_worker(avoid_key(worker_id), encode_avoidance(avoidance))
@@ -193,7 +193,7 @@ class Registry:
         Raises UnknownId, and WorkerChanged if the worker is another engine by now.
         """
         worker = self.worker(parity.worker_id)
-        known, probed = self._view.incarnation_of(worker), parity.incarnation
+        known, probed = self._view.fleet.incarnation_of(worker), parity.incarnation
         # The front may know a newer incarnation than this router, which it has from another one.
         is_older = known is not None and (probed is None or probed < known)
         if is_older or (parity.url, parity.model) != (worker.url, worker.model):
@@ -202,7 +202,7 @@ class Registry:
                 "was restarted",
                 remedy="Probe it again as GET /workers lists it now",
             )
-        before = self._view.render_of(worker)
+        before = self._view.fleet.render_of(worker)
         is_known = before is not None and before.result.outcome is not RenderOutcome.UNKNOWN
         if is_known and parity.result.outcome is RenderOutcome.UNKNOWN:
             return  # a front that could not compare, for example without a tokenizer, knows less than the other one
@@ -224,11 +224,13 @@ class Registry:
 
         Its render parity is removed as well, without waiting for Kafka.
         """
-        if self._view.registration(worker_id) is None and worker_id in self._removals_unknown:
+        if self._view.fleet.registration(worker_id) is None and worker_id in self._removals_unknown:
             del self._removals_unknown[worker_id]  # the removal took effect after its outcome had been unknown
             return
         worker = self.worker(worker_id)
-        incarnation = max((progress.epoch.incarnation for progress in self._view.progress_of(worker_id)), default=None)
+        incarnation = max(
+            (progress.epoch.incarnation for progress in self._view.index.progress_of(worker_id)), default=None
+        )
         if incarnation is not None:
             removed = EngineBatch(
                 rank=RankId(worker_id, DpRank(0)),
@@ -249,7 +251,7 @@ class Registry:
                 del self._removals_unknown[next(iter(self._removals_unknown))]
             raise
         self._removals_unknown.pop(worker_id, None)
-        if self._view.has_render(worker_id):
+        if self._view.fleet.has_render(worker_id):
             self._view.fold_worker(render_key(worker_id), None)
             self._send(render_key(worker_id), None)
 
@@ -258,7 +260,7 @@ class Registry:
 
         If the body has no epoch, the pool keeps its own, or begins the next one if it was lost.
         """
-        epoch = next_epoch(pool_id, self._view.pools().get(pool_id), body.epoch)
+        epoch = next_epoch(pool_id, self._view.facts.pools().get(pool_id), body.epoch)
         return self._register_pool(
             CxlPool(
                 pool_id=pool_id,
@@ -272,7 +274,7 @@ class Registry:
 
     def lose_pool(self, pool_id: str) -> CxlPool:
         """Mark a pool and its contents as lost. Its record stays, so that it returns in a later epoch."""
-        known = self._view.pools().get(pool_id)
+        known = self._view.facts.pools().get(pool_id)
         if known is None:
             raise UnknownId(f"no pool {pool_id} is registered")
         return self._register_pool(replace(known, epoch=known.epoch + 1, lost=True, registered_at_ms=_now_ms()))

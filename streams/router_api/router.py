@@ -41,6 +41,7 @@ from streams.core.routing.policies.interface import Policy
 from streams.core.routing.selection import RouterMode
 from streams.core.routing.sessions import SessionAffinity
 from streams.core.routing.supplementary import SupplementaryMatches
+from streams.core.routing.trust import FALLBACK, NOT_IN_SYNC, AnswerMode, Trust
 from streams.core.workers import Role
 from streams.errors import AllWorkersBusy, InvalidRequest, KvStreamsError, NoEligibleWorker, NotReady, UnknownId
 from streams.kafka import TOPICS_REMEDY, producer, topics_missing
@@ -55,7 +56,7 @@ from streams.router_api.prompt_matches import PromptMatches
 from streams.router_api.registry import PUBLISH_TIMEOUT_S, Registry
 from streams.router_api.request_ids import RequestIds
 from streams.router_api.topic_readers import Feed, Feeds, key_and_value, one_by_one, one_by_one_live
-from streams.router_api.trust import FALLBACK, NOT_IN_SYNC, AnswerMode, Basis, Trust
+from streams.router_api.trust_tracker import TrustSnapshot
 from streams.router_api.view import View
 from streams.router_api.wire import (
     POLICY_OVERRIDES,
@@ -124,7 +125,7 @@ class PreparedRequest(NamedTuple):
     predicted: Set[RankId]
     supplementary: SupplementaryMatches | None
     moe_filter_applied: bool | None
-    basis: Basis | None
+    basis: TrustSnapshot | None
     filters: WorkerFilter
     arrived_at_ms: int = 0
 
@@ -144,7 +145,7 @@ class _CandidateMatches(NamedTuple):
     predicted: Set[RankId]
     supplementary: SupplementaryMatches | None
     moe_filter_applied: bool | None
-    basis: Basis | None
+    basis: TrustSnapshot | None
 
 
 class Router:
@@ -216,7 +217,7 @@ class Router:
         self.answers: Counter[str] = Counter()
         self.chosen_modes: Counter[str] = Counter()
         self.decisions = DecisionCounts()
-        self.prompt_matches = PromptMatches(self.view.blocks_of_model)
+        self.prompt_matches = PromptMatches(self.view.fleet.blocks_of_model)
         #: Whether the process has begun to stop (draining), and how many requests it did not finish.
         self.stopping = False
         self.requests_cut_off = 0
@@ -255,7 +256,7 @@ class Router:
     def tick(self) -> None:
         """Serve delivery reports, expire bookings and avoidances, and let policies learn; call it every half second."""
         self.loads.poll()
-        over = self.view.expire_avoidances()
+        over = self.view.fleet.expire_avoidances()
         if over:
             self.registry.forget(over)
         self.registry.poll()
@@ -290,7 +291,7 @@ class Router:
     def workers_left(self) -> int:
         """How many workers must still be registered before a starting router is ready; 0 once there were enough."""
         if not self._had_enough_workers:
-            left = self.settings.router_min_initial_workers - len(self.view.workers)
+            left = self.settings.router_min_initial_workers - len(self.view.fleet.workers)
             if left > 0:
                 return left
             self._had_enough_workers = True
@@ -430,8 +431,8 @@ class Router:
         request = prepared.request
         # Before the reports themselves: a report that arrives in between then counts its requests twice, for one
         # decision. In the other order they would count for nothing.
-        reported = self.view.reports_received_ms(prepared.ranks) if prepared.policy.reads_metrics else None
-        fleet = self.view.fleet() if prepared.policy.reads_fleet else _NOTHING_REPORTED
+        reported = self.view.fleet.engines.received_ms(prepared.ranks) if prepared.policy.reads_metrics else None
+        fleet = self.view.fleet.engines.fleet() if prepared.policy.reads_fleet else _NOTHING_REPORTED
         decision: Decision | None = None
         candidates: tuple[RankTerms, ...] | None = None
         with self.loads.locked() as loads:
@@ -501,7 +502,9 @@ class Router:
         """What decides whether a waiting request may go to a rank, with this router's thresholds."""
 
         def idle(ranks: Sequence[RankId], loads: ActiveLoads) -> Sequence[RankId]:
-            return idle_ranks(ranks, self._busy, self.view.workers, loads, self.view.fleet().metrics)
+            return idle_ranks(
+                ranks, self._busy, self.view.fleet.workers, loads, self.view.fleet.engines.fleet().metrics
+            )
 
         if self.policy.mode is RouterMode.EXPECTED_TIME:
             limit_ms = self.settings.expected_time_queue_ms or None
@@ -617,8 +620,8 @@ class Router:
         """strict: only ranks with matching labels pass, if there are any and the index is read."""
         self.check_ready()
         filters = worker_filter(request)  # before the model, so that an invalid field is reported before UnknownModel
-        model = self.view.model_of(request.model)
-        block_size = self.view.block_size_of(model)
+        model = self.view.fleet.model_of(request.model)
+        block_size = self.view.fleet.block_size_of(model)
         blocks = blocks_of(
             request.token_ids if packed is None else packed,
             request.block_hashes,
@@ -671,12 +674,12 @@ class Router:
         refusal: KvStreamsError | None = None
         scores, predicted, supplementary = _NO_SCORES, _NO_RANKS, None
         moe_filter_applied = False if strict else None
-        basis = self.view.basis() if reads_index else None
+        basis = self.view.snapshot() if reads_index else None
         try:
             ranks = self._eligible(filters, policy.mode)
             if reads_index:
                 scores, predicted = self.view.overlap(blocks.local)
-                if self.view.has_supplementary:
+                if self.view.facts.has_any:
                     selector = None if query is None else query.selector()
                     pooled = policy.cxl_score_weight > 0.0
                     supplementary = self.view.supplementary(blocks.chain, filters.model, selector, pooled=pooled)
@@ -689,7 +692,7 @@ class Router:
     def _eligible(self, filters: WorkerFilter, mode: RouterMode) -> Sequence[RankId]:
         if mode is RouterMode.DIRECT and filters.worker_id is None:
             raise InvalidRequest("worker_id is missing: in mode direct every request names its worker")
-        ranks = self.view.eligible(filters)
+        ranks = self.view.fleet.eligible(filters)
         if not ranks:
             raise self._no_eligible_worker(filters)
         return ranks
@@ -703,7 +706,7 @@ class Router:
                 workers=0,
                 refused_ranks={},
             )
-        refused = self.view.refusals(filters)
+        refused = self.view.fleet.refusals(filters)
         reasons = ", ".join(f"{reason} {n}" for reason, n in refused.items() if reason is not FilterReason.OTHER_MODEL)
         return NoEligibleWorker(
             f"{serving} workers serve {filters.model!r}, but none of their ranks passes the filters ({reasons})",
@@ -726,11 +729,11 @@ class Router:
         blocks and some of its labels were dropped, since it may match. Exclusions apply last: if only excluded ranks
         match, the request is refused, and no other rank is used instead.
         """
-        considered = self.view.eligible(filters._replace(excluded=frozenset())) if filters.excluded else passing
+        considered = self.view.fleet.eligible(filters._replace(excluded=frozenset())) if filters.excluded else passing
         matching = set[RankId]() if supplementary is None else supplementary.matching(considered, scores)
         if not matching:
             return passing, False
-        matching |= {rank for rank in self.view.ranks_missing_labels(passing) if scores.scores.get(rank, 0)}
+        matching |= {rank for rank in self.view.index.ranks_missing_labels(passing) if scores.scores.get(rank, 0)}
         left = [rank for rank in passing if rank in matching]
         if not left:
             raise NoEligibleWorker(
@@ -751,11 +754,11 @@ class Router:
             ranks = idle_ranks(
                 ranks,
                 self._busy,
-                self.view.workers,
+                self.view.fleet.workers,
                 loads,
                 fleet.metrics,
                 rows=self._chooser.rows_of(ranks, loads),
-                blocks=self.view.blocks_in_use(ranks) if self._busy.decode_blocks > 0.0 else None,
+                blocks=self.view.fleet.engines.blocks_in_use(ranks) if self._busy.decode_blocks > 0.0 else None,
             )
         if not ranks:
             raise AllWorkersBusy(
@@ -779,7 +782,7 @@ class Router:
             fleet=fleet,
             supplementary=prepared.supplementary,
             model=prepared.model,
-            capacity_blocks=self.view.blocks_in_use(ranks).total if prepared.policy.policy_name else None,
+            capacity_blocks=self.view.fleet.engines.blocks_in_use(ranks).total if prepared.policy.policy_name else None,
             expected_output_tokens=prepared.request.expected_output_tokens,
         )
 
@@ -828,7 +831,7 @@ class Router:
             forecast=decision.forecast(),
         )
         self.loads.book(prepared.request_id, booking, moves=moves)
-        self.view.predict(chosen.rank, blocks.local)
+        self.view.predictions.predict(chosen.rank, blocks.local)
         session = _session_of(prepared)
         if session is not None:
             self._sessions.bind(session, chosen.rank, time.monotonic())
@@ -892,13 +895,13 @@ class Router:
         labelled: bool,
     ) -> Trust:
         """Return the least trust that any of these ranks deserves, if the index was read for them."""
-        trust = self.view.trust(ranks, prepared.predicted, pooled=pooled, labelled=labelled, basis=prepared.basis)
+        trust = self.view.assess(ranks, prepared.predicted, pooled=pooled, labelled=labelled, before=prepared.basis)
         # Load is part of the cost. While bookings are out of sync, this router has only its own part of the load.
         out_of_sync = trust.mode in (AnswerMode.EXACT, AnswerMode.APPROXIMATE) and not self.loads.in_sync
         return NOT_IN_SYNC if out_of_sync else trust
 
     def _url_of(self, rank: RankId) -> str | None:
-        worker = self.view.workers.get(rank.worker_id)
+        worker = self.view.fleet.workers.get(rank.worker_id)
         return None if worker is None else worker.url
 
     # -- loads ---------------------------------------------------------------------------------------------------------
@@ -907,9 +910,9 @@ class Router:
         """Return the active load of every rank that is registered or has bookings, and the metrics of its engine."""
         self.check_ready()
         rows = []
-        engine_metrics = self.view.fleet().metrics
+        engine_metrics = self.view.fleet.engines.fleet().metrics
         with self.loads.locked() as loads:
-            for rank in sorted({*self.view.all_ranks(), *loads.ranks()}):
+            for rank in sorted({*self.view.fleet.all_ranks(), *loads.ranks()}):
                 load = loads.load(rank)
                 rows.append(
                     {
@@ -956,7 +959,7 @@ class Router:
         )
         with self.loads.locked():  # another router's booking of this id may have come
             self.loads.book(request_id, booking)
-        self.view.predict(rank, blocks.local)
+        self.view.predictions.predict(rank, blocks.local)
         return booking_json(request_id, booking)
 
     def report_phase(self, request_id: str, what: BookingPhase, phase: str | None = None) -> dict[str, Any]:

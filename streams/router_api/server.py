@@ -155,7 +155,7 @@ async def _check_block_sizes(router: Router) -> None:
     """
     while "workers" in router.feeds.pending():
         await asyncio.sleep(REGISTRY_POLL_S)
-    router.view.check_block_sizes()
+    router.view.fleet.check_block_sizes()
 
 
 async def _until_ready(router: Router) -> None:

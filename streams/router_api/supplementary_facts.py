@@ -20,7 +20,7 @@ from streams.cxl.pooled_index import PooledIndex
 from streams.cxl.pooled_view import PooledBlock, PooledView
 from streams.cxl.records import parse_block_key
 from streams.kafka import partition_of
-from streams.router_api.trust import PooledRows
+from streams.router_api.trust_tracker import PooledRows
 
 
 class SupplementaryFacts:

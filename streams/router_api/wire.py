@@ -24,6 +24,7 @@ from streams.core.loads.bookings import Booking
 from streams.core.routing.cost import RankTerms
 from streams.core.routing.eligibility import WorkerFilter
 from streams.core.routing.selection import RouterMode
+from streams.core.routing.trust import Trust
 from streams.core.workers import (
     DP_SIZE_MAX,
     LORA_NAME_CHARS_MAX,
@@ -41,7 +42,6 @@ from streams.cxl.events import POOL_EPOCH_GIVEN_MAX, POOL_MEMBERS_MAX, POOL_NAME
 from streams.cxl.pooled_view import PooledBlock
 from streams.errors import InvalidRequest, RequestTooLarge
 from streams.router_api.answer import RouteAnswer
-from streams.router_api.trust import Trust
 from streams.settings import NUMBER_MAX, WEIGHT_MAX
 
 OCTET_STREAM = "application/octet-stream"

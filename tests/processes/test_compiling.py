@@ -239,7 +239,7 @@ def test_without_numba_plain_python_serves_and_one_warning_says_so() -> None:
         "from streams import warming\n"
         "from streams.core import hashing\n"
         "from streams.core.routing import pricing\n"
-        "from streams.router_api.view import fast_fold\n"
+        "from streams.router_api.index_view import fast_fold\n"
         "from streams.tables.run_backend import run_backend\n"
         "print(hashing.KERNELS_AVAILABLE, pricing.price_ranks.__name__, type(fast_fold()).__name__,\n"
         "      type(run_backend()[0]).__name__, warming.warm())"

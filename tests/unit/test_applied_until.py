@@ -6,8 +6,9 @@ import pytest
 
 from streams.core.ids import DpRank, Epoch, Incarnation, RankId, WorkerId
 from streams.core.reducer.ordering import Health, Progress
+from streams.core.routing.trust import AnswerMode, DegradedReason, Trust
 from streams.kafka import partition_of
-from streams.router_api.trust import AnswerMode, DegradedReason, PooledRows, Trust, TrustTracker
+from streams.router_api.trust_tracker import PooledRows, TrustTracker
 from streams.tables.applied_until import OUTAGE_MS, READINGS_MAX, AppliedUntil, SourceOffset
 from streams.tables.records import BEHIND_UNKNOWN_MS, PartitionRecord, SourceProgress
 from streams.topic_watch import TopicReading, read_every_ms

@@ -110,7 +110,7 @@ def test_a_bad_key_of_an_avoidance_is_refused(key: bytes) -> None:
     view = view_of(Clock())
     with pytest.raises(BadRecord):
         view.fold_worker(key, encode_avoidance(mark(1)))
-    assert not len(view.avoidances)
+    assert not len(view.fleet.avoidances)
 
 
 @pytest.mark.parametrize("ttl_ms", [0, -1, AVOID_MS_MAX + 1])
@@ -132,21 +132,21 @@ def test_an_avoided_worker_is_no_candidate_until_its_time_is_over() -> None:
     view = view_of(clock)
     for worker_id in (1, 2, 3):
         register(view, worker_id)
-    assert view.eligible(EVERY_RANK) == (rank(1), rank(2), rank(3))
+    assert view.fleet.eligible(EVERY_RANK) == (rank(1), rank(2), rank(3))
     changes = view.changes
     avoid(view, 2)
     assert view.changes > changes
-    assert view.eligible(EVERY_RANK) == (rank(1), rank(3))
-    assert view.avoided(WorkerId(2)) == (True, TTL_MS)
+    assert view.fleet.eligible(EVERY_RANK) == (rank(1), rank(3))
+    assert view.fleet.avoided(WorkerId(2)) == (True, TTL_MS)
     assert view.rank_counts().avoided == 1
     avoid(view, 3)  # more than a third
-    assert view.eligible(EVERY_RANK) == (rank(1), rank(3))
-    assert view.avoided(WorkerId(3)) == (False, TTL_MS)
+    assert view.fleet.eligible(EVERY_RANK) == (rank(1), rank(3))
+    assert view.fleet.avoided(WorkerId(3)) == (False, TTL_MS)
     clock.now_ms += TTL_MS - 1
-    assert view.expire_avoidances() == []
+    assert view.fleet.expire_avoidances() == []
     clock.now_ms += 1
-    assert {each.worker_id for each in view.expire_avoidances()} == {2, 3}
-    assert view.eligible(EVERY_RANK) == (rank(1), rank(2), rank(3))
+    assert {each.worker_id for each in view.fleet.expire_avoidances()} == {2, 3}
+    assert view.fleet.eligible(EVERY_RANK) == (rank(1), rank(2), rank(3))
     assert view.rank_counts().avoided == 0
 
 
@@ -157,11 +157,11 @@ def test_the_next_one_is_avoided_when_the_fleet_grows() -> None:
         register(view, worker_id)
     avoid(view, 1, 1)
     avoid(view, 2, 2)
-    assert view.eligible(EVERY_RANK) == tuple(map(rank, (2, 3, 4, 5)))
+    assert view.fleet.eligible(EVERY_RANK) == tuple(map(rank, (2, 3, 4, 5)))
     register(view, 6)
-    assert view.eligible(EVERY_RANK) == tuple(map(rank, (3, 4, 5, 6)))
+    assert view.fleet.eligible(EVERY_RANK) == tuple(map(rank, (3, 4, 5, 6)))
     view.fold_worker(b"1", None)
-    assert view.eligible(EVERY_RANK) == tuple(map(rank, (3, 4, 5, 6)))
+    assert view.fleet.eligible(EVERY_RANK) == tuple(map(rank, (3, 4, 5, 6)))
 
 
 def test_a_router_that_starts_ignores_avoidances_that_it_finds() -> None:
@@ -170,10 +170,10 @@ def test_a_router_that_starts_ignores_avoidances_that_it_finds() -> None:
     for worker_id in (1, 2, 3):
         register(view, worker_id)
     avoid(view, 1, live=False)
-    assert len(view.eligible(EVERY_RANK)) == 3
+    assert len(view.fleet.eligible(EVERY_RANK)) == 3
     avoid(view, 1)
     view.fold_worker(avoid_key(WorkerId(1)), None)
-    assert view.eligible(EVERY_RANK) == (rank(2), rank(3))
+    assert view.fleet.eligible(EVERY_RANK) == (rank(2), rank(3))
 
 
 # -- choices -----------------------------------------------------------------------------------------------------------
@@ -199,6 +199,6 @@ def test_adapters_share_a_list_of_ranks_while_a_worker_is_avoided() -> None:
     for worker_id in (1, 2, 3):
         register(view, worker_id, lora_names=("a", "b"))
     one, other = EVERY_RANK._replace(lora_name="a"), EVERY_RANK._replace(lora_name="b")
-    assert view.eligible(one) is view.eligible(other)
+    assert view.fleet.eligible(one) is view.fleet.eligible(other)
     avoid(view, 3)
-    assert view.eligible(one) == view.eligible(other) == (rank(1), rank(2))
+    assert view.fleet.eligible(one) == view.fleet.eligible(other) == (rank(1), rank(2))

@@ -43,13 +43,13 @@ def pulse(of: EngineReports, bridge: str, number: int = 1, fed: tuple[int, ...] 
     of.fold(pulse_key(bridge), encode_pulse(BridgePulse(bridge, number, listed)))
 
 
-def test_workers_of_a_bridge_without_a_pulse_are_unfed_and_others_are_not() -> None:
-    """A worker is fed from its bridge's first pulse on; a worker that has no bridge is never unfed."""
+def test_workers_of_a_bridge_without_a_pulse_are_silent_and_others_are_not() -> None:
+    """A worker is fed from its bridge's first pulse on; a worker that has no bridge is never silent."""
     clock = Clock()
     known = reports(clock, worker(1, "a"), worker(2, "b"), worker(3, None))
-    assert known.unfed() == {1, 2}
+    assert known.bridge_silent() == {1, 2}
     pulse(known, "a")
-    assert known.unfed() == {2}
+    assert known.bridge_silent() == {2}
 
 
 def test_a_bridge_becomes_silent_and_is_heard_again() -> None:
@@ -60,20 +60,20 @@ def test_a_bridge_becomes_silent_and_is_heard_again() -> None:
     clock.now_ms += 500
     pulse(known, "b")
     clock.now_ms += 400
-    assert known.unfed() == frozenset()
+    assert known.bridge_silent() == frozenset()
     clock.now_ms += 1
-    assert known.unfed() == {1}
+    assert known.bridge_silent() == {1}
     clock.now_ms += 499
-    assert known.unfed() == {1}
+    assert known.bridge_silent() == {1}
     pulse(known, "a", 2)  # it may have been on its way since before the silence
-    assert known.unfed() == {1}
+    assert known.bridge_silent() == {1}
     clock.now_ms += 250
     pulse(known, "a", 3)
-    assert known.unfed() == {2}
+    assert known.bridge_silent() == {2}
     clock.now_ms += 900
-    assert known.unfed() == {2}
+    assert known.bridge_silent() == {2}
     clock.now_ms += 1
-    assert known.unfed() == {1, 2}
+    assert known.bridge_silent() == {1, 2}
 
 
 def test_the_first_pulse_that_a_router_gets_of_a_running_bridge_shows_nothing() -> None:
@@ -81,10 +81,10 @@ def test_the_first_pulse_that_a_router_gets_of_a_running_bridge_shows_nothing() 
     clock = Clock()
     known = reports(clock, worker(1, "a"))
     pulse(known, "a", 7)
-    assert known.unfed() == {1}
+    assert known.bridge_silent() == {1}
     clock.now_ms += 250
     pulse(known, "a", 8)
-    assert known.unfed() == frozenset()
+    assert known.bridge_silent() == frozenset()
 
 
 def test_pulses_that_are_received_together_end_no_silence() -> None:
@@ -96,10 +96,10 @@ def test_pulses_that_are_received_together_end_no_silence() -> None:
     for number in range(2, 40):
         pulse(known, "a", number)
         clock.now_ms += 3
-        assert known.unfed() == {1}
+        assert known.bridge_silent() == {1}
     clock.now_ms += 250
     pulse(known, "a", 40)
-    assert known.unfed() == frozenset()
+    assert known.bridge_silent() == frozenset()
 
 
 def test_two_pulses_far_apart_end_no_silence() -> None:
@@ -110,10 +110,10 @@ def test_two_pulses_far_apart_end_no_silence() -> None:
     for number in range(2, 5):
         clock.now_ms += 1000
         pulse(known, "a", number)
-        assert known.unfed() == {1}
+        assert known.bridge_silent() == {1}
     clock.now_ms += 900
     pulse(known, "a", 5)
-    assert known.unfed() == frozenset()
+    assert known.bridge_silent() == frozenset()
 
 
 def test_a_lease_that_moves_to_another_bridge_follows_that_bridges_pulses() -> None:
@@ -122,12 +122,12 @@ def test_a_lease_that_moves_to_another_bridge_follows_that_bridges_pulses() -> N
     workers = {WorkerId(1): worker(1, "old")}
     known = EngineReports(workers, {}, clock, 0)
     pulse(known, "old")
-    assert known.unfed() == frozenset()
+    assert known.bridge_silent() == frozenset()
     workers[WorkerId(1)] = worker(1, "new")
     known.registry_changed(workers[WorkerId(1)])
-    assert known.unfed() == {1}
+    assert known.bridge_silent() == {1}
     pulse(known, "new")
-    assert known.unfed() == frozenset()
+    assert known.bridge_silent() == frozenset()
 
 
 def test_a_bridge_that_takes_over_a_worker_feeds_it_once_its_pulse_says_so() -> None:
@@ -137,17 +137,17 @@ def test_a_bridge_that_takes_over_a_worker_feeds_it_once_its_pulse_says_so() -> 
     known = EngineReports(workers, {}, clock, 0)
     pulse(known, "old", 1, (1,))
     pulse(known, "new", 1, (2,))
-    assert known.unfed() == frozenset()
+    assert known.bridge_silent() == frozenset()
     workers[WorkerId(1)] = worker(1, "new")
     known.lease_changed(workers[WorkerId(1)])
-    unfed = known.unfed()
-    assert unfed == {1}
+    silent = known.bridge_silent()
+    assert silent == {1}
     pulse(known, "new", 2, (2,))
-    assert known.unfed() is unfed
+    assert known.bridge_silent() is silent
     pulse(known, "new", 3, (2, 1))
-    assert known.unfed() == frozenset()
+    assert known.bridge_silent() == frozenset()
     pulse(known, "new", 4, ())
-    assert known.unfed() == {1, 2}
+    assert known.bridge_silent() == {1, 2}
 
 
 def test_a_pulse_lists_a_limited_number_of_workers() -> None:
@@ -160,19 +160,19 @@ def test_a_pulse_lists_a_limited_number_of_workers() -> None:
 
 
 def test_a_renewed_lease_changes_nothing_and_a_moved_one_counts_at_once() -> None:
-    """While the same bridge renews a lease, the set of unfed workers stays the same object."""
+    """While the same bridge renews a lease, the set of silent workers stays the same object."""
     clock = Clock()
     workers = {WorkerId(number): worker(number, bridge) for number, bridge in ((1, "a"), (2, "b"), (3, None))}
     known = EngineReports(workers, {}, clock, 900)
     pulse(known, "a")
-    unfed = known.unfed()
-    assert unfed == {2}
+    silent = known.bridge_silent()
+    assert silent == {2}
     for number, bridge, expected in ((1, "a", {2}), (3, "c", {2, 3}), (2, "a", {3}), (1, None, {3}), (3, None, set())):
-        before = known.unfed()
+        before = known.bridge_silent()
         workers[WorkerId(number)] = worker(number, bridge)
         known.lease_changed(workers[WorkerId(number)])
-        assert known.unfed() == expected
-        assert (known.unfed() is before) == (before == expected)
+        assert known.bridge_silent() == expected
+        assert (known.bridge_silent() is before) == (before == expected)
 
 
 def test_a_tolerance_below_three_pulses_is_raised_to_that() -> None:

@@ -20,6 +20,7 @@ from streams.core.ids import DpRank, Float64Array, RankId, WorkerId
 from streams.core.loads.bookings import BookingPhase
 from streams.core.routing.policies.interface import Policy, Prices, Situation
 from streams.core.routing.selection import RouterMode
+from streams.core.routing.trust import AnswerMode, DegradedReason
 from streams.decision_log import words
 from streams.decision_log.batches import COST_TERMS, note_in_numpy
 from streams.decision_log.buffers import HEAD, N_FAMILIES, N_TERMS, ROW
@@ -31,7 +32,6 @@ from streams.errors import BadRecord, InvalidRequest, SettingsError
 from streams.router_api import decision_recorder
 from streams.router_api.decision_recorder import DecisionRecorder
 from streams.router_api.router import Router
-from streams.router_api.trust import AnswerMode, DegradedReason
 from streams.router_api.wire import RouteRequest, answer_json, parse_route, parse_route_query
 from streams.sim.lab.engine_config import default_engine
 from streams.sim.lab.experiment import load_workload, run_policy

@@ -23,8 +23,8 @@ import pytest
 from streams.core.ids import RankId, SequenceHash, Tier, WorkerId
 from streams.core.routing.eligibility import WorkerFilter
 from streams.router_api import connections as connections_module
+from streams.router_api import eligible_cache, index_view
 from streams.router_api import inspections as inspections_module
-from streams.router_api import view as view_module
 from streams.router_api.bodies import SHORT_BODY_BYTES_MAX, UNCOUNTED_BODY_BYTES
 from streams.router_api.body_parsing import LARGE_BODY_BYTES
 from streams.router_api.handlers import FACT
@@ -329,14 +329,14 @@ def test_compressed_bodies_have_limits(api: Api) -> None:
 
 def test_filters_are_cached_by_bytes(served: LocalRouter, monkeypatch: pytest.MonkeyPatch) -> None:
     """The eligible ranks of filters with many ids are cached up to a limit of bytes, and stay right beyond it."""
-    monkeypatch.setattr(view_module, "CACHED_FILTERS_BYTES_MAX", 1_000_000)
+    monkeypatch.setattr(eligible_cache, "CACHED_FILTERS_BYTES_MAX", 1_000_000)
     view = served.router.view
     for number in range(200):
         allowed = frozenset(WorkerId(each) for each in range(number, number + 2000))
-        found = view.eligible(WorkerFilter("m", allowed=allowed))
+        found = view.fleet.eligible(WorkerFilter("m", allowed=allowed))
         assert found == tuple(rank(each) for each in (1, 2) if each in allowed)
-        assert 0 < view.cached_filters_bytes <= 1_000_000
-        assert found is view.eligible(WorkerFilter("m", allowed=allowed))
+        assert 0 < view.fleet.cached_filters_bytes <= 1_000_000
+        assert found is view.fleet.eligible(WorkerFilter("m", allowed=allowed))
 
 
 # --- what was said wrongly ----------------------------------------------------------------------------------------
@@ -428,7 +428,7 @@ def test_state_blocks_has_every_fact_in_order() -> None:
         facts = list(FACT.iter_unpack(answer.body))
         assert facts == sorted(facts)
         assert set(facts) == expected and len(facts) == len(expected)
-        assert len(list(served.router.view.fact_pages())) > 1
+        assert len(list(served.router.view.index.fact_pages())) > 1
         head = served.api.call("HEAD", "/state/blocks")
         assert (head.status, head.body) == (200, b"")
 
@@ -438,13 +438,13 @@ def test_decisions_need_not_wait_for_state_blocks() -> None:
     rng = np.random.default_rng(7)
     with local_router(SETTINGS, n_workers=3) as served:
         for number in (1, 2, 3):
-            hold(served.router, rank(number), random_blocks(rng, view_module.PAGE_FACTS))
-        pages = served.router.view.fact_pages()
-        first = np.frombuffer(next(pages), dtype=view_module.FACT)
+            hold(served.router, rank(number), random_blocks(rng, index_view.PAGE_FACTS))
+        pages = served.router.view.index.fact_pages()
+        first = np.frombuffer(next(pages), dtype=index_view.FACT)
         assert set(first["worker_id"].tolist()) == {1}
         served.api.route(**asked())  # it would wait for ever if the lock were held
         added = hold(served.router, rank(3), random_blocks(rng, 100), Tier.DISK)
-        rest = np.frombuffer(b"".join(pages), dtype=view_module.FACT)
+        rest = np.frombuffer(b"".join(pages), dtype=index_view.FACT)
         assert set(rest["worker_id"].tolist()) == {2, 3}
         assert set(rest["block"][rest["tier"] == Tier.DISK].tolist()) == set(added.tolist())
 
@@ -500,4 +500,4 @@ def test_members_are_the_facts(served: LocalRouter) -> None:
     expected: set[tuple[RankId, Tier, SequenceHash]] = {
         (rank(2), Tier.DEVICE, SequenceHash(block)) for block in blocks.tolist()
     }
-    assert served.router.view.members() == expected
+    assert served.router.view.index.members() == expected

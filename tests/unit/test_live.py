@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from streams.core.routing.trust import AnswerMode
 from streams.router_api import live
 from streams.router_api.admission import Admission
 from streams.router_api.bodies import Bodies
@@ -18,7 +19,6 @@ from streams.router_api.decision_counts import WINDOW_STEP_S
 from streams.router_api.fleet_load import Load
 from streams.router_api.live import SAMPLES_MAX, Live, Sample, quantile, samples_json
 from streams.router_api.metrics import LATENCY_BOUNDS, RouterMetrics
-from streams.router_api.trust import AnswerMode
 from streams.settings import Settings
 from tests.helpers.local_router import LocalRouter, hold, local_router, random_blocks, rank, register
 
@@ -143,7 +143,7 @@ def test_the_answer_has_the_fleet_and_what_was_decided(served: LocalRouter, monk
 def test_states_that_keep_requests_away_come_first(served: LocalRouter) -> None:
     """A worker whose blocks have another size shows that, whatever else is true of it."""
     register(served.router, 9, model="other")
-    served.router.view.workers[9] = replace(served.router.view.workers[9], block_size=32)  # type: ignore[index]
+    served.router.view.fleet.workers[9] = replace(served.router.view.fleet.workers[9], block_size=32)  # type: ignore[index]
     states = {worker["worker_id"]: worker["state"] for worker in served.api.get("/live")["workers"]}
     assert states["9"] == "wrong_block_size"
 

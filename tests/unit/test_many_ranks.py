@@ -31,10 +31,12 @@ from streams.core.routing.eligibility import (
 )
 from streams.core.routing.identity_cache import TUPLES_MAX, IdentityCache
 from streams.core.routing.selection import RouterMode
+from streams.core.routing.trust import AnswerMode, DegradedReason, Trust
 from streams.core.workers import BridgeLease, Role, Worker, WorkerState, differs_in_lease_only
 from streams.kafka import partition_of
-from streams.router_api import trust as trust_module
-from streams.router_api.trust import SETTLE_MS, AnswerMode, DegradedReason, PooledRows, Trust, TrustTracker
+from streams.router_api import rank_trust
+from streams.router_api.owner_trust import SETTLE_MS
+from streams.router_api.trust_tracker import PooledRows, TrustTracker
 from streams.settings import Settings
 from streams.tables.applied_until import AppliedUntil, SourceOffset
 from streams.tables.records import PartitionRecord, SourceProgress
@@ -84,14 +86,14 @@ class Plain:
         each: RankId,
         predicted: frozenset[RankId],
         now_ms: int,
-        unfed: frozenset[WorkerId],
+        silent: frozenset[WorkerId],
         missing: frozenset[RankId],
     ) -> AnswerMode | DegradedReason:
         own = self.unsettled.get(each) or self.own(each)
         if isinstance(own, DegradedReason):
             return own
         progress = self.progress[each]
-        if each.worker_id in unfed and progress.lease_ms:
+        if each.worker_id in silent and progress.lease_ms:
             return DegradedReason.BRIDGE_SILENT
         if each in self.incomplete and self.incomplete[each] == self.epochs.get(each):
             return DegradedReason.OVER_CAPACITY
@@ -139,10 +141,10 @@ class Plain:
         ranks: Sequence[RankId],
         predicted: frozenset[RankId],
         now_ms: int,
-        unfed: frozenset[WorkerId],
+        silent: frozenset[WorkerId],
         missing: frozenset[RankId],
     ) -> Trust:
-        found = [self.of_rank(each, predicted, now_ms, unfed, missing) for each in ranks]
+        found = [self.of_rank(each, predicted, now_ms, silent, missing) for each in ranks]
         for each in found:
             if isinstance(each, DegradedReason):
                 return Trust(AnswerMode.DEGRADED, each)
@@ -157,7 +159,7 @@ class Both:
         self.tracker = TrustTracker(N_PARTITIONS, STALE_MS, BEHIND_MS, self.plain.epochs.get)
         self.now_ms = 1_000_000
         self.offset = 0
-        self.unfed: frozenset[WorkerId] = frozenset()
+        self.silent: frozenset[WorkerId] = frozenset()
         self.missing: frozenset[RankId] = NO_RANKS
         self.predicted: frozenset[RankId] = NO_RANKS
 
@@ -207,7 +209,7 @@ class Both:
             case 4 if each in self.plain.epochs:
                 self.plain.epochs[each] = Epoch(Incarnation(self.plain.epochs[each].incarnation + 1), 0)
             case 5:
-                self.unfed = frozenset(WorkerId(n) for n in rng.sample(range(N_WORKERS), rng.choice([0, 0, 1, 3])))
+                self.silent = frozenset(WorkerId(n) for n in rng.sample(range(N_WORKERS), rng.choice([0, 0, 1, 3])))
             case 6:
                 self.missing = frozenset(rng.sample(RANKS, rng.choice([0, 0, 0, 1])))
             case 7:
@@ -220,23 +222,23 @@ class Both:
                 self.now_ms += rng.choice([1, 900, 1000, 1001, 3000, 3001])
             case 11:
                 self.make_exact()
-                self.unfed, self.missing, self.plain.incomplete = frozenset(), NO_RANKS, {}
-                self.tracker._incomplete.clear()
+                self.silent, self.missing, self.plain.incomplete = frozenset(), NO_RANKS, {}
+                self.tracker._ranks._incomplete.clear()
             case _:
                 for owner in range(N_PARTITIONS):
                     self.partition(owner)
 
     def compare_counts(self) -> None:
         """Compare how many ranks have each reason by themselves."""
-        found = [self.plain.of_rank(each, NO_RANKS, self.now_ms, self.unfed, NO_RANKS) for each in RANKS]
+        found = [self.plain.of_rank(each, NO_RANKS, self.now_ms, self.silent, NO_RANKS) for each in RANKS]
         reasons = Counter(each for each in found if isinstance(each, DegradedReason))
-        assert self.tracker.count(RANKS, self.now_ms, self.unfed) == (found.count(AnswerMode.APPROXIMATE), reasons)
+        assert self.tracker.count(RANKS, self.now_ms, self.silent) == (found.count(AnswerMode.APPROXIMATE), reasons)
 
     def compare(self, ranks: Sequence[RankId]) -> None:
         found = self.tracker.assess(
-            ranks, self.predicted, self.now_ms, unfed=self.unfed, ranks_missing_labels=self.missing
+            ranks, self.predicted, self.now_ms, bridge_silent=self.silent, ranks_missing_labels=self.missing
         )
-        assert found == self.plain.of(tuple(ranks), self.predicted, self.now_ms, self.unfed, self.missing)
+        assert found == self.plain.of(tuple(ranks), self.predicted, self.now_ms, self.silent, self.missing)
 
 
 @given(seed=st.integers(0, 2**32 - 1))
@@ -269,7 +271,7 @@ def test_every_reason_is_found_at_every_position() -> None:
         both.tracker.note_over_capacity(each)
         both.plain.incomplete[each] = both.plain.epochs[each]
         both.compare(RANKS)
-        both.unfed = frozenset({each.worker_id})
+        both.silent = frozenset({each.worker_id})
         both.compare(RANKS)
         both.progress(each, Health.EXACT, FeedState.CATCHING_UP, 6000)
         both.compare(RANKS)
@@ -297,14 +299,14 @@ def test_pooled_rows_count_after_the_ranks() -> None:
 
 def test_ranks_that_left_do_not_fill_the_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beyond the limit of places all ranks get new ones, and answers stay right."""
-    monkeypatch.setattr(trust_module, "_NUMBERED_MAX", 40)
+    monkeypatch.setattr(rank_trust, "_NUMBERED_MAX", 40)
     both = Both()
     both.make_exact()
     for first in range(0, len(RANKS) - 10, 3):
         both.progress(RANKS[first + 2], Health.DEGRADED, FeedState.LIVE, 0)
         both.compare(RANKS[first : first + 10])
         both.compare(RANKS)
-        assert len(both.tracker._numbers) <= 40
+        assert len(both.tracker._ranks._places) <= 40
 
 
 # --- filters ------------------------------------------------------------------------------------------------------

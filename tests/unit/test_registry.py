@@ -58,16 +58,19 @@ def test_a_cordon_outlives_registrations_and_comes_in_any_order() -> None:
     cordon(view, 1)  # compaction may leave it before the worker's own record
     register(view, 1)
     register(view, 2)
-    assert view.eligible(EVERY_RANK) == (rank(2),)
+    assert view.fleet.eligible(EVERY_RANK) == (rank(2),)
     register(view, 1, url="http://again", taints=("x",))
-    assert (view.workers[WorkerId(1)].state, view.workers[WorkerId(1)].url) == (WorkerState.CORDONED, "http://again")
+    assert (view.fleet.workers[WorkerId(1)].state, view.fleet.workers[WorkerId(1)].url) == (
+        WorkerState.CORDONED,
+        "http://again",
+    )
     view.fold_worker(b"1", None)
     register(view, 1)
-    assert view.refusals(EVERY_RANK) == {FilterReason.CORDONED: 1}
+    assert view.fleet.refusals(EVERY_RANK) == {FilterReason.CORDONED: 1}
     cordon(view, 1, ends=True)
-    assert view.eligible(EVERY_RANK) == (rank(1), rank(2))
+    assert view.fleet.eligible(EVERY_RANK) == (rank(1), rank(2))
     cordon(view, 2)
-    assert view.eligible(EVERY_RANK) == (rank(1),)
+    assert view.fleet.eligible(EVERY_RANK) == (rank(1),)
     assert view.rank_counts().cordoned == 1
 
 
@@ -75,8 +78,8 @@ def test_a_cordon_of_an_earlier_version_is_still_read() -> None:
     """Earlier versions wrote the cordon into the worker's own record."""
     view = view_of(Clock())
     register(view, 1, state=WorkerState.CORDONED)
-    assert view.eligible(EVERY_RANK) == ()
-    assert not view.has_cordon(WorkerId(1))
+    assert view.fleet.eligible(EVERY_RANK) == ()
+    assert not view.fleet.has_cordon(WorkerId(1))
 
 
 def test_the_registration_is_kept_without_the_cordon() -> None:
@@ -84,7 +87,7 @@ def test_the_registration_is_kept_without_the_cordon() -> None:
     view = view_of(Clock())
     register(view, 1)
     cordon(view, 1)
-    kept = view.registration(WorkerId(1))
+    kept = view.fleet.registration(WorkerId(1))
     assert kept is not None and kept.state is WorkerState.ACTIVE
 
 
@@ -108,12 +111,12 @@ def test_the_first_record_of_a_model_wins_until_its_tombstone(caplog: pytest.Log
     view = view_of(Clock())
     serve(view, 16)
     serve(view, 32)
-    assert view.block_size_of("m") == 16
+    assert view.fleet.block_size_of("m") == 16
     assert not caplog.records
     serve(view, None)
     serve(view, 32)
     with pytest.raises(BlockSizeContradicted):
-        view.block_size_of("m")
+        view.fleet.block_size_of("m")
     assert [record.levelno for record in caplog.records] == [logging.ERROR]
 
 
@@ -127,8 +130,8 @@ def test_a_router_refuses_a_model_whose_record_contradicts_its_settings() -> Non
     with pytest.raises(BlockSizeContradicted):
         router.potential(parse_route_query({}), packed(TOKENS))
     with pytest.raises(BlockSizeContradicted):
-        router.view.check_block_sizes()
-    assert router.view.ranks_of_wrong_block_size(router.view.workers[WorkerId(1)]) == [0]
+        router.view.fleet.check_block_sizes()
+    assert router.view.fleet.ranks_of_wrong_block_size(router.view.fleet.workers[WorkerId(1)]) == [0]
     assert router.view.rank_counts().wrong_block_size == 1
     register(router.view, 2, model="other")
     assert ask(router, model="other")["worker_id"] == 2
@@ -142,8 +145,12 @@ def test_an_engine_with_another_block_size_is_no_candidate() -> None:
     progress(view, 2, 32)
     hold(view, rank(3), LOCAL)
     assert ask(router, update_states=False)["worker_id"] == 3
-    assert view.refusals(EVERY_RANK) == {FilterReason.WRONG_BLOCK_SIZE: 2}
-    assert [view.ranks_of_wrong_block_size(view.workers[WorkerId(each)]) for each in (1, 2, 3)] == [[0], [0], []]
+    assert view.fleet.refusals(EVERY_RANK) == {FilterReason.WRONG_BLOCK_SIZE: 2}
+    assert [view.fleet.ranks_of_wrong_block_size(view.fleet.workers[WorkerId(each)]) for each in (1, 2, 3)] == [
+        [0],
+        [0],
+        [],
+    ]
     assert view.rank_counts().wrong_block_size == 2
     with pytest.raises(NoEligibleWorker, match="wrong_block_size 2"):
         ask(router, allowed_worker_ids="1,2", excluded_worker_ids="3")
@@ -159,7 +166,7 @@ def test_a_removed_rank_has_no_block_size() -> None:
     view = view_of(Clock())
     register(view, 1)
     progress(view, 1, 32, Health.REMOVED)
-    assert view.eligible(EVERY_RANK) == (rank(1),)
+    assert view.fleet.eligible(EVERY_RANK) == (rank(1),)
 
 
 # -- bodies of PUT /workers --------------------------------------------------------------------------------------------
@@ -348,4 +355,8 @@ def test_worker_records_round_trip_with_their_new_neighbours() -> None:
     serve(view, 16)
     cordon(view, 3)
     view.fold_worker(b"3", encode_worker(replace(REGISTERED, worker_id=WorkerId(3))))
-    assert (view.has_cordon(WorkerId(3)), view.served_model("m") is not None, list(view.workers)) == (True, True, [3])
+    assert (view.fleet.has_cordon(WorkerId(3)), view.fleet.served_model("m") is not None, list(view.fleet.workers)) == (
+        True,
+        True,
+        [3],
+    )

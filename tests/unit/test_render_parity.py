@@ -36,7 +36,7 @@ from streams.frontend.metrics import FrontCounts
 from streams.frontend.parity import PROMPTS, Rendered, judge
 from streams.frontend.parity_probes import ParityProbes
 from streams.frontend.tokenizing import Tokenizing
-from streams.router_api import view as view_module
+from streams.router_api import fleet_view
 from streams.router_api.view import View
 from streams.router_api.wire import parse_render, render_json
 from streams.settings import Settings
@@ -147,7 +147,7 @@ def note_incarnation(view: View, incarnation: int, dp_rank: int = 0, worker_id: 
 
 
 def shown(view: View, worker_id: int = 1) -> RenderResult:
-    parity = view.render_of(view.workers[WorkerId(worker_id)])
+    parity = view.fleet.render_of(view.fleet.workers[WorkerId(worker_id)])
     return NOT_PROBED if parity is None else parity.result
 
 
@@ -155,12 +155,12 @@ def test_a_result_counts_in_whatever_order_the_records_come() -> None:
     """Its record may be read before the worker's; it changes no choice, so requests need not wait for it."""
     view = view_of(Clock())
     fold(view, parity_of())
-    assert view.render_outcomes() == Counter()
+    assert view.fleet.render_outcomes() == Counter()
     register(view, 1)
     changes = view.changes
     register(view, 2)
     assert (shown(view), shown(view, 2)) == (DIFFERS, NOT_PROBED)
-    assert view.render_outcomes() == Counter({RenderOutcome.DIFFERS: 1, RenderOutcome.UNKNOWN: 1})
+    assert view.fleet.render_outcomes() == Counter({RenderOutcome.DIFFERS: 1, RenderOutcome.UNKNOWN: 1})
     changes = view.changes
     fold(view, parity_of(EQUAL))
     assert (shown(view), view.changes) == (EQUAL, changes)
@@ -173,7 +173,7 @@ def test_another_incarnation_url_or_model_makes_it_unknown() -> None:
     fold(view, parity_of())
     for incarnation, dp_rank in ((7, 0), (8, 1)):
         note_incarnation(view, incarnation, dp_rank)
-        assert view.incarnation_of(view.workers[ONE]) == incarnation
+        assert view.fleet.incarnation_of(view.fleet.workers[ONE]) == incarnation
         assert shown(view) == NOT_PROBED
         fold(view, parity_of(incarnation=incarnation))
         assert shown(view) == DIFFERS
@@ -187,7 +187,7 @@ def test_another_incarnation_url_or_model_makes_it_unknown() -> None:
 
 def test_a_tombstone_ends_it_and_results_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beyond the limit, records of further workers are ignored, and those of known ones count."""
-    monkeypatch.setattr(view_module, "RENDER_PARITIES_MAX", 2)
+    monkeypatch.setattr(fleet_view, "RENDER_PARITIES_MAX", 2)
     view = view_of(Clock())
     for worker_id in (1, 2, 3):
         register(view, worker_id)
@@ -196,7 +196,7 @@ def test_a_tombstone_ends_it_and_results_are_limited(monkeypatch: pytest.MonkeyP
     fold(view, parity_of(EQUAL, worker_id=2))
     assert shown(view, 2) == EQUAL
     view.fold_worker(render_key(ONE), None)
-    assert shown(view) == NOT_PROBED and not view.has_render(ONE)
+    assert shown(view) == NOT_PROBED and not view.fleet.has_render(ONE)
     fold(view, parity_of(worker_id=3))
     assert shown(view, 3) == DIFFERS
 
@@ -207,7 +207,7 @@ def test_a_bad_key_is_refused(key: bytes) -> None:
     view = view_of(Clock())
     with pytest.raises(BadRecord):
         view.fold_worker(key, encode_render(parity_of()))
-    assert not view.has_render(ONE)
+    assert not view.fleet.has_render(ONE)
 
 
 @pytest.mark.parametrize("wrong", [{"outcome": "other"}, {"part": "other"}, {"reason": "x"}, {"from_token": -1}])
@@ -238,7 +238,7 @@ def test_a_report_about_another_engine_is_refused(monkeypatch: pytest.MonkeyPatc
         registry, view = served.router.registry, served.router.view
         written: list[bytes] = []
         monkeypatch.setattr(registry, "_send", lambda key, _: written.append(key))
-        worker = view.workers[ONE]
+        worker = view.fleet.workers[ONE]
 
         def parity(incarnation: int | None, **changes: Any) -> RenderParity:
             return replace(parity_of(incarnation=incarnation), url=worker.url, **changes)

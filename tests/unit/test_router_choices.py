@@ -193,7 +193,7 @@ def test_a_report_replaces_the_bookings_before_it(monkeypatch: pytest.MonkeyPatc
     """Bookings count until a report that contains them arrives; from then on the report does."""
     router = router_of(2, router_mode=RouterMode.LOAD_DEVIATION)
     now_ms = [10_000]
-    for owner in (router.view._engine_reports, router.loads):
+    for owner in (router.view.fleet.engines, router.loads):
         monkeypatch.setattr(owner, "_now_ms", lambda: now_ms[0])
 
     def reported(**running: int) -> None:
@@ -403,7 +403,7 @@ def test_a_request_that_no_rank_may_serve_is_refused_when_it_is_booked() -> None
 def test_an_answer_has_the_url_of_its_worker() -> None:
     """The URL is the registered one, and null for an existing booking whose worker was removed."""
     router = router_of(1)
-    assert ask(router)["url"] == router.view.workers[rank(1).worker_id].url
+    assert ask(router)["url"] == router.view.fleet.workers[rank(1).worker_id].url
     router.view.fold_worker(b"1", None)
     register(router.view, 2)
     assert (ask(router)["worker_id"], ask(router)["url"]) == (1, None)
@@ -411,7 +411,7 @@ def test_an_answer_has_the_url_of_its_worker() -> None:
 
 def spoil(router: Router, worker_id: int, health: Health) -> None:
     """The worker's rank gets another health, as if it had lost a batch or had blocks that are not indexed."""
-    (progress,) = router.view.progress_of(WorkerId(worker_id))
+    (progress,) = router.view.index.progress_of(WorkerId(worker_id))
     changed = replace(progress, health=health, sequence=progress.sequence + 1)
     router.view.fold_index(progress_key(rank(worker_id)), encode_progress(changed))
 
@@ -473,7 +473,7 @@ def test_a_chosen_rank_is_no_better_than_its_prediction_and_the_bookings(monkeyp
     router = router_of(2, router_predicted_ttl_s=60.0)
     for worker_id in (1, 2):
         hold(router.view, rank(worker_id), local_hashes(TOKENS, BLOCK_SIZE)[:1])
-    router.view.predict(rank(1), local_hashes(TOKENS, BLOCK_SIZE))
+    router.view.predictions.predict(rank(1), local_hashes(TOKENS, BLOCK_SIZE))
     assert modes_of(ask(router, update_states="false")) == (1, "approximate", "approximate", None, None)
     assert modes_of(ask(router, update_states="false", allowed_worker_ids="2"))[1:3] == ("exact", "exact")
     spoil(router, 1, Health.DEGRADED)
@@ -481,7 +481,7 @@ def test_a_chosen_rank_is_no_better_than_its_prediction_and_the_bookings(monkeyp
     not_in_sync = "bookings_not_in_sync"
     found = modes_of(ask(router, update_states="false", excluded_worker_ids="1"))
     assert found == (2, "degraded", "degraded", not_in_sync, not_in_sync)
-    router.view.predict(rank(2), local_hashes(TOKENS, BLOCK_SIZE))
+    router.view.predictions.predict(rank(2), local_hashes(TOKENS, BLOCK_SIZE))
     drawn = {modes_of(ask(router, update_states="false"))[2:] for _ in range(30)}
     assert drawn == {("degraded", "events_lost", "events_lost"), ("degraded", "events_lost", not_in_sync)}
 
@@ -490,7 +490,7 @@ def test_a_repeated_request_is_no_better_than_its_prediction() -> None:
     """The overlap of its booking was predicted, as is what it is compared with."""
     router = router_of(1, router_predicted_ttl_s=60.0)
     hold(router.view, rank(1), local_hashes(TOKENS, BLOCK_SIZE)[:1])
-    router.view.predict(rank(1), local_hashes(TOKENS, BLOCK_SIZE))
+    router.view.predictions.predict(rank(1), local_hashes(TOKENS, BLOCK_SIZE))
     answers = [modes_of(ask(router, "a")) for _ in range(2)]
     assert answers == [(1, "approximate", "approximate", None, None)] * 2
 
@@ -508,7 +508,7 @@ def holding(router: Router, worker_id: int, tokens: Sequence[int]) -> None:
     """The worker's rank holds the blocks of these tokens, as its progress says too."""
     local = local_hashes(list(tokens), BLOCK_SIZE)
     hold(router.view, rank(worker_id), local)
-    (progress,) = router.view.progress_of(WorkerId(worker_id))
+    (progress,) = router.view.index.progress_of(WorkerId(worker_id))
     changed = replace(progress, n_blocks=len(local), sequence=progress.sequence + 1)
     router.view.fold_index(progress_key(rank(worker_id)), encode_progress(changed))
 
@@ -564,7 +564,7 @@ def test_a_prediction_is_no_match(caplog: pytest.LogCaptureFixture) -> None:
     """A router hashes a prompt and its own prediction alike, so that a prediction shows nothing about the engines."""
     router = router_of(1, router_predicted_ttl_s=60.0)
     holding(router, 1, TOKENS)
-    router.view.predict(rank(1), local_hashes(list(range(64)), BLOCK_SIZE))
+    router.view.predictions.predict(rank(1), local_hashes(list(range(64)), BLOCK_SIZE))
     for _ in range(UNMATCHED_DECISIONS):
         assert ask(router, tokens=range(64), update_states="false")["overlap_blocks"] == 4
     assert len(warnings_of(caplog)) == 1

@@ -14,13 +14,13 @@ from streams.core.events import FeedState, MoeLabels
 from streams.core.hashing import local_hashes, sequence_hashes
 from streams.core.ids import EngineHash, Incarnation, SequenceHash, WorkerId
 from streams.core.reducer.ordering import Health
+from streams.core.routing.trust import AnswerMode
 from streams.cxl import pooled_view
 from streams.cxl.events import CxlPool
 from streams.cxl.records import BlockKey, BlockRow, Placement, block_key, encode_block, encode_pool, pool_key
 from streams.errors import BadRecord, InvalidRequest, NoEligibleWorker
 from streams.kafka import partition_of
 from streams.router_api.router import Router
-from streams.router_api.trust import AnswerMode
 from streams.router_api.wire import RouteRequest, answer_json, parse_route_query
 from streams.settings import Settings
 from streams.sim.held_chains import runs_of_chain
@@ -148,7 +148,7 @@ def test_pooled_blocks_are_exact_once_they_are_folded_up_to_where_their_rank_is(
     put(router, 1, 2, owner=1)
     hosts(router, 1)
     assert ask(router)["mode"] == "exact"
-    (progress,) = router.view.progress_of(WorkerId(1))
+    (progress,) = router.view.index.progress_of(WorkerId(1))
     behind = replace(progress, feed=FeedState.CATCHING_UP, sequence=progress.sequence + 1)
     for state in (behind, replace(behind, feed=FeedState.LIVE)):
         router.view.fold_index(progress_key(rank(1)), encode_progress(state))
@@ -333,7 +333,7 @@ def test_a_labelled_rank_that_restarts_matches_nothing_any_more() -> None:
     label(router, 1, 0, 2)
     assert terms(ask(router, {"moe_query": QUERY}))[1][:3] == (2, 0, 2)
     hold(router.view, rank(1), LOCAL)
-    progress = router.view.progress_of(WorkerId(1))[0]
+    progress = router.view.index.progress_of(WorkerId(1))[0]
     later = replace(progress, epoch=progress.epoch._replace(generation=1))
     router.view.fold_index(progress_key(rank(1)), encode_progress(later))
     assert terms(ask(router, {"moe_query": QUERY}))[1][:3] == (0, 0, 0)
@@ -377,14 +377,14 @@ def test_an_answer_is_no_better_than_the_rank_that_pooled_the_blocks(
     hold(router.view, rank(2), LOCAL[:1])
     put(router, 1, 2, owner=2)
     hosts(router, 1, 2)
-    progress = router.view.progress_of(WorkerId(2))[0]
+    progress = router.view.index.progress_of(WorkerId(2))[0]
     router.view.fold_index(progress_key(rank(2)), encode_progress(replace(progress, health=health, feed=feed)))
     answer = ask(router, allowed_worker_ids=[1])
     assert answer["chosen_mode"] == mode
     assert answer.get("chosen_degraded_because") == ("pooled_rank_unknown" if mode == "degraded" else None)
     assert answer["mode"] == mode
     assert ask(router, {"cxl_score_weight": 0.0}, allowed_worker_ids=[1])["mode"] == "exact"
-    assert router.view.trust([rank(1)], pooled="another model").mode is AnswerMode.EXACT
+    assert router.view.assess([rank(1)], pooled="another model").mode is AnswerMode.EXACT
 
 
 def test_rows_have_a_limit_and_beyond_it_answers_are_degraded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -398,10 +398,10 @@ def test_rows_have_a_limit_and_beyond_it_answers_are_degraded(monkeypatch: pytes
     assert ask(router)["mode"] == "exact"
     with pytest.raises(BadRecord, match="2 rows"):
         put(router, 2)
-    assert (router.view.n_pooled(), ask(router)["degraded_because"]) == (2, "pooled_over_capacity")
+    assert (router.view.facts.n_pooled(), ask(router)["degraded_because"]) == (2, "pooled_over_capacity")
     router.view.fold_pooled(block_key(BlockKey(CHAIN[0], rank(DEAD), "p")), None)
     put(router, 2)
-    assert router.view.n_pooled() == 2
+    assert router.view.facts.n_pooled() == 2
 
 
 @pytest.mark.parametrize("in_batches", [False, True])
@@ -435,7 +435,7 @@ def test_labels_that_find_no_room_are_doubted_and_filter_nobody(
     for override in ({"moe_query": QUERY}, strict, {**strict, "moe_score_weight": 0.0}):
         assert ask(router, override)["degraded_because"] == "labels_over_capacity"
     assert terms(ask(router, strict)).keys() == {1, 2}
-    assert router.view.labelled() == (2, 4)
+    assert router.view.facts.labelled() == (2, 4)
     without_query: list[dict[str, Any] | None] = [
         None,
         {"moe_query": {}},
@@ -467,7 +467,7 @@ def test_a_rank_that_is_forgotten_or_restarts_lacks_no_labels(monkeypatch: pytes
         hold(router.view, rank(worker_id), LOCAL[:1])
         label(router, worker_id, 0, 1)
     assert ask(router, {"moe_query": QUERY})["degraded_because"] == "labels_over_capacity"
-    progress = router.view.progress_of(WorkerId(2))[0]
+    progress = router.view.index.progress_of(WorkerId(2))[0]
     later = replace(progress, epoch=progress.epoch._replace(generation=1))
     router.view.fold_index(progress_key(rank(2)), encode_progress(later))
     number = partition_of(WorkerId(2), router.settings.partitions)

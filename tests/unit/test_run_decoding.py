@@ -29,10 +29,10 @@ from streams.core.index.tree_fold import TreeRunFold
 from streams.core.index.tree_inspection import names_in_column
 from streams.core.reducer.holdings import plain_holdings
 from streams.core.reducer.ordering import Health, Progress
+from streams.core.routing.trust import AnswerMode
 from streams.core.runs import RUN_BLOCKS_MAX, Run, RunKey
 from streams.errors import BadRecord, IndexFull
 from streams.kafka import partition_of
-from streams.router_api.trust import AnswerMode
 from streams.router_api.view import View
 from streams.settings import Settings
 from streams.tables.kernels.runs import OTHER, decode_records
@@ -278,7 +278,7 @@ def test_values_that_no_writer_produces_are_left_to_decode_run(value: bytes) -> 
     assert decode_runs([(ROOT_KEY, value)])[1] == [0]
     view = View(Settings(), lambda: 0)
     assert view.fold_index_batch([(ROOT_KEY, value)]) == []
-    assert len(view.members()) == 1
+    assert len(view.index.members()) == 1
 
 
 @settings(max_examples=40, deadline=None)
@@ -359,8 +359,8 @@ def test_folding_in_batches_of_any_size_equals_folding_one_by_one(seed: int, siz
         expected = one_by_one.fold_index_batch(some)
         assert bad == [(position, f"{reason.reason} {reason}") for position, reason in expected]
         assert state_of_view(view) == state_of_view(one_by_one) == state_of_view(folded(records))
-        assert view.rank_states() == one_by_one.rank_states()
-        view.index.check()
+        assert view.index.rank_states() == one_by_one.index.rank_states()
+        view.index.runs.check()
 
 
 def test_a_rank_ends_at_its_tombstones_position_among_its_runs() -> None:
@@ -370,8 +370,8 @@ def test_a_rank_ends_at_its_tombstones_position_among_its_runs() -> None:
     for records, held in (([*log, forget], 0), ([*log, forget, *log], 3), ([log[1], forget, log[1], log[0]], 3)):
         view = View(Settings(), lambda: 0)
         assert view.fold_index_batch(records) == []
-        assert len(view.members()) == held
-        view.index.check()
+        assert len(view.index.members()) == held
+        view.index.runs.check()
 
 
 def test_a_rank_that_returns_after_it_was_dropped_gets_a_new_number() -> None:
@@ -434,14 +434,14 @@ def test_a_rank_over_the_index_capacity_is_degraded_until_its_next_epoch(
     assert view.fold_index_batch([*records, *partitions]) == []
     for number in range(Settings().partitions):
         view.note_ends(number, 0, {})  # of no sources, so that no owner is behind
-    assert view.records_over_capacity > 100
+    assert view.index.records_over_capacity > 100
     assert len([record for record in caplog.records if "over capacity" in record.message]) == 1
-    assert view.trust([well]).mode is AnswerMode.EXACT
-    assert view.trust([well, full]).mode is AnswerMode.DEGRADED
+    assert view.assess([well]).mode is AnswerMode.EXACT
+    assert view.assess([well, full]).mode is AnswerMode.DEGRADED
     view.fold_index_batch([progress(full, 2), *partitions])
-    assert view.trust([well, full]).mode is AnswerMode.EXACT
+    assert view.assess([well, full]).mode is AnswerMode.EXACT
     view.reset()
-    assert view.records_over_capacity == 0
+    assert view.index.records_over_capacity == 0
 
 
 def test_a_view_without_kernels_folds_batches_too() -> None:
@@ -449,7 +449,7 @@ def test_a_view_without_kernels_folds_batches_too() -> None:
     log = commit(plain_holdings(), [batch(0, stored(names(3), u64(1, 2, 3)))])
     view = View(Settings(), lambda: 0, PlainRunFold)
     assert view.fold_index_batch([*log, (b"?", None)])[0][0] == len(log)
-    assert len(view.members()) == 3
+    assert len(view.index.members()) == 3
 
 
 @pytest.mark.parametrize("make_fold", [PlainRunFold, TreeRunFold])
@@ -529,9 +529,9 @@ def test_no_answer_is_exact_while_the_transaction_is_folded_that_makes_its_rank_
 
     def ask() -> None:
         while not found or found[-1][0] is not AnswerMode.EXACT:
-            basis = view.basis()
-            scores = view.find_matches(asked).scores
-            found.append((view.trust([rank], basis=basis).mode, scores.get(rank, 0)))
+            basis = view.snapshot()
+            scores = view.index.find_matches(asked).scores
+            found.append((view.assess([rank], before=basis).mode, scores.get(rank, 0)))
 
     interval_s = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)

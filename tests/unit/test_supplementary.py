@@ -23,6 +23,7 @@ from streams.core.runs import Run, RunKey
 from streams.core.workers import Worker
 from streams.cxl.events import CxlPool
 from streams.cxl.records import BlockKey, BlockRow, Placement, block_key, encode_block, encode_pool, pool_key
+from streams.router_api import index_view
 from streams.router_api import view as view_module
 from streams.router_api.view import View
 from streams.settings import Settings
@@ -199,17 +200,17 @@ class History:
         local = rng.choice(self.chains)[: rng.randrange(15)]
         model, wanted = rng.choice("mn"), rng.choice([None, *WANTED])
         sequence = sequence_hashes(local)
-        candidates = [each for each in view.all_ranks() if rng.random() < 0.8]
+        candidates = [each for each in view.fleet.all_ranks() if rng.random() < 0.8]
         rng.shuffle(candidates)
         places = Candidates(candidates)
-        overlap, effective = view.find_matches(local).columns(places, (0.9, 0.9, 0.9, 0.9))
+        overlap, effective = view.index.find_matches(local).columns(places, (0.9, 0.9, 0.9, 0.9))
         supplementary = view.supplementary(sequence, model, wanted, pooled=True)
         weighed = None if supplementary is None else supplementary.weigh(places, overlap, effective, 0.7, 0.3)
         reached, matched = (None, None) if weighed is None else (weighed.cxl_accessible_scores, weighed.moe_scores)
         blocks = [SequenceHash(block) for block in sequence.tolist()]
-        held = {(each, block) for each, _, block in view.members()}
+        held = {(each, block) for each, _, block in view.index.members()}
         pooled: set[tuple[WorkerId, SequenceHash]] = set()
-        for block, workers in view.pooled_blocks():
+        for block, workers in view.facts.pooled_blocks(frozenset(view.fleet.workers)):
             if block.model == model:
                 pooled |= {(worker, block.sequence) for worker in workers}
         labelled = {
@@ -260,7 +261,8 @@ def test_every_history_gives_the_blocks_of_a_walk_of_all_facts(make_fold: Callab
 
 def test_without_numba_the_same_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The pure-Python fold gives the same counts."""
-    monkeypatch.setattr(view_module, "_compiled", lambda: None)
+    for module in (view_module, index_view):
+        monkeypatch.setattr(module, "kernels_available", lambda: False)
     history = History(random.Random(1), View(Settings(), lambda: 0, FOLDS[0]))
     register(history.view, 1)
     register(history.view, 2, dp_size=2)
@@ -286,7 +288,7 @@ def put(view: View, *positions: int, owner: int = 9, placement: Placement = PLAC
 
 def reached(view: View, *workers: int) -> list[int]:
     places = Candidates([rank(worker) for worker in workers])
-    overlap, effective = view.find_matches(CHAIN).columns(places, (1.0, 1.0, 1.0, 1.0))
+    overlap, effective = view.index.find_matches(CHAIN).columns(places, (1.0, 1.0, 1.0, 1.0))
     supplementary = view.supplementary(sequence_hashes(CHAIN), "m", None, pooled=True)
     weighed = None if supplementary is None else supplementary.weigh(places, overlap, effective, 1.0, 0.0)
     blocks = None if weighed is None else weighed.cxl_accessible_scores
@@ -368,6 +370,6 @@ def test_a_forgotten_rank_that_comes_again_in_a_smaller_epoch_has_its_labels() -
     view.fold_index(progress_key(rank(1)), None)
     again = replace(first, epoch=FIRST)
     view.fold_index(run_key(again.key), encode_run(again))
-    scores = view.find_matches(CHAIN)
+    scores = view.index.find_matches(CHAIN)
     supplementary = view.supplementary(sequence_hashes(CHAIN), "m", MoeSelector(2), pooled=False)
     assert supplementary is not None and supplementary.matching([rank(1)], scores) == {rank(1)}

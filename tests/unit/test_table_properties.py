@@ -143,8 +143,8 @@ def folded(records: Iterable[Record], view: View | None = None) -> View:
 
 
 def state_of_view(view: View) -> State:
-    found = {(rank, tier, int(block)) for rank, tier, block in view.members()}
-    states = view.rank_states()
+    found = {(rank, tier, int(block)) for rank, tier, block in view.index.members()}
+    states = view.index.rank_states()
     return State(found, {state.rank: state.epoch for state in states}, {state.rank for state in states if state.silent})
 
 
@@ -207,7 +207,7 @@ def test_a_view_equals_the_reference_after_every_transaction(seed: int, batches_
     view = View(Settings(), lambda: 0)
     for transaction, state in zip(log.transactions, log.states, strict=True):
         assert state_of_view(folded(transaction, view)) == state
-    states = {state.rank: state.n_blocks for state in view.rank_states()}
+    states = {state.rank: state.n_blocks for state in view.index.rank_states()}
     assert states == {
         rank: sum(1 for member in log.states[-1].members if member[0] == rank) for rank in log.states[-1].epochs
     }
@@ -330,9 +330,9 @@ def test_an_older_copy_of_a_progress_record_changes_nothing() -> None:
     second = commit(holdings, [batch(2)])
     third = commit(holdings, [batch(0, incarnation=2)])
     view = folded([*second, *first])
-    assert [(state.sequence, state.health) for state in view.rank_states()] == [(2, Health.DEGRADED)]
+    assert [(state.sequence, state.health) for state in view.index.rank_states()] == [(2, Health.DEGRADED)]
     folded([*third, *second], view)
-    assert [(state.epoch.incarnation, state.sequence) for state in view.rank_states()] == [(2, 0)]
+    assert [(state.epoch.incarnation, state.sequence) for state in view.index.rank_states()] == [(2, 0)]
 
 
 def test_bad_records_in_a_batch_do_not_prevent_the_others_from_being_folded() -> None:
@@ -368,9 +368,9 @@ def test_only_a_record_under_the_workers_own_key_changes_it(key: bytes, value: b
     with pytest.raises(BadRecord) as caught:
         view.fold_worker(key, value)
     assert caught.value.reason == reason
-    assert view.workers == {WORKER.worker_id: WORKER}
+    assert view.fleet.workers == {WORKER.worker_id: WORKER}
     view.fold_worker(b"7", None)
-    assert view.workers == {}
+    assert view.fleet.workers == {}
 
 
 @pytest.mark.parametrize("tier", list(Tier))
@@ -380,5 +380,5 @@ def test_tiers_are_independent(tier: Tier) -> None:
     log = commit(holdings, [batch(0, *(stored(names(2), u64(1, 2), tier=each) for each in Tier))])
     log += commit(recovered(compacted(log)), [batch(1, BlocksRemoved(names(2), tier))])
     view = folded(log)
-    assert {where for _, where, _ in view.members()} == set(Tier) - {tier}
-    assert len(view.members()) == 6
+    assert {where for _, where, _ in view.index.members()} == set(Tier) - {tier}
+    assert len(view.index.members()) == 6

@@ -9,7 +9,9 @@ import pytest
 from streams.core.events import FeedState
 from streams.core.ids import DpRank, Epoch, Incarnation, RankId, WorkerId
 from streams.core.reducer.ordering import Health, Progress
-from streams.router_api.trust import SETTLE_MS, AnswerMode, Basis, DegradedReason, Trust, TrustTracker
+from streams.core.routing.trust import AnswerMode, DegradedReason, Trust
+from streams.router_api.owner_trust import SETTLE_MS
+from streams.router_api.trust_tracker import TrustSnapshot, TrustTracker
 from streams.tables.records import PartitionRecord
 
 RANK = RankId(WorkerId(7), DpRank(0))
@@ -69,17 +71,17 @@ def test_an_overlap_that_was_read_before_trust_returned_is_not_exact() -> None:
     tracker = TrustTracker(1, 3000, 1000, lambda _: None)
     progress, owner = Progress(RANK, Epoch(Incarnation(1), 0), 5), PartitionRecord(0, 0, "owner", ())
 
-    def reason(improvements: int) -> DegradedReason | None:
-        return tracker.assess([RANK], frozenset(), now_ms, basis=Basis(improvements, 0)).reason
+    def reason(recoveries: int) -> DegradedReason | None:
+        return tracker.assess([RANK], frozenset(), now_ms, before=TrustSnapshot(recoveries, 0)).reason
 
     now_ms = 0
-    read_before = tracker.improvements
+    read_before = tracker.recoveries
     tracker.note_progress(RANK, progress)
     tracker.note_partition(owner, now_ms)
     tracker.note_ends(0, now_ms, {})
     assert reason(read_before) is not None
-    assert reason(tracker.improvements) is None
-    unchanged = tracker.improvements
+    assert reason(tracker.recoveries) is None
+    unchanged = tracker.recoveries
     for now_ms in (500, 1000):
         tracker.note_partition(owner, now_ms)
         tracker.note_ends(0, now_ms, {})
@@ -90,11 +92,11 @@ def test_an_overlap_that_was_read_before_trust_returned_is_not_exact() -> None:
         tracker.note_partition(owner, now_ms)
         tracker.note_ends(0, now_ms, {})
     assert reason(unchanged) is DegradedReason.OWNER_BEHIND
-    assert reason(tracker.improvements) is None
-    unchanged, asked_ms = tracker.improvements, now_ms + 900
+    assert reason(tracker.recoveries) is None
+    unchanged, asked_ms = tracker.recoveries, now_ms + 900
     now_ms += 1500
     assert reason(unchanged) is DegradedReason.OWNER_BEHIND
     tracker.note_partition(owner, now_ms)
     tracker.note_ends(0, asked_ms, {}, now_ms)  # the answer to a question from before the trust ended
     assert reason(unchanged) is DegradedReason.OWNER_BEHIND
-    assert reason(tracker.improvements) is None
+    assert reason(tracker.recoveries) is None

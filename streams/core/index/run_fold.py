@@ -1,7 +1,7 @@
 """Run records folded into an index: the state that a router builds from the index changelog.
 
 What lives here: the interface of every such fold (`RunFold`) and the pure-Python one. What must not: bytes
-(tables.records), partition and worker records and locks (router_api.view).
+(tables.records), partition and worker records and locks (router_api.index_view).
 
 Records arrive in any order that compaction leaves: children before parents, runs before their progress, a key's older
 values missing. A rank's epoch is the greatest in any of its records; runs of an older epoch are dropped, and ignored
