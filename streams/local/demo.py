@@ -44,7 +44,7 @@ from streams.local.stack import Engine, RouterProcess, Stack, bearer, get_json, 
 from streams.progress import shown
 from streams.settings import Settings
 from streams.sim.engine_config import EngineConfig
-from streams.sim.lab.mirrored import LiveRun, follow_like, simulate_like
+from streams.sim.lab.trace_runs import LiveRun, repeat_choices, simulate
 from streams.sim.pool import PoolConfig
 from streams.sim.synthetic_tokens import greedy_tokens, unpack_tokens
 from streams.sim.trace import TraceRequest, generate, infinite_cache_hit_share, parse_trace, tokens_for
@@ -153,13 +153,15 @@ def run_demo(config: DemoConfig, start_kafka: StartKafka) -> dict[str, Any]:
         with shown(console, "simulating the same offline", len(live) * (1 + OFFLINE_RUNS)) as step:
             for name, outcomes in live.items():
                 run = LiveRun([each.outcome for each in outcomes], [each.times for each in outcomes], speedup)
-                same = follow_like(requests, config.workers, engine_config, name, run, config.seed)
+                same = repeat_choices(requests, config.workers, engine_config, name, run, config.seed)
                 followed[name] = {**summarise(same.outcomes, config.workers), "changed": same.changed}
                 step.advance()
                 own = []
                 for shuffle in range(OFFLINE_RUNS):
-                    ran = simulate_like(requests, config.workers, engine_config, name, config.seed, run, shuffle)
-                    own.append(summarise(ran, config.workers))
+                    simulated = simulate(
+                        requests, config.workers, engine_config, name, config.seed, live=run, shuffle=shuffle
+                    )
+                    own.append(summarise(simulated, config.workers))
                     step.advance()
                 offline[name] = mean_figures(own)
         print_policies(console, figures, followed, offline, bound)

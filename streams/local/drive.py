@@ -22,8 +22,8 @@ import orjson
 from streams.client.plain_http import PlainHttp
 from streams.errors import KvStreamsError
 from streams.local.stack import bearer
-from streams.sim.lab.mirrored import LiveTimes
-from streams.sim.offline import Outcome
+from streams.sim.lab.results import RequestOutcome
+from streams.sim.lab.trace_runs import LiveTimes
 from streams.sim.trace import TraceRequest, tokens_for
 
 #: Concurrent requests. If a trace needs more, its requests arrive faster than any fleet on one machine can serve them.
@@ -37,11 +37,11 @@ _SILENCE_S, _CONNECT_TIMEOUT_S, _KEEPALIVE_S = 600.0, 30.0, 30.0
 class LiveOutcome:
     """The result of one request.
 
-    outcome: as from the offline simulator. times: of its decision and of the client's reports. route_ms: wall time of
+    outcome: as from the laboratory. times: of its decision and of the client's reports. route_ms: wall time of
     POST /route.
     """
 
-    outcome: Outcome
+    outcome: RequestOutcome
     times: LiveTimes
     mode: str
     overlap_blocks: int
@@ -133,7 +133,7 @@ class _Client:
         finally:
             await self._notify_router("DELETE", f"/loads/{request_id}")
         return LiveOutcome(
-            outcome=Outcome(
+            outcome=RequestOutcome(
                 request=number,
                 worker_id=choice["worker_id"],
                 prompt_tokens=figures["prompt_tokens"],

@@ -16,10 +16,10 @@ from rich.console import Console
 from rich.table import Table
 
 from streams.local.drive import LiveOutcome
-from streams.sim.offline import Outcome
+from streams.sim.lab.results import RequestOutcome
 
 
-def summarise(outcomes: Sequence[Outcome], n_engines: int) -> dict[str, Any]:
+def summarise(outcomes: Sequence[RequestOutcome], n_engines: int) -> dict[str, Any]:
     """Figures of one policy.
 
     hit_share: the share of prompt tokens that an engine found in its cache. Times are model time. load_imbalance:

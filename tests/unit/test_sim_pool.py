@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal
@@ -13,16 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streams.core.cxl_memory import CxlMemoryMetadata, CxlMemoryState
-from streams.core.routing.decision import RoutePolicy
-from streams.core.routing.selection import RouterMode
 from streams.cxl.states import NOT_POOLED, Refused, transition
-from streams.errors import InvalidRequest, KvStreamsError, SettingsError
-from streams.sim.engine_config import EngineConfig
+from streams.errors import InvalidRequest, KvStreamsError
 from streams.sim.engine_messages import EngineStats, Finished, FirstToken, KvRemoved, KvStored, Output, PoolAsked
 from streams.sim.model import EngineModel
-from streams.sim.offline import Outcome, simulate
 from streams.sim.pool import CxlChanged, EnginePoolBlocks, PoolConfig, PoolEvent, PoolLoad, SharedPool
-from streams.sim.trace import generate, infinite_cache_hit_share
 from tests.unit.test_sim_model import CONFIG, FOREVER, Asked, ask, only, requests_, submit_all
 
 IN_TRANSIT, POOLED, EVICTED, PLAIN_STATE = (
@@ -547,39 +541,3 @@ def test_reading_in_place_keeps_every_invariant_and_needs_no_more_blocks(asked: 
     (loading, load_stats), (reading, read_stats) = run(False), run(True)
     assert loading == reading
     assert read_stats.n_blocks_used == load_stats.n_blocks_used == 0
-
-
-# -- traces ------------------------------------------------------------------------------------------------------------
-
-SMALL = EngineConfig(n_blocks=2048)
-TRACE = generate(60, np.random.default_rng(7))
-
-
-def run(pool: PoolConfig | None, mode: RouterMode = RouterMode.KV) -> list[Outcome]:
-    return simulate(TRACE, 4, SMALL, RoutePolicy(mode), random.Random(3), pool)
-
-
-def hit_share(outcomes: list[Outcome]) -> float:
-    return sum(each.cached_tokens for each in outcomes) / sum(each.prompt_tokens for each in outcomes)
-
-
-@pytest.mark.parametrize("mode", [RouterMode.KV, RouterMode.ROUND_ROBIN])
-def test_a_pool_increases_reuse_up_to_the_bound_and_runs_are_reproducible(mode: RouterMode) -> None:
-    """More tokens are reused than without a pool, some of them from the pool, and no more than the bound allows."""
-    without, with_pool = run(None, mode), run(PoolConfig(), mode)
-    assert with_pool == run(PoolConfig(), mode)
-    assert hit_share(without) < hit_share(with_pool) <= infinite_cache_hit_share(TRACE, SMALL.block_size)
-    assert sum(each.pooled_tokens for each in without) == 0
-    assert all(each.pooled_tokens <= each.cached_tokens for each in with_pool)
-    assert sum(each.pooled_tokens for each in with_pool) > 0
-
-
-def test_a_pool_of_one_block_is_worth_less_than_a_large_one() -> None:
-    """A pool with little capacity increases reuse less than one with more."""
-    assert hit_share(run(PoolConfig(capacity_blocks=1))) < hit_share(run(PoolConfig()))
-
-
-def test_a_pool_of_other_blocks_is_refused() -> None:
-    """The pool's block size must be that of the engines, because its keys would otherwise mean other tokens."""
-    with pytest.raises(SettingsError, match="blocks of 32"):
-        run(PoolConfig(block_size=32))

@@ -25,8 +25,10 @@ from streams.sim.lab.engine_config import LabEngineConfig
 from streams.sim.lab.pool import LabPool, LabPoolConfig
 from streams.sim.lab.results import RunResult
 from streams.sim.lab.router import LabRouter, RoutedRequest
+from streams.sim.lab.router_group import RouterGroup
 from streams.sim.lab.simulated_engine import SimulatedEngine
 from streams.sim.lab.workload import NO_REQUEST, Workload
+from streams.sim.speeds import MODELS
 
 #: Progress is reported after this many requests.
 PROGRESS_EVERY = 500
@@ -69,8 +71,8 @@ class FleetConfig:
     speedup. event_lag_ms: until the router has an engine's event. speeds: for each worker, how many times as long its
     steps take; missing ones are 1. pool: memory that all engines share, None for none. host: memory of each
     engine's host, from which only that engine loads, None for none. engine: that of a laboratory engine, or of one of
-    `kvstreams sim`, which has no pool here. lateness: of a live run; only with engines of `kvstreams sim`, whose
-    requests come at their times.
+    `kvstreams sim`, whose blocks take as many bytes in a pool as those of an 8B model. lateness: of a live run; only
+    with engines of `kvstreams sim` without a pool, whose requests come at their times.
     """
 
     engine: LabEngineConfig | EngineConfig
@@ -92,16 +94,20 @@ class FleetConfig:
         if any(not speed > 0.0 for speed in self.speeds) or len(self.speeds) > self.n_workers:
             raise SettingsError("speeds must be above 0, and there must not be more of them than workers")
         is_lab = isinstance(self.engine, LabEngineConfig)
-        if not is_lab and not (self.pool is None and self.host is None):
-            raise SettingsError("engines of kvstreams sim have neither a pool nor host memory in the laboratory")
-        if self.lateness is not None and (is_lab or self.concurrency or self.speedup != 1.0):
-            raise SettingsError("lateness is for engines of kvstreams sim, with requests that come at their times")
+        has_pool = self.pool is not None or self.host is not None
+        if self.lateness is not None and (is_lab or has_pool or self.concurrency or self.speedup != 1.0):
+            raise SettingsError(
+                "lateness is for engines of kvstreams sim without a pool, with requests that come at their times"
+            )
         if any(not 0 <= each.worker < self.n_workers for each in self.failures):
             raise SettingsError(f"a failure names a worker that is not one of the {self.n_workers}")
 
 
 def run(
-    workload: Workload, config: FleetConfig, router: LabRouter, on_progress: Callable[[int], None] | None = None
+    workload: Workload,
+    config: FleetConfig,
+    router: LabRouter | RouterGroup,
+    on_progress: Callable[[int], None] | None = None,
 ) -> RunResult:
     """Run a workload to its end. Equal arguments, including the router's generator, give equal results."""
     return _Run(workload, config, router, on_progress).run()
@@ -109,7 +115,11 @@ def run(
 
 class _Run:
     def __init__(
-        self, workload: Workload, config: FleetConfig, router: LabRouter, on_progress: Callable[[int], None] | None
+        self,
+        workload: Workload,
+        config: FleetConfig,
+        router: LabRouter | RouterGroup,
+        on_progress: Callable[[int], None] | None,
     ) -> None:
         if workload.block_size != config.engine.block_size:
             raise SettingsError(
@@ -157,13 +167,15 @@ class _Run:
     def _new_engine(self, number: int, speed: float, load: Load | None) -> LabEngine | SimulatedEngine:
         config = self.config.engine
         if isinstance(config, EngineConfig):
-            return SimulatedEngine(number, config, self._on_stored, self._on_removed, speed=speed)
+            return SimulatedEngine(number, config, self._on_stored, self._on_removed, speed=speed, load=load)
         return LabEngine(number, config, self._on_stored, self._on_removed, speed=speed, load=load)
 
     def _new_pool(self, config: LabPoolConfig) -> LabPool:
         engine = self.config.engine
-        assert isinstance(engine, LabEngineConfig)  # the configuration has checked that
-        return LabPool(config, engine.block_size * engine.bytes_per_token)
+        bytes_per_token = (
+            engine.bytes_per_token if isinstance(engine, LabEngineConfig) else MODELS["8b"].bytes_per_token
+        )
+        return LabPool(config, engine.block_size * bytes_per_token)
 
     def run(self) -> RunResult:
         n = len(self.workload)

@@ -1,6 +1,7 @@
 """What a run measured, and the figures that are compared (pure).
 
-What lives here: times per request, and means and quantiles of them. What must not: printing.
+What lives here: times per request, and means and quantiles of them; the result of one request of a trace. What must
+not: printing.
 """
 
 from __future__ import annotations
@@ -27,6 +28,24 @@ class Figures:
     requests_per_s: float
     reuse: float
     loaded: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutcome:
+    """The result of one request of a trace.
+
+    Times are model time; ttft_ms and latency_ms are None if the chosen engine could not serve the request.
+    pooled_tokens: those of the cached tokens that were loaded from the pool.
+    """
+
+    request: int
+    worker_id: int
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    ttft_ms: float | None
+    latency_ms: float | None
+    pooled_tokens: int = 0
 
 
 class RunResult:

@@ -19,8 +19,8 @@ from streams.core.ids import DpRank, EngineHash, HashArray, Incarnation, RankId,
 from streams.core.index.interface import OverlapScores, PrefixIndex
 from streams.core.index.plain_index import PlainPrefixIndex
 from streams.core.kernels.available import kernels_available
-from streams.core.loads.bookings import ActiveLoads, BookingId, with_output
-from streams.core.routing.admission import Gate
+from streams.core.loads.bookings import ActiveLoads, Booking, BookingId, with_output
+from streams.core.routing.admission import PROPAGATION_MS, Gate
 from streams.core.routing.cost import prefill_tokens
 from streams.core.routing.decision import Chooser, Decision, Policies, RoutePolicy, booking_of
 from streams.core.routing.policies.expected_time import ExpectedTime
@@ -44,7 +44,6 @@ _NEVER = float("inf")
 
 _NO_SCORES = OverlapScores({})
 _NO_LIMITS = QueueLimits(1 << 30, 1 << 60, 1 << 30)
-_ROUTER_ID = "lab"
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,8 +115,14 @@ class LabRouter:
         rng: Rng,
         policies: Policies = built_in_policy,
         queue: LabQueue | None = None,
+        router_id: str = "lab",
     ) -> None:
-        """capacity_blocks: of each engine. policies: finds the policy of mode `policy`. queue: None for no queue."""
+        """capacity_blocks: of each engine. policies: finds the policy of mode `policy`. queue: None for no queue.
+
+        router_id: of its bookings; several routers of a fleet need several ids.
+        """
+        self.router_id = router_id
+        self._router_ids = {router_id}  # of all bookings so far
         self.ranks = tuple(RankId(WorkerId(number + 1), DpRank(0)) for number in range(n_workers))
         self.loads = ActiveLoads(_NEVER_MS, observe=True)
         self.index = new_index()
@@ -145,12 +150,16 @@ class LabRouter:
         timings = self._timings()
         if timings is not None:
             return Gate(
-                lambda: _ROUTER_ID,
+                lambda: self.router_id,
                 None,
                 backlog_ms_max=backlog_ms,
                 ms_per_token=lambda: timings.slowest_prefill().slope,
             )
-        return Gate(lambda: _ROUTER_ID, backlog_ms * 1000.0 / PREFILL_US_PER_TOKEN)
+        return Gate(
+            lambda: self.router_id,
+            backlog_ms * 1000.0 / PREFILL_US_PER_TOKEN,
+            propagation_tokens=int(PROPAGATION_MS * 1000.0 / PREFILL_US_PER_TOKEN),
+        )
 
     def _timings(self) -> Timings | None:
         """What the policy has learnt about the time of prefills, if it is one that learns it."""
@@ -183,10 +192,10 @@ class LabRouter:
         """Blocks came to the pool that all engines read, or left it. new, evicted: sequence hashes."""
         if self._pool is None:
             self._pool = _Pool(self.ranks)
-        for each in evicted:
-            self._pool.index.replace(SequenceHash(each), self._pool.placed, None)
-        for each in new:
-            self._pool.index.replace(SequenceHash(each), None, self._pool.placed)
+        for key in new:
+            self._pool.index.replace(SequenceHash(key), None, self._pool.placed)
+        for key in evicted:  # a small pool evicts blocks that it has just stored
+            self._pool.index.replace(SequenceHash(key), self._pool.placed, None)
 
     def worker_failed(self, worker: int) -> None:
         """An engine's lease has expired: it gets no more requests, and what it held is gone."""
@@ -229,7 +238,7 @@ class LabRouter:
         timings = self._timings()
         if timings is not None:
             queue.ms_per_token = timings.slowest_prefill().slope
-        self._gate.begin(now_ms, now_ms, (_ROUTER_ID,))
+        self._gate.begin(now_ms, now_ms, sorted(self._router_ids))
         sent = []
         for number in list(islice(queue.in_order(), LOOKAHEAD)):
             request = self._requests[number]
@@ -249,12 +258,30 @@ class LabRouter:
 
     def first_token(self, number: int, now_ms: float) -> None:
         """A client reports that the prompt of a request is computed."""
-        self.loads.prefill_complete(_booking_id(number), int(now_ms))
-        self._pump_soon(now_ms)
+        self.note_prefill(self.booking_id(number), now_ms)
 
     def ended(self, number: int, now_ms: float, n_output_tokens: int = 0) -> None:
         """A client reports the end of a request, and how long its answer was."""
-        booking_id = _booking_id(number)
+        self.note_end(self.booking_id(number), now_ms, n_output_tokens)
+
+    # -- bookings, also those of other routers -------------------------------------------------------------------------
+
+    def booking_id(self, number: int) -> BookingId:
+        """The id under which this router books a request."""
+        return BookingId(str(number), self.router_id, 0)
+
+    def note_booking(self, booking_id: BookingId, booking: Booking, now_ms: float) -> None:
+        """A router has booked a request."""
+        self._router_ids.add(booking_id.router_id)
+        self.loads.add(booking_id, booking, int(now_ms))
+
+    def note_prefill(self, booking_id: BookingId, now_ms: float) -> None:
+        """The prompt of a booked request is computed."""
+        self.loads.prefill_complete(booking_id, int(now_ms))
+        self._pump_soon(now_ms)
+
+    def note_end(self, booking_id: BookingId, now_ms: float, n_output_tokens: int = 0) -> None:
+        """A booked request has ended, with an answer of this length; 0 if the length is unknown."""
         booking = self.loads.booking(booking_id)
         if n_output_tokens and booking is not None:
             self.loads.add(booking_id, with_output(booking, n_output_tokens, self._block_size), int(now_ms))
@@ -319,7 +346,7 @@ class LabRouter:
             block_size=self._block_size,
             forecast=decision.forecast(),
         )
-        self.loads.add(_booking_id(request.number), booking, int(now_ms))
+        self.note_booking(self.booking_id(request.number), booking, now_ms)
         return self._worker_of[booking.rank]
 
     def _scores(self, request: RoutedRequest) -> OverlapScores:
@@ -334,7 +361,3 @@ class LabRouter:
 
     def _uncached_tokens(self, request: RoutedRequest) -> int:
         return prefill_tokens(request.n_tokens, self._scores(request).max_score, self._block_size)
-
-
-def _booking_id(number: int) -> BookingId:
-    return BookingId(str(number), _ROUTER_ID, 0)

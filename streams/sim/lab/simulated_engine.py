@@ -1,7 +1,7 @@
 """One engine of `kvstreams sim` in the laboratory: its state machine, in the form that a fleet drives (pure).
 
 What lives here: requests and outputs of `EngineModel` in the laboratory's terms. What must not: rules of the engine
-(sim.model) and the order of several engines' events (fleet).
+(sim.model), content of a pool (pool), and the order of several engines' events (fleet).
 
 A live engine of `kvstreams sim` is this state machine in a process. A laboratory fleet of these engines therefore
 differs from a live one only by what is between router and engines.
@@ -30,20 +30,27 @@ from streams.sim.engine_messages import (
     PromptHashes,
     Rejected,
 )
-from streams.sim.lab.engine import LabRequest, Removed, Stored
+from streams.sim.lab.engine import LabRequest, Load, Removed, Stored
 from streams.sim.model import EngineModel
 
 
 class SimulatedEngine:
     """One engine. The fleet calls `start` when it is idle and has work, and `finish` at `end_ms`, as with LabEngine.
 
-    Here, a step lasts until the next event of the state machine. speed: as for LabEngine.
+    Here, a step lasts until the next event of the state machine. speed, load: as for LabEngine.
     """
 
     n_preempted = 0  # a request starts only when its whole answer is sure to fit
 
     def __init__(
-        self, number: int, config: EngineConfig, stored: Stored, removed: Removed, *, speed: float = 1.0
+        self,
+        number: int,
+        config: EngineConfig,
+        stored: Stored,
+        removed: Removed,
+        *,
+        speed: float = 1.0,
+        load: Load | None = None,
     ) -> None:
         self.number = number
         self.end_ms = 0.0
@@ -58,11 +65,17 @@ class SimulatedEngine:
         self._stored = stored
         self._removed = removed
         self._started_ms = 0.0
-        self._model = EngineModel(self._config)
+        self._load = load
+        self._model = self._new_model()
         self._requests: dict[str, LabRequest] = {}
         self._key_of: dict[int, int] = {}  # of the blocks of prompts, by engine hash
         self._copies: Counter[int] = Counter()  # physical copies, by engine hash
         self._new_blocks: tuple[int, int] | None = None  # of the prompt whose first token is next
+
+    def _new_model(self) -> EngineModel:
+        model = EngineModel(self._config)
+        model.use_pool(self._load is not None)
+        return model
 
     @property
     def has_work(self) -> bool:
@@ -106,7 +119,7 @@ class SimulatedEngine:
         self._requests.clear()
         self._key_of.clear()
         self._copies.clear()
-        self._model = EngineModel(self._config)
+        self._model = self._new_model()
         self.is_busy = False
         return lost
 
@@ -136,7 +149,9 @@ class SimulatedEngine:
                 self._note_removed(output)
             case FirstToken():
                 request = self._requests[output.request_id]
-                request.first_ms, request.reused_tokens = output.at_ms, output.cached_tokens
+                request.first_ms = output.at_ms
+                request.loaded_tokens = output.pooled_tokens
+                request.reused_tokens = output.cached_tokens - output.pooled_tokens
                 if self._new_blocks is not None:  # an engine puts them out before the first token
                     self._stored(self.number, request, *self._new_blocks)
                     self._new_blocks = None
@@ -145,7 +160,12 @@ class SimulatedEngine:
                 request = self._requests.pop(output.request_id)
                 request.last_ms = output.at_ms
                 ended.append(request)
-            case KvReused() | KvCleared() | PoolAsked() | Rejected():
+            case PoolAsked():
+                assert self._load is not None  # the model asks only if there is other memory
+                # A sequence hash is the block's key here (see submit).
+                n_loaded, took_ms = self._load(output.keys, len(output.keys))
+                self._model.pool_answered(output.request_id, n_loaded, took_ms)
+            case KvReused() | KvCleared() | Rejected():
                 raise AssertionError(output)  # nothing here asks for these
             case _:
                 assert_never(output)
@@ -161,13 +181,13 @@ class SimulatedEngine:
 
     def _note_removed(self, removed: KvRemoved) -> None:
         """Blocks were evicted; those whose last copy it was can no longer be found."""
-        gone = []
+        keys = []
         for name in removed.engine.tolist():
             self._copies[name] -= 1
             if self._copies[name] == 0:
                 del self._copies[name]
                 key = self._key_of.pop(name, None)
                 if key is not None:
-                    gone.append(key)
-        if gone:
-            self._removed(self.number, gone)
+                    keys.append(key)
+        if keys:
+            self._removed(self.number, keys)
