@@ -7,7 +7,7 @@ BIN := .venv/bin
 LOCAL := .venv/.installed-local
 INSTALLED := .venv/.installed
 
-.PHONY: demo test up lint unit fast warm soak chaos replicas migrations trust conformance witness fuzz-events bench bench-stream bench-http calibrate clean
+.PHONY: demo test test-all nightly up lint fast warm soak chaos replicas migrations trust conformance witness fuzz-events bench bench-stream bench-http calibrate clean
 
 demo: $(LOCAL)
 	$(BIN)/kvstreams demo
@@ -15,7 +15,22 @@ demo: $(LOCAL)
 up: $(LOCAL)
 	$(BIN)/kvstreams up
 
-test: lint unit
+# The first ring of tests (CONTRIBUTING.md), in at most 12 minutes on a new machine with two cores. The types are checked
+# while the kernels are compiled.
+test: $(INSTALLED)
+	@$(MAKE) --no-print-directory --jobs=2 lint warm
+	$(call pytest,--fast)
+
+# Every test, with all generated examples.
+test-all: lint warm
+	$(call pytest)
+
+# Every test, and what takes hours. It fails as long as tests are listed that passed only alone.
+nightly: test-all trust chaos soak migrations
+	$(BIN)/python -m tests.rerun --listed
+
+# Up to five tests that fail next to others are run once more alone, and listed. Failures of former runs do not count.
+pytest = $(BIN)/pytest --cache-clear $(1) || { [ $$? -eq 1 ] && $(BIN)/python -m tests.rerun; }
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check --quiet
@@ -23,16 +38,12 @@ lint: $(INSTALLED)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# The kernels are compiled first, because otherwise each of four test processes would compile them. Up to five tests that
-# fail next to others are run once more alone, and named.
-unit: warm
-	$(BIN)/pytest || { [ $$? -eq 1 ] && $(BIN)/python -m tests.rerun; }
-
-# The tests that start no server and no Kafka, without the slowest ones and with a fifth of the generated examples. They
-# take less than a minute on two cores. One test: .venv/bin/pytest -n 0 tests/unit/test_hashing.py -k golden
+# The part of the first ring that starts no server and no Kafka: less than a minute on two cores. One test:
+# .venv/bin/pytest -n 0 tests/unit/test_hashing.py -k golden
 fast: warm
 	$(BIN)/pytest --fast --numprocesses logical tests/unit
 
+# The kernels are compiled before tests, because otherwise each of four test processes would compile them.
 warm: $(INSTALLED)
 	@$(BIN)/kvstreams warm
 

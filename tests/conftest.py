@@ -1,4 +1,4 @@
-"""What all tests share: the option --fast, child processes, commands, and the end of the broker of tests/kafka.
+"""What all tests share: the rings of tests, child processes, commands, and the end of the broker of tests/kafka.
 
 A test that uses none of these fixtures starts nothing.
 """
@@ -21,6 +21,7 @@ from streams.local.processes import Children
 from tests.helpers.broker import DIRECTORY_ENV, broker_config
 from tests.helpers.commands import PATIENCE_S, Run, Start, start_command
 from tests.helpers.order import dealt
+from tests.helpers.rings import in_first_ring
 
 #: With --fast, tests of generated examples run one in so many of them, and at least FAST_EXAMPLES_MIN.
 FAST_EXAMPLES_DIVISOR = 5
@@ -36,13 +37,13 @@ settings.load_profile("kvstreams")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add --fast, which `make fast` uses, and --long, which `make trust` uses."""
-    parser.addoption("--fast", action="store_true", help="fewer generated examples, and no tests marked thorough")
+    """Add --fast, which `make test` and `make fast` use, and --long, which `make trust` uses."""
+    parser.addoption("--fast", action="store_true", help="the first ring of tests, with fewer generated examples")
     parser.addoption("--long", action="store_true", help="tests of trust in their long form")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Order the tests for several processes; with --fast, run fewer of them, with fewer generated examples."""
+    """Order the tests for several processes; with --fast, keep only the first ring, with fewer generated examples."""
     _select(config, items)
     n_processes = getattr(config, "workerinput", {}).get("workercount", 1)
     if n_processes > 1:
@@ -64,12 +65,11 @@ def _starts_processes(item: pytest.Item) -> bool:
 
 
 def _select(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With --fast, deselect tests marked thorough and reduce the number of generated examples of the others."""
+    """With --fast, deselect tests outside the first ring and reduce the number of generated examples of the others."""
     if not config.getoption("--fast"):
         return
-    thorough = [item for item in items if item.get_closest_marker("thorough")]
-    items[:] = [item for item in items if item not in thorough]
-    config.hook.pytest_deselected(items=thorough)
+    config.hook.pytest_deselected(items=[item for item in items if not in_first_ring(item)])
+    items[:] = [item for item in items if in_first_ring(item)]
     # One function may be several items, by its parameters, and must be changed once.
     for function in {item.function for item in items if isinstance(item, pytest.Function)}:
         full = getattr(function, _HYPOTHESIS_SETTINGS, None)
@@ -81,7 +81,8 @@ def _select(config: pytest.Config, items: list[pytest.Item]) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Choose the folder of the broker that all worker processes of this run share, and the ports of each."""
     config.addinivalue_line("markers", "long_running: takes 15 s and more by itself; it begins before others")
-    config.addinivalue_line("markers", "thorough: takes seconds of computing; `make fast` leaves it out")
+    config.addinivalue_line("markers", "thorough: takes seconds of computing; only `make test-all` runs it")
+    config.addinivalue_line("markers", "first_ring(*shows): `make test` runs it; names as of tests/unit/test_rings.py")
     if not hasattr(config, "workerinput"):
         os.environ[DIRECTORY_ENV] = tempfile.mkdtemp(prefix="kvstreams-test-kafka-")
     else:

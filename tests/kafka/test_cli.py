@@ -18,6 +18,7 @@ from tests.helpers.api import Api
 from tests.helpers.commands import PATIENCE_S, Run, Start, assert_one_line
 
 
+@pytest.mark.first_ring("topics")
 def test_topics_are_created_once_and_described_as_wanted(scope: Settings, run: Run) -> None:
     """`topics create` creates all topics and may be repeated; `topics describe` then finds them as wanted."""
     names = [spec.name for spec in topics(scope).all()]

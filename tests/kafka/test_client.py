@@ -282,6 +282,7 @@ def test_a_router_in_the_process_needs_its_topics(kafka: Any, new_scope: ScopeFa
     asyncio.run(scenario())
 
 
+@pytest.mark.first_ring("client")
 def test_the_example_of_the_page_runs_as_it_is(fleet: RouterProcess, capsys: pytest.CaptureFixture[str]) -> None:
     """Only the addresses of the routers are replaced. It prints twenty tokens."""
     page = "docs/client.md"

@@ -55,6 +55,7 @@ def decisions(router: RouterProcess) -> dict[str, float]:
     return found
 
 
+@pytest.mark.first_ring("compare")
 def test_modes_take_turns_on_a_live_fleet(router: RouterProcess, tmp_path: Path, run: Run) -> None:
     """Each request is routed in the mode of its block, and the figures show what kv routing finds in caches."""
     trace, figures = tmp_path / "trace.jsonl", tmp_path / "figures.json"

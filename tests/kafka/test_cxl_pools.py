@@ -40,6 +40,7 @@ def test_an_invalid_pool_is_refused_over_http(fleet: Fleet, body: Any) -> None:
     assert "refused" not in {pool["pool_id"] for pool in fleet.main.get("/pools")["pools"]}
 
 
+@pytest.mark.first_ring("cxl")
 def test_the_command_changes_what_its_options_name(scope: Settings) -> None:
     """Without options the command only shows the pool, and it does not register an unknown pool without members."""
     ensure_topics(scope, topics(scope).all())

@@ -91,6 +91,7 @@ def test_every_decision_is_recorded_without_tokens(recorded: Recorded) -> None:
     assert raw and not any(packed(PROMPT[:1] + PROMPT[1:2]) in value for value in raw)
 
 
+@pytest.mark.first_ring("explain", "router")
 def test_a_decision_is_explained_in_words(recorded: Recorded, run: Run) -> None:
     """`kvstreams explain` has the rank, the terms of the candidates and the outcome; the status is 0."""
     done = run("explain", "r0", env=recorded.env)
@@ -127,6 +128,7 @@ def test_what_is_not_in_the_log_is_said(recorded: Recorded, run: Run, scope: Set
     assert "neither a duration" in said(recorded.env, "explain", "r0", "--since", "soon")
 
 
+@pytest.mark.first_ring("replay-decisions", "simulate")
 def test_recorded_decisions_are_replayed_and_become_a_trace(recorded: Recorded, run: Run, tmp_path: Path) -> None:
     """`replay-decisions` reports what other policies would have changed; `simulate` takes the trace that it writes."""
     trace, figures = tmp_path / "hour.jsonl", tmp_path / "figures.json"

@@ -14,6 +14,7 @@ from streams.local.kafka import KafkaState
 from tests.helpers.commands import Start
 
 
+@pytest.mark.first_ring("demo")
 @pytest.mark.long_running
 def test_the_demo_shows_all_acts_and_writes_its_figures(
     kafka: KafkaState, tmp_path: Path, capsys: pytest.CaptureFixture[str]

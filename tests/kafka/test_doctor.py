@@ -581,6 +581,7 @@ def test_it_names_the_fault(make: Fault, well: DoctorsFleet) -> None:
             assert each.subject and each.problem and each.remedy
 
 
+@pytest.mark.first_ring("doctor")
 def test_the_command_prints_findings_and_its_status_is_for_scripts(well: DoctorsFleet, run: Run) -> None:
     """0 without output if all is well, 1 with findings as text or JSON, 2 if it could not run."""
     env = as_environ(well.settings)

@@ -106,6 +106,7 @@ def run(fleet: Fleet, scenario: Callable[[openai.AsyncOpenAI], Awaitable[None]])
     fleet.until_free()
 
 
+@pytest.mark.first_ring("front")
 def test_completions_and_chats_of_openais_client(fleet: Fleet) -> None:
     """Whole and streamed answers are the same, with finish reasons and usage; models are listed."""
 

@@ -178,7 +178,7 @@ def test_a_worker_without_a_router_and_a_bridge_serve_health_readiness_and_metri
     assert "/healthz, /ready and /metrics on " in worker.child.log_path.read_text()
 
 
-@pytest.mark.parametrize("command", ["worker", "router"])
+@pytest.mark.parametrize("command", [pytest.param("worker", marks=pytest.mark.first_ring("worker")), "router"])
 def test_a_process_that_compiles_kernels_is_alive_and_says_why_it_is_not_ready(
     command: str, scope: Settings, stack: Stack, tmp_path: Path, start: Start
 ) -> None:

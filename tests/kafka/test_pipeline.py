@@ -151,6 +151,7 @@ def test_bad_records_become_dead_letters_with_reasons_and_the_next_record_is_app
     assert all(headers["kvstreams.topic"].decode() == topics(stack.settings).kv_events.name for _, headers in letters)
 
 
+@pytest.mark.first_ring("publisher")
 def test_blocks_from_an_embedded_publisher_reach_the_router(stack: Stack) -> None:
     """Blocks stored, removed and cleared through KvEventPublisher are in the router's index."""
     worker = stack.worker()

@@ -132,6 +132,7 @@ def test_a_worker_that_resets_at_start_begins_empty_and_refuses_to_start_next_to
     holds(second, 2)
 
 
+@pytest.mark.first_ring("reset")
 def test_a_forced_reset_empties_the_scope_of_a_running_worker_which_continues(stack: Stack) -> None:
     """The agent is fenced, opens an empty table, and indexes everything that follows."""
     worker = stack.worker()

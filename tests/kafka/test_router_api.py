@@ -289,6 +289,7 @@ def test_temperature_spreads_choices(fleet: Fleet) -> None:
     assert chosen(WEIGHT_MAX) == {first, second}  # missing one of two in 60 fair draws: 2 in 10^18
 
 
+@pytest.mark.first_ring("fallback")
 @pytest.mark.parametrize(
     ("mode", "order"), [(RouterMode.ROUND_ROBIN, "each in turn"), (RouterMode.RANDOM, "each at some time")]
 )
@@ -313,6 +314,9 @@ def test_modes_that_read_no_index(mode: RouterMode, order: str, fleet: Fleet) ->
         assert first["worker_id"] == again["worker_id"]
 
 
+@pytest.mark.first_ring(
+    "exact", "approximate", "no_events_yet", "events_lost", "removed", "owner_silent", "owner_behind"
+)
 def test_mode_shows_how_far_the_index_can_be_trusted(fleet: Fleet) -> None:
     """`exact` requires a running owner without lag and ranks without gaps; the worst eligible rank decides the mode."""
     model = fleet.model()

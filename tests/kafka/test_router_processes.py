@@ -90,6 +90,7 @@ def is_running(pid: int) -> bool:
         return False
 
 
+@pytest.mark.first_ring("router --processes", "bridge", "sim")
 def test_two_processes_share_a_port_their_bookings_and_their_end(processes: Processes) -> None:
     """Connections reach both, a killed one is started again while the other answers, and SIGTERM ends both."""
     assert [answering(api) for api in processes.own] == ["1", "2"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import urllib.request
 
 import orjson
+import pytest
 
 from streams.local.stack import Engine, Stack, get_json, wait_workers
 from streams.sim.pool import PoolConfig
@@ -44,6 +45,7 @@ def attached(engine: Engine) -> bool:
     return bool(get_json(f"{engine.url}/sim/info")["pool"]["attached"])
 
 
+@pytest.mark.first_ring("sim-pool")
 def test_a_prefix_outlives_its_engine_in_the_pool_and_is_loaded_by_the_chosen_engine(stack: Stack) -> None:
     """A prefix that one engine offloads is visible to the router, and another engine loads it instead of computing it.
 

@@ -64,6 +64,7 @@ def families(url: str) -> set[str]:
     return set(re.findall(r"# TYPE (\S+)", get_bytes(f"{url}/metrics").decode()))
 
 
+@pytest.mark.first_ring("worker --router-process")
 def test_a_workers_router_answers_from_a_process_of_its_own(apart: Apart) -> None:
     """It is started again when it is killed, with all bookings, while the worker goes on; SIGTERM ends both."""
     apart.api.route(request_id="r", token_ids=TOKENS)

@@ -23,6 +23,7 @@ def test_the_version_is_printed(run: Run) -> None:
     assert __version__ in run("--version").stdout
 
 
+@pytest.mark.first_ring("config")
 def test_config_shows_value_and_source_of_every_setting(run: Run, tmp_path: Path) -> None:
     """`kvstreams config` prints each setting once, with its value, its source and its environment variable."""
     (tmp_path / "kvstreams.toml").write_text("block_size = 64\n")
@@ -152,3 +153,21 @@ def test_a_sim_engine_starts_by_command(start: Start, tmp_path: Path) -> None:
     out, err = process.communicate(timeout=PATIENCE_S)
     assert json.loads(out) == json.loads(info.read_text())
     assert "numpy" in mapped and "llvmlite" not in mapped and "numba" not in mapped + err
+
+
+@pytest.mark.first_ring("warm")
+def test_kernels_are_compiled_once(run: Run) -> None:
+    """`kvstreams warm` compiles nothing if all kernels are in the cache."""
+    assert run("warm").returncode == 0
+    again = run("warm")
+    assert (again.returncode, again.stdout, again.stderr) == (0, "no kernel had to be compiled\n", "")
+
+
+@pytest.mark.first_ring("tune")
+def test_weights_of_a_policy_are_compared(run: Run) -> None:
+    """`kvstreams tune` serves a trace with a policy's own weights and with others, and shows both."""
+    done = run("tune", "agentic:requests=100", "--trials", "2", "--workers", "2")
+    assert done.returncode == 0, done.stderr
+    header, *rows = [line.split() for line in done.stdout.splitlines()[:3]]
+    assert header[:2] == ["uncached_weight", "decode_weight"]
+    assert [row[:2] == ["own", "own"] for row in rows].count(True) == 1

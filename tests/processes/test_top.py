@@ -43,6 +43,7 @@ def router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LocalRout
     patch.undo()
 
 
+@pytest.mark.first_ring("top")
 def test_once_and_json_are_for_scripts(router: tuple[LocalRouter, Path], run: Run) -> None:
     """--once prints the header and a row per worker; --json is the router's own answer."""
     served, token = router

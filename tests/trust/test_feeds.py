@@ -57,6 +57,7 @@ def test_a_rank_whose_event_stream_is_not_proven_is_not_exact(fleet: TrustFleet,
             assert bridge.log_path.read_text().count("no events can be received") == 1
 
 
+@pytest.mark.first_ring("feed_behind")
 def test_a_gap_that_the_bridge_knows_of_is_stated_before_it_is_filled(fleet: TrustFleet) -> None:
     """While the replay socket is silent, answers are degraded, feed_behind; then the blocks appear, exact."""
     model, worker_id = fleet.model(), fleet.worker_id()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.helpers.engine_double import BLOCK_SIZE, EngineDouble
 from tests.helpers.trust import TrustFleet, engine_option
 
 N_BLOCKS = 20
 
 
+@pytest.mark.first_ring("faust worker", "bridge", "exact")
 def test_answers_are_exact_and_right_while_nothing_is_wrong(fleet: TrustFleet) -> None:
     """An engine's blocks appear, and disappear when it clears its cache; the answers say exact and are right."""
     model, worker_id = fleet.model(), fleet.worker_id()

@@ -17,7 +17,9 @@ N_BLOCKS = 20
 SLACK_S = 1.0
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize(
+    "how", [pytest.param(signal.SIGKILL, marks=pytest.mark.first_ring("bridge_silent")), signal.SIGSTOP]
+)
 def test_answers_are_degraded_soon_after_a_bridge_stops_passing_events_on(
     how: signal.Signals, fleet: TrustFleet
 ) -> None:

@@ -70,6 +70,7 @@ def test_the_tables_of_the_docs_are_generated_from_the_declarations() -> None:
     assert DOCS.read_text().partition(MARKER)[2] == printed.output
 
 
+@pytest.mark.first_ring("metrics")
 def test_the_command_prints_every_metric() -> None:
     """`kvstreams metrics` names each metric once, with its labels and their values, and in a pipe on one line."""
     printed = CliRunner().invoke(cli, ["metrics"]).output
