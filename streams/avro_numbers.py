@@ -11,7 +11,6 @@ _SHORT = tuple(bytes([zigzag]) for zigzag in range(0, 128, 2)) + tuple(
 )
 _N_SHORT = len(_SHORT)
 _I63 = 1 << 63
-_LONG_BITS_MAX = 63
 
 
 def encoded_long(number: int) -> bytes:
@@ -27,31 +26,3 @@ def encoded_long(number: int) -> bytes:
         left >>= 7
     out.append(left)
     return bytes(out)
-
-
-def read_long(raw: bytes, at: int) -> tuple[int, int]:
-    """Read an Avro long; returns it, and where the next field begins.
-
-    Raises IndexError at the end of the record, and for numbers of over 63 bits, which are left to fastavro.
-    """
-    byte = raw[at]
-    found, shift = byte & 0x7F, 7
-    while byte >= 0x80:
-        at += 1
-        byte = raw[at]
-        found |= (byte & 0x7F) << shift
-        shift += 7
-    if shift > _LONG_BITS_MAX:
-        raise IndexError(at)
-    return (found >> 1) ^ -(found & 1), at + 1
-
-
-def read_text(raw: bytes, at: int) -> tuple[str, int]:
-    """Read an Avro string; returns it, and where the next field begins. Raises IndexError, also for a text that the
-    record does not contain whole, and UnicodeDecodeError.
-    """
-    length, at = read_long(raw, at)
-    end = at + length
-    if length < 0 or end > len(raw):
-        raise IndexError(end)
-    return raw[at:end].decode(), end

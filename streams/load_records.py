@@ -15,8 +15,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from streams.avro_frames import codec
 from streams.avro_numbers import encoded_long
-from streams.codec import codec, decode_load, encode_load, from_long, load_key, to_long
+from streams.codec import decode_load, encode_load, load_key
 from streams.core.ids import DpRank, Int64Array, RankId, WorkerId
 from streams.core.kernels.available import kernels_available
 from streams.core.loads.bookings import Booking, BookingId, BookingPhase
@@ -37,6 +38,7 @@ from streams.core.loads.kernels.layout import (
 )
 from streams.core.loads.observations import NO_FORECAST, Forecast
 from streams.load_batches import PARTITION, LoadBatch
+from streams.shapes import from_long, to_long
 
 _HAS_KERNEL = kernels_available()
 if _HAS_KERNEL:

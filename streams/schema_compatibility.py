@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from streams.codec import RELEASED, schemas_dir
+from streams.avro_frames import RELEASED, schemas_dir
 from streams.errors import SchemasIncompatible
 
 

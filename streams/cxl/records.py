@@ -7,17 +7,15 @@ pool id, which varies in length, comes last.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
-from streams.codec import codec, from_hash, from_long, to_hash, to_long
 from streams.core.cxl_memory import CxlMemoryState
 from streams.core.events import BEFORE_FIRST
-from streams.core.hashing import pack_hashes, unpack_hashes
 from streams.core.ids import DpRank, EngineHash, Incarnation, RankId, SequenceHash, WorkerId
 from streams.cxl.events import (
     POOL_EPOCH_MAX,
@@ -29,6 +27,22 @@ from streams.cxl.events import (
     check_pool_id,
 )
 from streams.errors import BadRecord, InvalidRequest
+from streams.shapes import (
+    HASH,
+    HASHES,
+    I32_MAX,
+    RANK,
+    U64,
+    Field,
+    FixedKey,
+    KeyedRecord,
+    NameKey,
+    Record,
+    Shape,
+    by_value,
+    many,
+    optional,
+)
 from streams.topics import CXL_EVENT_BYTES_MAX
 
 #: Prefix of a pool's key in the topic `workers`, where a worker's key is its id in decimal digits.
@@ -42,10 +56,10 @@ PARKED_PREFIX = b"K"
 TRANSITION_ROWS = (BLOCK_PREFIX, PARKED_PREFIX)
 
 _NO_INCARNATION = Incarnation(0)
-_I32_MAX = (1 << 31) - 1
-_BLOCK_KEY = struct.Struct(">cQQI")
-_OWNER_KEY = struct.Struct(">cQI")
-_PARKED_KEY = struct.Struct(">cQIQ")
+_OWNER_KEY = FixedKey(OWNER_PREFIX, "QI", "an owner")
+_PARKED_KEY = FixedKey(PARKED_PREFIX, "QIQ", "a parked transition")
+#: The beginning of a block's key; the pool id follows.
+_BLOCK_KEY = FixedKey(BLOCK_PREFIX, "QQI", "a pooled block")
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,88 +145,76 @@ class ParkedRow:
 # -- cxl-events ----------------------------------------------------------------------------------------------------
 
 
-def encode_transition(transition: CxlTransition) -> bytes:
-    """Encode one record of cxl-events."""
-    return codec("cxl-events").encode(
-        {
-            "worker_id": to_long(transition.rank.worker_id),
-            "dp_rank": transition.rank.dp_rank,
-            "model": transition.model,
-            "incarnation": to_long(transition.incarnation),
-            "follows": transition.follows,
-            "event_id": to_long(transition.event_id),
-            "emitted_at_ms": transition.emitted_at_ms,
-            "state": transition.state.value,
-            "pool_id": transition.pool_id,
-            "pool_epoch": transition.pool_epoch,
-            "accessible_workers": [to_long(worker) for worker in transition.accessible_workers],
-            "sequence_hashes": pack_hashes(transition.blocks.sequence),
-            "parents": pack_hashes(transition.blocks.parents),
-            "positions": transition.blocks.positions.astype("<u4").tobytes(),
-            "engine_hashes": pack_hashes(transition.blocks.engine),
-        }
-    )
+def _positions(packed: bytes) -> npt.NDArray[np.uint32]:
+    if len(packed) % 4:
+        raise BadRecord("bad_hashes", f"{len(packed)} bytes are not a whole number of 4-byte positions")
+    return np.frombuffer(packed, dtype="<u4")
+
+
+def _check_blocks(blocks: AddressedBlocks) -> None:
+    counts = [len(column) for column in (blocks.sequence, blocks.parents, blocks.positions, blocks.engine)]
+    if len(set(counts)) > 1:
+        raise BadRecord("bad_hashes", f"columns differ in length: {counts} hashes, parents, positions, engine hashes")
+    if counts[0] and int(blocks.positions.max()) > I32_MAX:
+        raise BadRecord("bad_hashes", f"position {blocks.positions.max()} is out of range")
+    if not 1 <= counts[0] <= TRANSITION_BLOCKS_MAX:
+        raise BadRecord("bad_transition", f"{counts[0]} blocks; a record has 1 to {TRANSITION_BLOCKS_MAX}")
+
+
+def _check_transition(transition: CxlTransition) -> None:
+    if transition.follows < BEFORE_FIRST:
+        raise BadRecord("bad_sequence", f"a transition cannot follow batch {transition.follows}")
+    if not 0 <= transition.pool_epoch <= POOL_EPOCH_MAX:
+        raise BadRecord("bad_pool", f"epoch {transition.pool_epoch} of a pool is out of range")
+    n_workers = len(transition.accessible_workers)
+    if n_workers > POOL_MEMBERS_MAX:
+        raise BadRecord("bad_transition", f"{n_workers} workers; at most {POOL_MEMBERS_MAX}")
+    try:
+        if transition.pool_id is not None:
+            check_pool_id(transition.pool_id)
+    except InvalidRequest as exc:
+        raise BadRecord("bad_pool", exc.message) from exc
+
+
+_WORKERS = many(U64)
+_STATE = by_value(CxlMemoryState)
+_BLOCKS = Shape(
+    AddressedBlocks,
+    check=_check_blocks,
+    sequence=HASHES.named("sequence_hashes"),
+    parents=HASHES,
+    positions=Field(lambda positions: positions.astype("<u4").tobytes(), _positions),
+    engine=HASHES.named("engine_hashes"),
+)
+_TRANSITION = Record(
+    "cxl-events",
+    Shape(
+        CxlTransition,
+        check=_check_transition,
+        rank=RANK,
+        incarnation=U64,
+        event_id=U64,
+        state=_STATE,
+        accessible_workers=_WORKERS,
+        blocks=_BLOCKS,
+    ),
+)
+encode_transition = _TRANSITION.encode
 
 
 def decode_transition(raw: bytes | None, schema_ids: Mapping[str, int] | None = None) -> CxlTransition:
     """Decode one record of cxl-events; raises BadRecord."""
     if raw is not None and len(raw) > CXL_EVENT_BYTES_MAX:
         raise BadRecord("too_large", f"a transition of {len(raw)} bytes; at most {CXL_EVENT_BYTES_MAX}")
-    datum = codec("cxl-events").decode(raw, schema_ids)
-    if not 0 <= datum["dp_rank"] <= _I32_MAX:
-        raise BadRecord("bad_rank", f"data-parallel rank is {datum['dp_rank']}")
-    if datum["follows"] < BEFORE_FIRST:
-        raise BadRecord("bad_sequence", f"a transition cannot follow batch {datum['follows']}")
-    if not 0 <= datum["pool_epoch"] <= POOL_EPOCH_MAX:
-        raise BadRecord("bad_pool", f"epoch {datum['pool_epoch']} of a pool is out of range")
-    if len(datum["accessible_workers"]) > POOL_MEMBERS_MAX:
-        raise BadRecord("bad_transition", f"{len(datum['accessible_workers'])} workers; at most {POOL_MEMBERS_MAX}")
-    try:
-        if datum["pool_id"] is not None:
-            check_pool_id(datum["pool_id"])
-    except InvalidRequest as exc:
-        raise BadRecord("bad_pool", exc.message) from exc
-    return CxlTransition(
-        rank=RankId(WorkerId(from_long(datum["worker_id"])), DpRank(datum["dp_rank"])),
-        model=datum["model"],
-        incarnation=Incarnation(from_long(datum["incarnation"])),
-        follows=datum["follows"],
-        event_id=from_long(datum["event_id"]),
-        state=CxlMemoryState(datum["state"]),
-        pool_id=datum["pool_id"],
-        pool_epoch=datum["pool_epoch"],
-        accessible_workers=_workers(datum["accessible_workers"]),
-        emitted_at_ms=datum["emitted_at_ms"],
-        blocks=_blocks(datum),
-    )
-
-
-def _blocks(datum: Mapping[str, bytes]) -> AddressedBlocks:
-    try:
-        sequence, parents, engine = (
-            unpack_hashes(datum[name]) for name in ("sequence_hashes", "parents", "engine_hashes")
-        )
-        if len(datum["positions"]) % 4:
-            raise InvalidRequest(f"{len(datum['positions'])} bytes are not a whole number of 4-byte positions")
-    except InvalidRequest as exc:
-        raise BadRecord("bad_hashes", exc.message) from exc
-    positions = np.frombuffer(datum["positions"], dtype="<u4")
-    if not len(sequence) == len(parents) == len(engine) == len(positions):
-        counts = [len(each) for each in (sequence, parents, positions, engine)]
-        raise BadRecord("bad_hashes", f"columns differ in length: {counts} hashes, parents, positions, engine hashes")
-    if len(positions) and int(positions.max()) > _I32_MAX:
-        raise BadRecord("bad_hashes", f"position {positions.max()} is out of range")
-    if not 1 <= len(sequence) <= TRANSITION_BLOCKS_MAX:
-        raise BadRecord("bad_transition", f"{len(sequence)} blocks; a record has 1 to {TRANSITION_BLOCKS_MAX}")
-    return AddressedBlocks(sequence, parents, positions, engine)
+    return _TRANSITION.decode(raw, schema_ids)
 
 
 # -- pools ---------------------------------------------------------------------------------------------------------
 
 
-def pool_key(pool_id: str) -> bytes:
-    """Return a pool's key in the topic `workers`."""
-    return POOL_KEY_PREFIX + pool_id.encode()
+_POOL_KEY = NameKey(POOL_KEY_PREFIX, "pool")
+_POOL = KeyedRecord("cxl-pools", Shape(CxlPool, refused="bad_pool", members=_WORKERS), _POOL_KEY, "pool_id")
+pool_key, encode_pool = _POOL_KEY.pack, _POOL.encode
 
 
 def parse_pool_key(key: bytes) -> str:
@@ -225,39 +227,10 @@ def parse_pool_key(key: bytes) -> str:
     return pool_id
 
 
-def encode_pool(pool: CxlPool) -> bytes:
-    """Encode one pool."""
-    return codec("cxl-pools").encode(
-        {
-            "pool_id": pool.pool_id,
-            "latency_class": pool.latency_class,
-            "capacity_blocks": pool.capacity_blocks,
-            "members": [to_long(member) for member in pool.members],
-            "epoch": pool.epoch,
-            "lost": pool.lost,
-            "registered_at_ms": pool.registered_at_ms,
-        }
-    )
-
-
 def decode_pool(key: bytes, value: bytes, schema_ids: Mapping[str, int] | None = None) -> CxlPool:
     """Decode one pool; raises BadRecord."""
-    pool_id = parse_pool_key(key)
-    datum = codec("cxl-pools").decode(value, schema_ids)
-    if datum["pool_id"] != pool_id:
-        raise BadRecord("wrong_key", "the key is not that of the record's pool")
-    try:
-        return CxlPool(
-            pool_id=pool_id,
-            latency_class=datum["latency_class"],
-            capacity_blocks=datum["capacity_blocks"],
-            members=_workers(datum["members"]),
-            epoch=datum["epoch"],
-            lost=datum["lost"],
-            registered_at_ms=datum["registered_at_ms"],
-        )
-    except InvalidRequest as exc:
-        raise BadRecord("bad_pool", exc.message) from exc
+    parse_pool_key(key)
+    return _POOL.decode_row(key, value, schema_ids)
 
 
 # -- the table -----------------------------------------------------------------------------------------------------
@@ -265,140 +238,86 @@ def decode_pool(key: bytes, value: bytes, schema_ids: Mapping[str, int] | None =
 
 def block_key(key: BlockKey) -> bytes:
     """Return the key of a block's row."""
-    return _BLOCK_KEY.pack(BLOCK_PREFIX, key.sequence, key.owner.worker_id, key.owner.dp_rank) + key.pool_id.encode()
+    return _BLOCK_KEY.pack(key.sequence, *key.owner) + key.pool_id.encode()
 
 
 def parse_block_key(raw: bytes) -> BlockKey:
     """Decode the key of a block's row; raises BadRecord."""
+    sequence, worker_id, dp_rank = _BLOCK_KEY.parse(raw[: _BLOCK_KEY.n_bytes])
     try:
-        prefix, sequence, worker_id, dp_rank = _BLOCK_KEY.unpack_from(raw)
-        pool_id = raw[_BLOCK_KEY.size :].decode()
-        if prefix != BLOCK_PREFIX or not pool_id:
-            raise ValueError(prefix)
-    except (struct.error, ValueError) as exc:
-        raise BadRecord("bad_key", f"{raw.hex()} is not the key of a pooled block") from exc
+        pool_id = raw[_BLOCK_KEY.n_bytes :].decode()
+    except UnicodeDecodeError as exc:
+        raise _BLOCK_KEY.bad(raw) from exc
+    if not pool_id:
+        raise _BLOCK_KEY.bad(raw)
     return BlockKey(SequenceHash(sequence), RankId(WorkerId(worker_id), DpRank(dp_rank)), pool_id)
 
 
-def encode_block(row: BlockRow) -> bytes:
-    """Encode the value of a block's row."""
-    placement = row.placement
-    return codec("cxl-block").encode(
-        {
-            "state": placement.state.value,
-            "pool_epoch": placement.pool_epoch,
-            "accessible_workers": [to_long(worker) for worker in placement.accessible_workers],
-            "model": placement.model,
-            "incarnation": to_long(placement.incarnation),
-            "entered_at_ms": placement.entered_at_ms,
-            "parent": to_hash(row.parent),
-            "position": row.position,
-            "engine_hash": to_hash(row.engine),
-        }
-    )
+_PLACEMENT = Shape(Placement, in_key=("pool_id",), state=_STATE, accessible_workers=_WORKERS, incarnation=U64)
+_BLOCK = Record(
+    "cxl-block",
+    Shape(BlockRow, placement=_PLACEMENT, parent=optional(HASH), engine=HASH.named("engine_hash")),
+)
+encode_block = _BLOCK.encode
 
 
 def decode_block(key: bytes, value: bytes) -> tuple[BlockKey, BlockRow]:
     """Decode a block's row; raises BadRecord."""
     block = parse_block_key(key)
-    datum = codec("cxl-block").decode(value)
-    parent = from_hash(datum["parent"])
-    if datum["position"] < 0 or (datum["position"] == 0) != (parent is None):
-        raise BadRecord("bad_row", f"block {block.sequence} at position {datum['position']} has parent {parent}")
-    placement = Placement(
-        state=CxlMemoryState(datum["state"]),
-        pool_id=block.pool_id,
-        pool_epoch=datum["pool_epoch"],
-        accessible_workers=_workers(datum["accessible_workers"]),
-        model=datum["model"],
-        incarnation=Incarnation(from_long(datum["incarnation"])),
-        entered_at_ms=datum["entered_at_ms"],
-    )
-    engine = EngineHash(from_hash(datum["engine_hash"]) or 0)
-    return block, BlockRow(placement, None if parent is None else SequenceHash(parent), datum["position"], engine)
+    row = _BLOCK.decode(value, pool_id=block.pool_id)
+    if row.position < 0 or (row.position == 0) != (row.parent is None):
+        raise BadRecord("bad_row", f"block {block.sequence} at position {row.position} has parent {row.parent}")
+    return block, row
 
 
 def owner_key(rank: RankId) -> bytes:
     """Return the key of an owner's row."""
-    return _OWNER_KEY.pack(OWNER_PREFIX, rank.worker_id, rank.dp_rank)
-
-
-def encode_owner(row: OwnerRow) -> bytes:
-    """Encode the value of an owner's row."""
-    return codec("cxl-owner").encode(
-        {
-            "newest_incarnation": to_long(row.newest_incarnation),
-            "incarnation": to_long(row.incarnation),
-            "ended": row.ended,
-            "ended_at_ms": row.ended_at_ms,
-            "ended_incarnations": [
-                {
-                    "incarnation": to_long(ended.incarnation),
-                    "sequence": ended.sequence,
-                    "ended_at_ms": ended.ended_at_ms,
-                }
-                for ended in row.ended_incarnations
-            ],
-        }
-    )
+    return _OWNER_KEY.pack(*rank)
 
 
 def parse_owner_key(raw: bytes) -> RankId:
     """Decode the key of an owner's row; raises BadRecord."""
-    try:
-        prefix, worker_id, dp_rank = _OWNER_KEY.unpack(raw)
-        if prefix != OWNER_PREFIX:
-            raise ValueError(prefix)
-    except (struct.error, ValueError) as exc:
-        raise BadRecord("bad_key", f"{raw.hex()} is not the key of an owner") from exc
+    worker_id, dp_rank = _OWNER_KEY.parse(raw)
     return RankId(WorkerId(worker_id), DpRank(dp_rank))
+
+
+_OWNER = Record(
+    "cxl-owner",
+    Shape(
+        OwnerRow,
+        newest_incarnation=U64,
+        incarnation=U64,
+        ended_incarnations=many(Shape(EndedIncarnation, incarnation=U64).nested()),
+    ),
+)
+encode_owner = _OWNER.encode
 
 
 def decode_owner(key: bytes, value: bytes) -> tuple[RankId, OwnerRow]:
     """Decode an owner's row; raises BadRecord."""
-    rank = parse_owner_key(key)
-    datum = codec("cxl-owner").decode(value)
-    return rank, OwnerRow(
-        newest_incarnation=Incarnation(from_long(datum["newest_incarnation"])),
-        incarnation=Incarnation(from_long(datum["incarnation"])),
-        ended=datum["ended"],
-        ended_at_ms=datum["ended_at_ms"],
-        ended_incarnations=tuple(
-            EndedIncarnation(Incarnation(from_long(ended["incarnation"])), ended["sequence"], ended["ended_at_ms"])
-            for ended in datum["ended_incarnations"]
-        ),
-    )
+    return parse_owner_key(key), _OWNER.decode(value)
 
 
 def parked_key(key: ParkedKey) -> bytes:
     """Return the key of a parked transition."""
-    return _PARKED_KEY.pack(PARKED_PREFIX, key.owner.worker_id, key.owner.dp_rank, key.number)
+    return _PARKED_KEY.pack(*key.owner, key.number)
 
 
-def encode_parked(row: ParkedRow) -> bytes:
-    """Encode the value of a parked transition."""
-    return codec("cxl-parked").encode({"offset": row.offset, "timestamp_ms": row.timestamp_ms, "raw": row.raw})
+_PARKED = Record("cxl-parked", Shape(ParkedRow))
+encode_parked = _PARKED.encode
 
 
 def decode_parked(key: bytes, value: bytes) -> tuple[ParkedKey, ParkedRow]:
     """Decode a parked transition; raises BadRecord."""
-    try:
-        prefix, worker_id, dp_rank, number = _PARKED_KEY.unpack(key)
-        if prefix != PARKED_PREFIX:
-            raise ValueError(prefix)
-    except (struct.error, ValueError) as exc:
-        raise BadRecord("bad_key", f"{key.hex()} is not the key of a parked transition") from exc
-    row = ParkedRow(**codec("cxl-parked").decode(value))
-    return ParkedKey(RankId(WorkerId(worker_id), DpRank(dp_rank)), number), row
+    worker_id, dp_rank, number = _PARKED_KEY.parse(key)
+    return ParkedKey(RankId(WorkerId(worker_id), DpRank(dp_rank)), number), _PARKED.decode(value)
 
 
 def owner_of_row(key: bytes) -> int | None:
     """Return the worker whose block or parked transition has this key; None for a key that is neither."""
     try:
-        return int(_BLOCK_KEY.unpack_from(key)[2] if key.startswith(BLOCK_PREFIX) else _PARKED_KEY.unpack(key)[1])
-    except struct.error:
+        if key.startswith(BLOCK_PREFIX):
+            return _BLOCK_KEY.parse(key[: _BLOCK_KEY.n_bytes])[1]
+        return _PARKED_KEY.parse(key)[0]
+    except BadRecord:
         return None
-
-
-def _workers(longs: list[int]) -> tuple[WorkerId, ...]:
-    return tuple(WorkerId(from_long(each)) for each in longs)

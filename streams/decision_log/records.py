@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from streams.codec import codec
+from streams.avro_frames import codec
 from streams.core.ids import DpRank, HashArray, RankId, WorkerId
 from streams.core.routing.identity_cache import IdentityCache
 from streams.decision_log.batches import BOOKED, DECISION, PREFERRED, DecisionBatch, DecisionKind

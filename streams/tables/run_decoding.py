@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from streams.codec import codec
+from streams.avro_frames import codec
 from streams.core.events import MoeLabels
 from streams.core.ids import U64_MASK, Int64Array, SequenceHash
 from streams.core.index.run_columns import RunColumns

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from confluent_kafka import KafkaError, KafkaException, Message, Producer
 
-from streams.codec import codec
+from streams.avro_frames import codec
 from streams.errors import BadRecord, TableError
 from streams.kafka import as_record, dead_letter_headers, producer
 from streams.outage import Repetitions, repeated

@@ -116,7 +116,7 @@ def test_a_bad_key_of_an_avoidance_is_refused(key: bytes) -> None:
 @pytest.mark.parametrize("ttl_ms", [0, -1, AVOID_MS_MAX + 1])
 def test_a_record_may_not_last_forever(ttl_ms: int) -> None:
     """A record of another application with a time out of range is refused."""
-    from streams.codec import codec
+    from streams.avro_frames import codec
 
     value = codec("avoidances").encode({"worker_id": 1, "avoided_at_ms": 5, "ttl_ms": ttl_ms})
     with pytest.raises(BadRecord):

@@ -19,10 +19,11 @@ from fastavro.schema import fingerprint, to_parsing_canonical_form
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from streams import codec as codec_module
 from streams import load_records
+from streams.avro_frames import codec, schemas_dir
 from streams.codec import (
     avoid_key,
-    codec,
     cordon_key,
     decode_avoidance,
     decode_batch,
@@ -45,11 +46,8 @@ from streams.codec import (
     encode_render,
     encode_resync,
     encode_worker,
-    from_long,
     model_key,
     render_key,
-    schemas_dir,
-    to_long,
 )
 from streams.core.bridge_pulses import BridgePulse
 from streams.core.cxl_memory import CxlMemoryMetadata, CxlMemoryState
@@ -103,6 +101,7 @@ from streams.core.workers import (
     Worker,
     WorkerState,
 )
+from streams.cxl import records as cxl_records
 from streams.cxl.events import BlockAddress, CxlPool, CxlTransition, addressed
 from streams.cxl.records import (
     BlockKey,
@@ -135,6 +134,8 @@ from streams.errors import BadRecord, KvStreamsError
 from streams.event_encoding import datum_of
 from streams.load_batches import batch_of
 from streams.load_records import LoadDecoder, encoded_load, read_fields
+from streams.shapes import Record, from_long, to_long
+from streams.tables import records as table_records
 from streams.tables.event_decoding import decode_events
 from streams.tables.records import (
     PartitionRecord,
@@ -770,6 +771,21 @@ def test_the_avro_package_reads_every_schema_to_the_last_field() -> None:
 def test_every_schema_has_a_record_here() -> None:
     """A new schema needs a record that the avro package reads."""
     assert {schema for schema, _, _ in GOOD.values()} == {path.stem for path in schemas_dir().glob("*.avsc")}
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        record
+        for module in (codec_module, cxl_records, table_records)
+        for record in vars(module).values()
+        if isinstance(record, Record)
+    ],
+    ids=lambda record: record.schema,
+)
+def test_a_description_has_the_fields_of_its_schema(record: Record[Any]) -> None:
+    """A field that only the schema has would be written with its default for ever."""
+    assert record.shape.names == {field["name"] for field in codec(record.schema).source["fields"]}
 
 
 def canonical(schema: Any, known: set[str], namespace: str = "") -> str:

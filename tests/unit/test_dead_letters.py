@@ -8,7 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from streams.codec import codec, decode_batch, encode_batch
+from streams.avro_frames import codec
+from streams.codec import decode_batch, encode_batch
 from streams.core.events import EngineBatch, EngineEvents
 from streams.core.hashing import local_hashes
 from streams.core.ids import DpRank, Incarnation, RankId, WorkerId

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streams.codec import codec
+from streams.avro_frames import codec
 from streams.core.hashing import sequence_hashes
 from streams.core.ids import DpRank, Float64Array, RankId, WorkerId
 from streams.core.loads.bookings import BookingPhase

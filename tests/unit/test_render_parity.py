@@ -18,7 +18,8 @@ from typing import Any
 import orjson
 import pytest
 
-from streams.codec import codec, encode_render, render_key
+from streams.avro_frames import codec
+from streams.codec import encode_render, render_key
 from streams.core.ids import DpRank, Epoch, Incarnation, RankId, WorkerId
 from streams.core.reducer.ordering import Progress
 from streams.core.workers import (

@@ -14,7 +14,8 @@ from fastavro.schema import fingerprint, to_parsing_canonical_form
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streams.codec import codec, decode_batch, encode_batch, schemas_dir
+from streams.avro_frames import codec, schemas_dir
+from streams.codec import decode_batch, encode_batch
 from streams.core.cxl_memory import CxlMemoryMetadata, CxlMemoryState
 from streams.core.events import (
     AllBlocksCleared,

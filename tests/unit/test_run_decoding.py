@@ -16,7 +16,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from streams.codec import codec
+from streams.avro_frames import codec
 from streams.core.events import FeedState, MoeLabels
 from streams.core.hashing import sequence_hashes
 from streams.core.ids import DpRank, Epoch, Incarnation, RankId, SequenceHash, Tier, WorkerId

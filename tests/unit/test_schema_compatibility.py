@@ -12,11 +12,11 @@ import avro.schema
 import pytest
 from avro.compatibility import ReaderWriterCompatibilityChecker, SchemaCompatibilityType
 
-from streams import codec
+from streams import avro_frames
 from streams.errors import SchemasIncompatible
 from streams.schema_compatibility import check_schemas
 
-RELEASED = sorted((codec.schemas_dir() / "released").glob("*.avsc"))
+RELEASED = sorted((avro_frames.schemas_dir() / "released").glob("*.avsc"))
 
 FEED_WITHOUT_A_VALUE = {"type": "enum", "name": "FeedState", "symbols": ["live", "catching_up"]}
 
@@ -24,7 +24,7 @@ FEED_WITHOUT_A_VALUE = {"type": "enum", "name": "FeedState", "symbols": ["live",
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """Return a copy of the schemas, for a test to change."""
-    return shutil.copytree(codec.schemas_dir(), tmp_path / "schemas")
+    return shutil.copytree(avro_frames.schemas_dir(), tmp_path / "schemas")
 
 
 def change(path: Path, edit: Callable[[dict[str, Any]], None]) -> None:
@@ -43,7 +43,7 @@ def field(schema: dict[str, Any], name: str) -> dict[str, Any]:
 @pytest.mark.parametrize("released", RELEASED, ids=lambda path: path.stem)
 def test_each_schema_reads_what_the_last_release_wrote(released: Path) -> None:
     """A schema of the last release still exists, and the avro package finds that it is read."""
-    current = codec.schemas_dir() / released.name
+    current = avro_frames.schemas_dir() / released.name
     reader, writer = (avro.schema.parse(path.read_text()) for path in (current, released))
     found = ReaderWriterCompatibilityChecker().get_compatibility(reader, writer)
     assert found.compatibility is SchemaCompatibilityType.compatible, found.messages
@@ -110,13 +110,13 @@ def test_a_record_of_the_last_release_is_read_with_a_schema_that_has_grown(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A schema may get a field without another copy of its earlier form: the released one is known."""
-    old = codec.RecordCodec("models")
+    old = avro_frames.RecordCodec("models")
     change(
         folder / "models.avsc",
         lambda schema: schema["fields"].append({"name": "colour", "type": "string", "default": "red"}),
     )
-    monkeypatch.setattr(codec, "schemas_dir", lambda: folder)
-    new = codec.RecordCodec("models")
+    monkeypatch.setattr(avro_frames, "schemas_dir", lambda: folder)
+    new = avro_frames.RecordCodec("models")
     assert new.fingerprint != old.fingerprint
     datum = {each["name"]: 16 if each["type"] in ("int", "long") else "x" for each in old.source["fields"]}
     assert new.decode(old.encode(datum)) == {**datum, "colour": "red"}

@@ -8,7 +8,7 @@ import avro.schema
 import faust
 import pytest
 
-from streams.codec import schemas_dir
+from streams.avro_frames import schemas_dir
 from streams.errors import SettingsError
 from streams.settings import Settings
 from streams.topics import CXL_BLOCKS, PREFIX_INDEX, TopicSpec, topics
