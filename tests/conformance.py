@@ -29,7 +29,7 @@ from streams.codec import encode_worker
 from streams.core.events import AllBlocksCleared, BlocksRemoved, BlocksStored, KvEvent, MoeLabels, WorkerRemoved
 from streams.core.hashing import BASE_SEED, hash_seed, local_hashes, request_hashes, sequence_hashes, with_pad_values
 from streams.core.ids import U64_MASK, DpRank, EngineHash, HashArray, Incarnation, RankId, Tier, WorkerId
-from streams.core.index.interface import Candidates, OverlapScores, PrefixIndex
+from streams.core.index.interface import Candidates, OverlapScores
 from streams.core.reducer.holdings import plain_holdings
 from streams.core.routing.cost import TIER_WEIGHTS, TermColumns, price_terms
 from streams.core.routing.eligibility import WorkerFilter
@@ -40,7 +40,8 @@ from streams.errors import UnknownParent
 from streams.router_api.view import View
 from streams.router_api.wire import MoeQuery
 from streams.settings import Settings
-from tests.soak import FOLDS, INDEXES, FoldFactory, IndexFactory, apply_event
+from tests.helpers.folded_index import FoldedIndex, apply_event
+from tests.soak import FOLDS, INDEXES, FoldFactory
 from tests.unit.test_holdings import batch
 from tests.unit.test_table_properties import Record, commit, compacted, folded, recovered
 
@@ -137,7 +138,7 @@ class Subject(Protocol):
         """Drop one rank."""
 
     def start_again(self) -> None:
-        """Continue with a copy made from a dump."""
+        """Continue with a copy made from the records."""
 
     def find_matches(self, local: HashArray) -> OverlapScores:
         """Score a request."""
@@ -150,12 +151,11 @@ class Subject(Protocol):
 
 
 class IndexSubject:
-    """An index that gets the events directly."""
+    """An index that gets the events without batches: a store of runs and a fold of its records."""
 
-    def __init__(self, make_index: IndexFactory) -> None:
-        self._make_index = make_index
+    def __init__(self, make_index: type[FoldedIndex]) -> None:
         self._ranks: set[RankId] = set()
-        self.index: PrefixIndex = make_index()
+        self.index = make_index()
 
     def event(self, rank: RankId, event: KvEvent) -> None:
         self._ranks.add(rank)
@@ -173,10 +173,7 @@ class IndexSubject:
         self.index.remove_rank(rank)
 
     def start_again(self) -> None:
-        events = list(self.index.dump())
-        self.index = self._make_index()
-        for rank, event in events:
-            apply_event(self.index, rank, event)
+        self.index = self.index.rebuilt()
 
     def find_matches(self, local: HashArray) -> OverlapScores:
         return self.index.find_matches(local)

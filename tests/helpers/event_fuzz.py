@@ -15,7 +15,6 @@ import xxhash
 from streams.codec import decode_batch
 from streams.core.events import BEFORE_FIRST, AllBlocksCleared, BlocksRemoved, BlocksStored, EngineEvents
 from streams.core.ids import DpRank, Incarnation, RankId, WorkerId
-from streams.core.index.plain_index import PlainPrefixIndex
 from streams.engines.dead_letters import of_payload
 from streams.engines.dialects.interface import UnusableEvent, undecodable
 from streams.engines.dialects.registry import DIALECTS
@@ -24,6 +23,7 @@ from streams.errors import BadRecord, UnknownParent
 from streams.settings import Settings
 from streams.topics import topics
 from tests.helpers.event_mutations import Mutator
+from tests.helpers.folded_index import CompiledIndex
 from tests.witness import BLOCK_SIZE
 
 SETTINGS = Settings(block_size=BLOCK_SIZE)
@@ -60,7 +60,7 @@ class FuzzedRank:
         self.refused: Counter[str] = Counter()
         self._decoder = DIALECTS["auto"].decoder(BLOCK_SIZE)
         self._writer = RankWriter(SETTINGS, self._log, RANK, "m", Incarnation(1), counts_copies=True)  # type: ignore[arg-type]
-        self._index = PlainPrefixIndex()
+        self._index = CompiledIndex()
         self._sequence = BEFORE_FIRST
 
     def send(self, payload: bytes) -> None:

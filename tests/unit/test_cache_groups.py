@@ -12,11 +12,11 @@ import pytest
 from streams.core.events import AllBlocksCleared, BlocksRemoved, BlocksStored, KvEvent
 from streams.core.hashing import local_hashes
 from streams.core.ids import DpRank, EngineHash, RankId, Tier, WorkerId
-from streams.core.index.plain_index import PlainPrefixIndex
 from streams.engines import cache_groups
 from streams.engines.dialects.interface import GroupChanged
 from streams.engines.dialects.vllm import ALL_BLOCKS, VllmDecoder
 from streams.engines.ledger import Ledger
+from tests.helpers.folded_index import CompiledIndex, apply_event
 
 RANK = RankId(WorkerId(1), DpRank(0))
 BLOCK = 4
@@ -46,7 +46,7 @@ class Indexed:
 
     def __init__(self, counts_copies: bool = True) -> None:
         self.ledger = Ledger(counts_copies)
-        self.index = PlainPrefixIndex()
+        self.index = CompiledIndex()
 
     def batch(self, *events: Any) -> list[KvEvent]:
         out: list[KvEvent] = []
@@ -54,13 +54,7 @@ class Indexed:
             out += self.ledger.apply(event, may_wait=True)
         out += self.ledger.end_batch()
         for change in out:
-            match change:
-                case BlocksStored():
-                    self.index.store(RANK, change.tier, change.parent, change.engine, change.local)
-                case BlocksRemoved():
-                    self.index.remove(RANK, change.tier, change.engine)
-                case AllBlocksCleared():
-                    self.index.clear(RANK)
+            apply_event(self.index, RANK, change)
         return out
 
     def held(self) -> set[tuple[Tier, int]]:

@@ -12,9 +12,9 @@ import pytest
 
 from streams.core.ids import HashArray
 from streams.core.index.interface import OverlapScores
-from streams.core.index.plain_index import PlainPrefixIndex
 from tests import conformance
 from tests.conformance import KINDS, OWN_CASES, Case, Differs, load, main, run
+from tests.helpers.folded_index import PlainIndex
 from tests.soak import INDEXES
 
 #: Expectations from public tests. They are stored outside of the checkout, and only where the project is developed.
@@ -81,7 +81,7 @@ COSTS = {"1": 3, "2": 1}
     ("case", "message"),
     [
         (indexer("i", stored(1), asked(1, expect=[])), "scores: found [[1, 0, 1]], expected []"),
-        (indexer("i", stored(1), asked(1, expect=[[1, 0, 2]])), "PlainPrefixIndex, op 1: scores"),
+        (indexer("i", stored(1), asked(1, expect=[[1, 0, 2]])), "PlainIndex, op 1: scores"),
         (indexer("i", stored(1), query=[1], expect=[[1, 0, 2]]), "at the end: scores"),
         (indexer("i", stored(1), {"op": "expect_dump_len", "n": 2}), "facts in a dump: found 1, expected 2"),
         (
@@ -151,7 +151,7 @@ def test_fields_may_be_left_out(case: dict[str, Any]) -> None:
 def test_every_subject_must_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     """A case fails if a single index differs, and the message names that index."""
 
-    class Blind(PlainPrefixIndex):
+    class Blind(PlainIndex):
         def find_matches(self, local: HashArray) -> OverlapScores:
             return super().find_matches(local[:0])
 
@@ -177,7 +177,7 @@ def test_the_runner_prints_failures_skipped_kinds_and_totals(
     two = written(tmp_path / "two.jsonl", priced({"costs": COSTS}), {"name": "n", "kind": "new"})
     assert main([one, two]) == 1
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith(f"FAILED wrong ({one}:3): PlainPrefixIndex, op 1: scores: found")
+    assert lines[0].startswith(f"FAILED wrong ({one}:3): PlainIndex, op 1: scores: found")
     assert [line.split(":")[0] for line in lines[1:]] == [
         "SKIPPED 1 of kind memory",
         "SKIPPED 1 of kind new",

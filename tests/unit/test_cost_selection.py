@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from streams.core.hashing import pack_hashes
 from streams.core.ids import DpRank, EngineHash, RankId, Tier, WorkerId
 from streams.core.index.interface import OverlapScores
-from streams.core.index.plain_index import PlainPrefixIndex
 from streams.core.loads.bookings import ActiveLoads, Booking, BookingId
 from streams.core.routing.cost import TIER_WEIGHTS, RankTerms, TermColumns, price_terms
 from streams.core.routing.decision import Chooser, RoutePolicy, booking_of
@@ -24,6 +23,7 @@ from streams.core.routing.eligibility import WorkerFilter, eligible_ranks, refus
 from streams.core.routing.selection import RoundRobin, RouterMode, select_by_cost, select_random
 from streams.core.workers import DP_SIZE_MAX, Role, Worker, WorkerState
 from streams.errors import InvalidRequest
+from tests.helpers.folded_index import CompiledIndex
 
 SEED = 20_240_607
 BLOCK_SIZE = 16
@@ -272,7 +272,7 @@ def test_a_choice_changes_no_load_and_no_score() -> None:
 )
 def test_blocks_off_the_device_are_worth_less(weights: tuple[float, ...], effective: float) -> None:
     """Blocks on host, disk and external memory count with the weights that the policy gives their tiers."""
-    index = PlainPrefixIndex()
+    index = CompiledIndex()
     local = np.arange(1, 6, dtype=np.uint64)
     named = local + np.uint64(1000)
     index.store(rank(1), Tier.DEVICE, None, named[:2], local[:2])

@@ -14,13 +14,12 @@ from typing import Any
 import msgpack
 import pytest
 
-from streams.core.events import AllBlocksCleared, BlocksRemoved, BlocksStored
 from streams.core.hashing import hash_seed, local_hashes, salted_seed
 from streams.core.ids import DpRank, RankId, WorkerId
-from streams.core.index.plain_index import PlainPrefixIndex
 from streams.engines.dialects.interface import DecodedBatch
 from streams.engines.dialects.registry import DIALECTS
 from streams.engines.ledger import Ledger
+from tests.helpers.folded_index import CompiledIndex, apply_event
 from tests.unit.test_trtllm import block, created, removed, stored
 
 BLOCK = 4
@@ -34,7 +33,7 @@ class Rank:
     def __init__(self) -> None:
         self._decoder = DIALECTS["auto"].decoder(BLOCK)
         self._ledger = Ledger(counts_copies=True)
-        self._index = PlainPrefixIndex()
+        self._index = CompiledIndex()
 
     def take(self, *events: Any) -> DecodedBatch:
         """Take one payload in msgpack."""
@@ -46,13 +45,7 @@ class Rank:
             self._ledger.count_copies(decoded.dialect.counts_copies)
         changes = [change for event in decoded.events for change in self._ledger.apply(event, may_wait=True)]  # type: ignore[arg-type]
         for change in changes + self._ledger.end_batch():
-            match change:
-                case BlocksStored():
-                    self._index.store(RANK, change.tier, change.parent, change.engine, change.local)
-                case BlocksRemoved():
-                    self._index.remove(RANK, change.tier, change.engine)
-                case AllBlocksCleared():
-                    self._index.clear(RANK)
+            apply_event(self._index, RANK, change)
         return decoded
 
     def overlap(self, tokens: list[int] = TOKENS, salt: str | None = None) -> int:

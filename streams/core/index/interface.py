@@ -210,6 +210,11 @@ def _is_whole(value: object) -> bool:
     return type(value) is int or (isinstance(value, int | np.integer) and not isinstance(value, bool))
 
 
+def is_u64(value: object) -> bool:
+    """Whether a value is a whole number of 64 bits without a sign, such as a hash."""
+    return _is_whole(value) and 0 <= value <= U64_MASK  # type: ignore[operator]  # whole numbers can be compared
+
+
 def check_rank(rank: RankId) -> None:
     """Raise InvalidEvent unless `rank` is a RankId whose worker id and rank are in range: u64 and u32."""
     # A bare tuple equals a RankId with the same numbers, so a lookup would find it by accident.

@@ -10,11 +10,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from streams.core.hashing import sequence_hashes
 from streams.core.ids import U64_MASK, DpRank, Epoch, Incarnation, Int64Array, RankId, Tier, WorkerId
+from streams.core.index.interface import check_rank, check_tier, is_u64
 from streams.core.index.kernels import fold as fold_kernels
 from streams.core.index.kernels import run_records
 from streams.core.index.kernels.run_records import N_FOLD_COLUMNS
-from streams.core.runs import Run, RunKey
+from streams.core.runs import RUN_BLOCKS_MAX, Run, RunKey
+from streams.errors import InvalidEvent
 
 
 def packed_place(rank: RankId, tier: Tier) -> int:
@@ -92,7 +95,9 @@ class RunColumns:
 
 
 def columns_of(keys: Sequence[RunKey], runs: Sequence[Run | None]) -> RunColumns:
-    """Convert runs to columns; None is a tombstone."""
+    """Convert runs to columns; None is a tombstone. Raises InvalidEvent for a record that no agent writes."""
+    for key, run in zip(keys, runs, strict=True):
+        check_record(key, run)
     lengths = [0 if run is None else len(run.local) for run in runs]
     columns = RunColumns(len(keys), sum(lengths))
     for which, unsigned in (
@@ -110,3 +115,31 @@ def columns_of(keys: Sequence[RunKey], runs: Sequence[Run | None]) -> RunColumns
     columns.offset[1:] = np.cumsum(lengths)
     columns.local.view(np.uint64)[:] = [one for run in runs if run is not None for one in run.local]
     return columns
+
+
+def check_record(key: RunKey, run: Run | None) -> None:
+    """Raise InvalidEvent for a record that no agent writes: kernels rely on what is checked here."""
+    check_rank(key.rank)
+    check_tier(key.tier)
+    if not is_u64(key.first):
+        raise InvalidEvent(f"the first sequence hash {key.first!r} of a run is not a u64", rank=key.rank)
+    if run is None:
+        return
+    if run.parent is not None and not is_u64(run.parent):
+        raise InvalidEvent(f"the parent {run.parent!r} of a run is not a u64", rank=key.rank)
+    if not 1 <= len(run.local) <= RUN_BLOCKS_MAX or not all(map(is_u64, run.local)):
+        raise InvalidEvent(
+            f"a run has 1 to {RUN_BLOCKS_MAX} local hashes, each a u64", rank=key.rank, n_local=len(run.local)
+        )
+    if type(run.present) is not int or not 0 < run.present < 1 << len(run.local):
+        raise InvalidEvent(
+            f"presence bits {run.present!r} are not those of {len(run.local)} blocks, of which one is held",
+            rank=key.rank,
+        )
+    if not is_u64(run.epoch.incarnation) or not 0 <= run.epoch.generation < 1 << 63:
+        raise InvalidEvent(f"{run.epoch} is not an epoch", rank=key.rank)
+    first = sequence_hashes(np.array(run.local[:1], dtype=np.uint64), run.parent)[0]
+    if int(first) != key.first:
+        raise InvalidEvent(
+            f"a run's key has the sequence hash {key.first}, its parent and its first block have {first}", rank=key.rank
+        )

@@ -47,8 +47,8 @@ _PRESIZED_LOAD = 0.7
 _TRIM_BLOCKS_MIN = 65_536
 #: Segments joined in one step. Each takes about 40 us if it is not in the cache.
 _TRIM_SEGMENTS = 16
-#: Calls between two checks of the memory in use.
-_TRIM_CALLS = 1024
+#: Folds of records between two checks of the memory in use.
+TRIM_CALLS = 128
 
 __all__ = ["HASHES", "EventColumns", "Matcher", "Outcome", "RunTree", "RunTreeIndex", "TreeScores"]
 
@@ -460,7 +460,7 @@ class RunTreeIndex(RunTree):
             raise InvalidEvent(f"events {first} to {last} of {events.n_events}")
         applied = apply_events(self._address, events.address, first, last)
         self._n_calls += 1
-        if not self._n_calls % _TRIM_CALLS:
+        if not self._n_calls % TRIM_CALLS:
             self._return_memory()
         return _CLEAN if applied == last - first else self._outcome(-1 - applied, first)
 

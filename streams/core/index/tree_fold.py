@@ -29,7 +29,7 @@ from streams.core.index.kernels.fold import digest_columns, drop_old_records
 from streams.core.index.kernels.run_records import KNOWN_WORDS, find_known, fold_known
 from streams.core.index.kernels.trace import trace
 from streams.core.index.run_columns import RunColumns, columns_of, packed_place
-from streams.core.index.run_tree import N_TIERS, RunTree
+from streams.core.index.run_tree import N_TIERS, TRIM_CALLS, RunTree
 from streams.core.index.tree_inspection import names_in_column
 from streams.core.runs import Run, RunKey
 from streams.errors import IndexCorrupt, IndexFull, TooManyRanks
@@ -90,6 +90,9 @@ class TreeRunFold(RunTree):
                     refused.append(at)
                 at += not admitted
         self._tidy()
+        self._n_calls += 1
+        if not self._n_calls % TRIM_CALLS:
+            self._return_memory()
         return refused
 
     def _admit(self, records: RunColumns, record: int) -> bool:

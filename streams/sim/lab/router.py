@@ -13,12 +13,10 @@ from typing import TypedDict
 
 import numpy as np
 
-from streams.core.block_facts.fact_sets import CompiledFactSets, PythonFactSets, RankNumbering
+from streams.core.block_facts.fact_sets import CompiledFactSets, RankNumbering
 from streams.core.cxl_memory import CxlMemoryState
 from streams.core.ids import DpRank, EngineHash, HashArray, Incarnation, RankId, SequenceHash, Tier, WorkerId
-from streams.core.index.interface import OverlapScores, PrefixIndex
-from streams.core.index.plain_index import PlainPrefixIndex
-from streams.core.kernels.available import kernels_available
+from streams.core.index.interface import OverlapScores
 from streams.core.loads.bookings import ActiveLoads, Booking, BookingId, with_output
 from streams.core.routing.admission import PROPAGATION_MS, Gate
 from streams.core.routing.cost import prefill_tokens
@@ -32,7 +30,7 @@ from streams.core.routing.supplementary import SupplementaryMatches
 from streams.cxl.events import CxlPool
 from streams.cxl.pooled_index import PooledIndex
 from streams.cxl.records import Placement
-from streams.errors import UnknownParent
+from streams.sim.lab.index import LabIndex
 
 #: As in the live router (router_api.admission): the shortest time between two pumps, the longest one while requests
 #: wait, and how many of them a pump examines.
@@ -80,22 +78,13 @@ class LabQueue:
     policy: QueuePolicy = QueuePolicy.ARRIVAL_PLUS_PREFILL
 
 
-def new_index() -> PrefixIndex:
-    """The index of a router: the fast one if its kernels are available."""
-    if kernels_available():
-        from streams.core.index.run_tree import RunTreeIndex
-
-        return RunTreeIndex()
-    return PlainPrefixIndex()
-
-
 class _Pool:
     """The router's index of a pool that all of its workers read."""
 
     def __init__(self, ranks: tuple[RankId, ...]) -> None:
         members = tuple(rank.worker_id for rank in ranks)
         pool = CxlPool("pool", "default", None, members)
-        self.index = PooledIndex(CompiledFactSets() if kernels_available() else PythonFactSets(), {"pool": pool})
+        self.index = PooledIndex(CompiledFactSets(), {"pool": pool})
         self.numbers = RankNumbering(ranks)
         self.placed = Placement(CxlMemoryState.CXL_POOLED, "pool", 0, (), "", Incarnation(0), 0)
 
@@ -125,7 +114,7 @@ class LabRouter:
         self._router_ids = {router_id}  # of all bookings so far
         self.ranks = tuple(RankId(WorkerId(number + 1), DpRank(0)) for number in range(n_workers))
         self.loads = ActiveLoads(_NEVER_MS, observe=True)
-        self.index = new_index()
+        self.index = LabIndex()
         self.alive = self.ranks
         self._without: dict[RankId, tuple[tuple[RankId, ...], tuple[RankId, ...]]] = {}
         self.wake_ms = _NEVER
@@ -181,10 +170,8 @@ class LabRouter:
     def kept_on_host(self, worker: int, parent: EngineHash | None, names: HashArray, gone: HashArray) -> None:
         """Apply an engine's events of its host memory: it stored these blocks, and evicted others."""
         rank = self.ranks[worker]
-        try:
-            self.index.store(rank, Tier.HOST, parent, names, names)
-        except UnknownParent:
-            pass  # the block before them is neither on the device nor on the host any more
+        # Without effect if the block before them is neither on the device nor on the host any more.
+        self.index.store(rank, Tier.HOST, parent, names, names)
         if gone.size:
             self.index.remove(rank, Tier.HOST, gone)
 
@@ -199,7 +186,7 @@ class LabRouter:
 
     def worker_failed(self, worker: int) -> None:
         """An engine's lease has expired: it gets no more requests, and what it held is gone."""
-        self.index.remove_rank(self.ranks[worker])
+        self.index.clear(self.ranks[worker])
         self._set_alive({*self.alive} - {self.ranks[worker]})
 
     def worker_returned(self, worker: int) -> None:

@@ -1,0 +1,174 @@
+"""Events in, answers out, as an agent and a router do it together, without Kafka between them.
+
+What lives here: a store of runs, the rows that it writes, and a fold of these rows (`FoldedIndex`): once with the
+compiled store and fold of agents and routers, and once with those in pure Python. What must not: which batch is new
+(holdings), expectations (reference_index).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from typing import ClassVar, Self, assert_never
+
+from streams.core.events import AllBlocksCleared, BlocksRemoved, BlocksStored, KvEvent
+from streams.core.ids import EngineHash, Epoch, HashArray, Incarnation, RankId, SequenceHash, Tier
+from streams.core.index.interface import OverlapScores
+from streams.core.index.run_fold import PlainRunFold, RunFold
+from streams.core.index.tree_fold import TreeRunFold
+from streams.core.reducer.run_store import Applied
+from streams.errors import UnknownParent
+from streams.tables.records import Change, decode_run, parse_run_key
+from streams.tables.run_backend import IndexRuns, PlainIndexRuns
+from streams.tables.run_decoding import decode_runs
+from streams.tables.run_table import RunTable
+
+_ALL = 1 << 30
+
+
+class FoldedIndex:
+    """An index of engine events. The owner of a store of runs and of a fold.
+
+    table: the store's rows, the last value of each key, without tombstones: what Kafka would keep.
+    """
+
+    make_runs: ClassVar[type[IndexRuns]]
+    make_fold: ClassVar[type[RunFold]]
+
+    def __init__(self) -> None:
+        self.runs = self.make_runs()
+        self.fold = self.make_fold()
+        self.table: dict[bytes, bytes] = {}
+        self._epochs: dict[RankId, Epoch] = {}
+        self._is_folded = True
+
+    def store(self, rank: RankId, tier: Tier, parent: EngineHash | None, engine: HashArray, local: HashArray) -> None:
+        """Store consecutive blocks of one chain. Raises UnknownParent; the index is then unchanged."""
+        if self._apply(rank, BlocksStored(parent, engine, local, tier)).n_unknown_parents:
+            raise UnknownParent(f"rank {rank} holds no block {parent}", rank=rank, parent=parent)
+
+    def remove(self, rank: RankId, tier: Tier, engine: HashArray) -> int:
+        """Remove blocks; returns how many of the hashes the rank did not use in this tier."""
+        return self._apply(rank, BlocksRemoved(engine, tier)).n_unknown_removals
+
+    def clear(self, rank: RankId) -> None:
+        """Remove all blocks of a rank, in all tiers."""
+        if rank in self._epochs:
+            self._apply(rank, AllBlocksCleared())
+
+    def remove_rank(self, rank: RankId) -> None:
+        """Remove a rank with all its blocks; an unknown rank changes nothing."""
+        if rank in self._epochs:
+            self._epochs[rank] = epoch = Epoch(Incarnation(self._epochs[rank].incarnation + 1), 0)
+            self.runs.end(rank, epoch)
+            self._is_folded = False
+            self._fold_changes()  # the rows' tombstones come before that of the progress
+            self.fold.forget_rank(rank)
+
+    def find_matches(self, local: HashArray) -> OverlapScores:
+        """Score every rank for a request. local: uint64[n] from the root. Raises InvalidRequest."""
+        self._fold_changes()
+        return self.fold.find_matches(local)
+
+    def members(self) -> Iterator[tuple[RankId, Tier, EngineHash]]:
+        """Iterate over all facts, with the ranks' own engine hashes, as the rows have them."""
+        self._fold_changes()
+        for key, value in self.table.items():
+            run = decode_run(key, value)
+            if run.epoch == self._epochs[run.key.rank]:
+                for offset in run.held():
+                    yield run.key.rank, run.key.tier, EngineHash(run.engine[offset])
+
+    def blocks(self) -> set[tuple[RankId, Tier, SequenceHash]]:
+        """All facts of the fold, by sequence hash."""
+        self._fold_changes()
+        return set(self.fold.members())
+
+    def rebuilt(self, seed: int = 0) -> Self:
+        """An index that reads the table in any order, as an agent and a router do when they start."""
+        self._fold_changes()
+        fresh = type(self)()
+        rows = list(self.table.items())
+        random.Random(seed).shuffle(rows)
+        fresh.runs.begin_load(self._epochs)
+        assert fresh.runs.load_records(rows) == (0, [])
+        fresh.table, fresh._epochs = dict(self.table), dict(self._epochs)
+        for rank in self.fold.ranks():
+            fresh.fold.enter_epoch(rank, self._epochs[rank])
+        fresh._fold_rows(rows)
+        return fresh
+
+    def check(self) -> None:
+        """Raise IndexCorrupt or AssertionError if an invariant of the store, of the fold, or between them is broken."""
+        self._fold_changes()
+        self.runs.check()
+        self.fold.check()
+        assert set(self.runs.members()) == set(self.fold.members())
+
+    def __len__(self) -> int:
+        self._fold_changes()
+        return len(self.fold)
+
+    def _apply(self, rank: RankId, event: KvEvent) -> Applied:
+        epoch = self._epochs.get(rank)
+        if epoch is None:
+            epoch = Epoch(Incarnation(1), 0)
+            self.runs.end(rank, epoch)
+        applied = self.runs.apply(rank, (event,))
+        self._epochs[rank] = epoch = Epoch(epoch.incarnation, epoch.generation + applied.n_clears)
+        if applied.n_clears:
+            self.fold.enter_epoch(rank, epoch)
+        self._is_folded = False
+        return applied
+
+    def _fold_changes(self) -> None:
+        """Fold what changed since the last call."""
+        if self._is_folded:
+            return
+        self._is_folded = True
+        rows = self.runs.take_changes(_ALL)
+        for key, value in rows:
+            self.table.pop(key, None)
+            if value is not None:
+                self.table[key] = value
+        self._fold_rows(rows)
+
+    def _fold_rows(self, rows: Sequence[Change]) -> None:
+        raise NotImplementedError
+
+
+class CompiledIndex(FoldedIndex):
+    """The store of agents, and the decoder and the tree of routers."""
+
+    make_runs = RunTable
+    make_fold = TreeRunFold
+    fold: TreeRunFold
+
+    def _fold_rows(self, rows: Sequence[Change]) -> None:
+        columns, others = decode_runs(rows)
+        assert not others
+        assert self.fold.fold_records(columns) == []
+
+
+class PlainIndex(FoldedIndex):
+    """The store and the fold in pure Python."""
+
+    make_runs = PlainIndexRuns
+    make_fold = PlainRunFold
+
+    def _fold_rows(self, rows: Sequence[Change]) -> None:
+        keys = [parse_run_key(key) for key, _ in rows]
+        self.fold.fold(keys, [None if value is None else decode_run(key, value) for key, value in rows])
+
+
+def apply_event(index: FoldedIndex, rank: RankId, event: KvEvent) -> None:
+    """Apply one event to an index. Raises UnknownParent."""
+    match event:
+        case BlocksStored():
+            index.store(rank, event.tier, event.parent, event.engine, event.local)
+        case BlocksRemoved():
+            index.remove(rank, event.tier, event.engine)
+        case AllBlocksCleared():
+            index.clear(rank)
+        case _:
+            assert_never(event)
