@@ -458,7 +458,7 @@ def test_inspections_are_limited(served: LocalRouter, monkeypatch: pytest.Monkey
         assert over.wait(PATIENCE_S)
         yield b"x"
 
-    monkeypatch.setattr(served.router.view, "fact_pages", pages)
+    monkeypatch.setattr(served.router.view.index, "fact_pages", pages)
     monkeypatch.setattr(inspections_module, "WAITING_MAX", 2)
     n = inspections_module.RUNNING_MAX + 2
     with ThreadPoolExecutor(n) as threads:
