@@ -79,9 +79,9 @@ class KvPushRouter(KvRouter):
         await warm_while_serving(ROUTER, lambda _: None)
         prefer_request_threads()
         router = make_router(self.settings)
-        router.topics_missing = tuple(missing)
+        router.readiness.topics.missing = tuple(missing)
         if missing:
-            raise router.missing()
+            raise router.readiness.topics.error()
         self._router, self._admission = router, Admission(router)
         router.start()
         self._ticking = asyncio.create_task(tick_forever(router), name="kvstreams-router-ticks")
@@ -110,7 +110,7 @@ class KvPushRouter(KvRouter):
         until_s = loop.time() + self._ready_timeout_s
         while True:
             try:
-                router.check_ready()
+                router.readiness.check()
                 return
             except NotReady:
                 if loop.time() >= until_s:

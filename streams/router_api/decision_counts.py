@@ -38,12 +38,15 @@ class WorkerCounts:
 class DecisionCounts:
     """Owner of these counts. Used on the thread that decides.
 
-    by_reason: decisions by router mode, answer mode, and the reason if the answer is degraded. hit_ratio: shares of
+    answers, chosen_modes: decisions by the least trust in all eligible ranks, and by that in the chosen one. by_reason:
+    decisions by router mode, answer mode, and the reason if the answer is degraded. hit_ratio: shares of
     the prompts' blocks that the chosen rank had. by_worker: at most VALUES_MAX workers; decisions for further ones are
     counted together under OTHER.
     """
 
     def __init__(self) -> None:
+        self.answers: Counter[AnswerMode] = Counter()
+        self.chosen_modes: Counter[AnswerMode] = Counter()
         self.by_reason: Counter[tuple[RouterMode, AnswerMode, DegradedReason | None]] = Counter()
         self.hit_ratio = Distribution(*(part / _HIT_RATIO_PARTS for part in range(_HIT_RATIO_PARTS + 1)))
         self.by_worker: dict[WorkerId | str, WorkerCounts] = {}
@@ -54,13 +57,23 @@ class DecisionCounts:
         self._step_ends_s = 0.0
 
     def note(
-        self, mode: RouterMode, worker_id: WorkerId, hit_blocks: int, blocks: int, trust: Trust, *, reads_index: bool
+        self,
+        mode: RouterMode,
+        worker_id: WorkerId,
+        hit_blocks: int,
+        blocks: int,
+        trust: Trust,
+        chosen_trust: Trust,
+        *,
+        reads_index: bool,
     ) -> None:
-        """Count a decision.
+        """Count a decision. trust: in all eligible ranks. chosen_trust: in the chosen one.
 
         blocks: the prompt's length in blocks. hit_blocks: its leading blocks that the chosen rank had. Both are left
         out if the index was not read, because then nothing is known about them.
         """
+        self.answers[trust.mode] += 1
+        self.chosen_modes[chosen_trust.mode] += 1
         self.by_reason[mode, trust.mode, trust.reason] += 1
         counts = self.by_worker.get(worker_id)
         if counts is None:

@@ -195,7 +195,7 @@ class Handlers:
 
     async def _route_list(self, body: bytes) -> list[dict[str, Any]]:
         """Answer each request of a list, in order. A request that is refused does not affect the others."""
-        self._router.check_ready()
+        self._router.readiness.check()
         items = await self._bodies.on_thread(parse_requests, body)
         answers = []
         for item in items:
@@ -401,14 +401,14 @@ class Handlers:
         reported: dict[str, Any] = {
             "ready": True,
             "partitions_left": self._router.feeds.pending(),
-            "workers_left": self._router.workers_left(),
-            "topics_missing": self._router.topics_missing or self._router.topics_deleted,
+            "workers_left": self._router.readiness.workers_left(),
+            "topics_missing": self._router.readiness.topics.missing or self._router.readiness.topics.deleted,
         }
         try:
             if self._router.stopping:
                 raise NotReady("the router is stopping")
-            self._router.check_topics()
-            self._router.check_ready()
+            self._router.readiness.topics.check()
+            self._router.readiness.check()
         except NotReady as exc:
             return _json({**reported, "ready": False, "reason": str(exc)}, status=exc.http_status)
         return _json(reported)

@@ -86,7 +86,7 @@ class Live:
         self._samples.append(
             Sample(
                 now_s,
-                tuple(router.chosen_modes[mode] for mode in AnswerMode),
+                tuple(router.decisions.chosen_modes[mode] for mode in AnswerMode),
                 router.decisions.blocks,
                 router.decisions.hit_blocks,
                 tuple(self._metrics.route_seconds.counts),
@@ -137,8 +137,8 @@ class Live:
 
     def _not_ready(self) -> str | None:
         try:
-            self._router.check_topics()
-            self._router.check_ready()
+            self._router.readiness.topics.check()
+            self._router.readiness.check()
         except NotReady as exc:
             return str(exc)
         return None

@@ -122,7 +122,7 @@ class RouterSnapshot:
     def ready(self) -> bool:
         """Whether the router answers requests."""
         try:
-            self.router.check_ready()
+            self.router.readiness.check()
         except NotReady:
             return False
         return True
@@ -255,13 +255,13 @@ ROUTER_METRICS: tuple[Metric[RouterSnapshot], ...] = (
     counter(
         "kvstreams_answers_total",
         "Answers of `POST /route` by mode",
-        lambda now: {mode: now.router.answers[mode] for mode in AnswerMode},
+        lambda now: {mode: now.router.decisions.answers[mode] for mode in AnswerMode},
         Label("mode", tuple(AnswerMode)),
     ),
     counter(
         "kvstreams_answers_by_chosen_mode_total",
         "Answers of `POST /route` by `chosen_mode`, the trust in the chosen rank alone",
-        lambda now: {mode: now.router.chosen_modes[mode] for mode in AnswerMode},
+        lambda now: {mode: now.router.decisions.chosen_modes[mode] for mode in AnswerMode},
         Label("chosen_mode", tuple(AnswerMode)),
     ),
     counter(

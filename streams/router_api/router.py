@@ -1,23 +1,18 @@
 """A router: one method for each call that chooses a rank or changes load. HTTP handlers and other code call it.
 
-What lives here: the steps from a parsed request to a booking, which combine the view, the loads and the core; and
-readiness. What must not: aiohttp, JSON and parsing (wire), the rules of a choice (core.routing), and calls that change
-the registry (registry).
+What lives here: the steps from a parsed request to a booking, which combine the view, the loads and the core. What must
+not: aiohttp, JSON and parsing (wire), the rules of a choice (core.routing), calls that change the registry (registry),
+how the parts are made (compose), and whether all topics are read (readiness).
 """
 
 from __future__ import annotations
 
 import functools
-import logging
-import random
 import time
-from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import asdict, replace
 from operator import attrgetter
 from typing import Any, NamedTuple
-
-from confluent_kafka import Producer
 
 from streams.core.engine_metrics import WorkerMetrics, with_bookings
 from streams.core.hashing import pack_hashes
@@ -29,35 +24,28 @@ from streams.core.routing.busy import BusyThresholds, idle_ranks
 from streams.core.routing.cost import RankTerms, prefill_tokens
 from streams.core.routing.decision import (
     LEARNT_TOGETHER_MAX,
-    Chooser,
     Decision,
     FleetState,
     RoutePolicy,
     booking_of,
 )
 from streams.core.routing.eligibility import FilterReason, WorkerFilter, names_another_rank
-from streams.core.routing.policies.expected_time import ExpectedTime, ExpectedTimeParameters
-from streams.core.routing.policies.interface import Policy
+from streams.core.routing.policies.expected_time import ExpectedTime
 from streams.core.routing.selection import RouterMode
 from streams.core.routing.sessions import SessionAffinity
 from streams.core.routing.supplementary import SupplementaryMatches
 from streams.core.routing.trust import FALLBACK, NOT_IN_SYNC, AnswerMode, Trust
 from streams.core.workers import Role
-from streams.errors import AllWorkersBusy, InvalidRequest, KvStreamsError, NoEligibleWorker, NotReady, UnknownId
-from streams.kafka import TOPICS_REMEDY, producer, topics_missing
+from streams.errors import AllWorkersBusy, InvalidRequest, KvStreamsError, NoEligibleWorker, UnknownId
 from streams.load_records import request_partition
-from streams.policy_plugins import find_policy
 from streams.router_api.answer import RouteAnswer
-from streams.router_api.dead_letters import DeadLetterCounts
+from streams.router_api.compose import compose
 from streams.router_api.decision_counts import DecisionCounts
-from streams.router_api.decision_recorder import DecisionRecorder, wall_ms
-from streams.router_api.loads_sync import READ_INTERVAL_S, LoadsSync
+from streams.router_api.decision_recorder import wall_ms
 from streams.router_api.prompt_matches import PromptMatches
-from streams.router_api.registry import PUBLISH_TIMEOUT_S, Registry
+from streams.router_api.registry import PUBLISH_TIMEOUT_S
 from streams.router_api.request_ids import RequestIds
-from streams.router_api.topic_readers import Feed, Feeds, key_and_value, one_by_one, one_by_one_live
 from streams.router_api.trust_tracker import TrustSnapshot
-from streams.router_api.view import View
 from streams.router_api.wire import (
     POLICY_OVERRIDES,
     UNFILTERED,
@@ -73,11 +61,7 @@ from streams.router_api.wire import (
     worker_filter,
 )
 from streams.settings import Settings
-from streams.tables.applied_until import SourceOffset
-from streams.topic_watch import TopicReading, TopicWatch
 from streams.topics import topics
-
-log = logging.getLogger(__name__)
 
 #: The parts of the policy that a request may override: first by the overrides' names, then by the policy's own names.
 _OVERRIDES = attrgetter(*POLICY_OVERRIDES)
@@ -91,9 +75,6 @@ _UNFILTERED_MAX = 256
 
 #: How long after its last decision a router counts as asked for decisions.
 ASKED_S = 1.0
-
-#: How long the client waits for further records of a batch. The outbox hands over those of an interval in one step.
-_LINGER_MS = 0.5
 
 _NO_SCORES = OverlapScores({})
 _NO_RANKS: frozenset[RankId] = frozenset()
@@ -149,87 +130,31 @@ class _CandidateMatches(NamedTuple):
 
 
 class Router:
-    """One router. `start` begins to read topics; until their ends are reached, `check_ready` refuses every call."""
+    """One router. `start` begins to read topics; until their ends are reached, `readiness` refuses every call."""
 
     def __init__(self, settings: Settings) -> None:
+        parts = compose(settings)
         self.settings = settings
-        self.policy = RoutePolicy(
-            mode=settings.router_mode,
-            overlap_score_weight=settings.kv_overlap_score_weight,
-            temperature=settings.router_temperature,
-            tier_weights=settings.tier_weights,
-            cxl_score_weight=settings.cxl_score_weight,
-            moe_score_weight=settings.moe_score_weight,
-            track_active_blocks=settings.track_active_blocks,
-            cuda_to_cpu_ratio=settings.encoder_cuda_to_cpu_ratio,
-            name=settings.router_policy,
-            overlap_credit=settings.kv_overlap_score_credit,
-            request_weight=settings.decode_active_request_weight,
-        )
+        self.policy = parts.policy
+        self.view = parts.view
+        self.loads = parts.loads
+        self.registry = parts.registry
+        self.recorder = parts.recorder
+        self.dead_letters = parts.dead_letters
+        self.feeds = parts.feeds
+        self.readiness = parts.readiness
+        self._kafka = parts.kafka
+        self._chooser = parts.chooser
         self._busy = BusyThresholds(settings.active_decode_blocks_threshold, settings.active_prefill_tokens_threshold)
         self._sessions = SessionAffinity(settings.router_session_affinity_ttl_s)
-        self._had_enough_workers = False
-        self._topics = topics(settings)
-        n_partitions = self._topics.router_loads.partitions
+        n_partitions = topics(settings).router_loads.partitions
         self._request_ids = RequestIds(lambda request_id: request_partition(request_id, n_partitions))
-        self._sources = (self._topics.kv_events, self._topics.cxl_events)
-        self._kafka: Producer = producer(settings, **{"linger.ms": _LINGER_MS})
-        self.view = View(settings, _monotonic_ms)
-        self.loads = LoadsSync(settings, self._topics.router_loads, self._kafka, _monotonic_ms)
-        self.registry = Registry(settings, self.view, self.check_topics)
-        self.recorder: DecisionRecorder | None = None
-        if settings.decision_log:
-            self.recorder = DecisionRecorder(
-                settings, self._topics.router_decisions, self._kafka, self.view, lambda: self.loads.router_id
-            )
-        self._chooser = Chooser(random.Random(settings.router_seed or None), self._find_policy)
-        if self.policy.policy_name:
-            self._chooser.policy(self.policy.policy_name)  # a wrong name ends the process here
-        feeds = {
-            "workers": Feed(
-                self._topics.workers,
-                one_by_one_live(self.registry.order.read),
-            ),
-            # Read from its end, because bridges soon report every engine again.
-            "metrics": Feed(
-                self._topics.worker_metrics,
-                one_by_one(lambda record: self.view.fold_report(record.key, record.value)),
-                from_end=True,
-            ),
-        }
-        if settings.reads_index:
-            feeds["index"] = Feed(
-                self._topics.index_changelog,
-                lambda messages, live: self.view.fold_index_batch(list(map(key_and_value, messages)), live),
-            )
-            feeds["pooled"] = Feed(
-                self._topics.cxl_changelog,
-                one_by_one(lambda record: self.view.fold_pooled(record.key, record.value)),
-            )
-        # Read from its end, so that the counts begin when this router starts. They include the dead letters of agents
-        # that run without a router.
-        self.dead_letters = DeadLetterCounts(settings)
-        feeds["dead letters"] = Feed(self._topics.dead_letters, self.dead_letters.fold, from_end=True)
-        if settings.router_replica_sync:
-            feeds["loads"] = Feed(self._topics.router_loads, self.loads.fold_messages, interval_s=READ_INTERVAL_S)
-        self.feeds = Feeds(settings, feeds, self._restart)
         self._asked_at_s = float("-inf")
-        self.answers: Counter[str] = Counter()
-        self.chosen_modes: Counter[str] = Counter()
         self.decisions = DecisionCounts()
-        self.prompt_matches = PromptMatches(self.view.fleet.blocks_of_model)
+        self.prompt_matches = PromptMatches(lambda model: self.view.fleet.blocks_of_model(model))
         #: Whether the process has begun to stop (draining), and how many requests it did not finish.
         self.stopping = False
         self.requests_cut_off = 0
-        #: Topics of the scope that do not exist yet, as set by the process that starts this router.
-        self.topics_missing: tuple[str, ...] = ()
-        #: Topics of the scope that were deleted since this router started.
-        self.topics_deleted: tuple[str, ...] = ()
-        self._topic_ids: dict[str, str] = {}  # of the topics that this router reads; a deleted one keeps its id
-        self._folded_topics = tuple(feed.topic.name for feed in feeds.values())
-        with_ends = (*self._sources, self._topics.cxl_changelog) if settings.reads_index else ()
-        closely = (self._topics.index_changelog,) if settings.reads_index else ()
-        self._watch = TopicWatch(settings, self._topics.all(), with_ends, self._note_reading, closely)
 
     # -- the process ---------------------------------------------------------------------------------------------------
 
@@ -239,14 +164,14 @@ class Router:
         if self.recorder is not None:
             self.recorder.start()
         self.feeds.start()
-        self._watch.start()
+        self.readiness.start()
 
     def stop(self, timeout_s: float = PUBLISH_TIMEOUT_S) -> int:
         """Stop reading topics and wait until Kafka has what was published; returns how many records it does not have.
 
         timeout_s: limits that wait.
         """
-        self._watch.stop()
+        self.readiness.stop()
         self.feeds.stop()
         if self.recorder is not None:
             self.recorder.stop()
@@ -265,108 +190,10 @@ class Router:
                 if not self._chooser.learn(loads, self.settings.block_size_of):
                     break
 
-    def _find_policy(self, name: str) -> Policy:
-        """Make a policy with the parameters that the settings give it; raises SettingsError."""
-        if name != RouterMode.EXPECTED_TIME:
-            return find_policy(name)
-        settings = self.settings
-        host, disk, external = settings.kv_load_gb_per_s
-        return ExpectedTime(
-            ExpectedTimeParameters(
-                uncached_weight=settings.expected_time_uncached_weight,
-                decode_weight=settings.expected_time_decode_weight,
-                kv_bytes_per_token=settings.kv_bytes_per_token,
-                host_gb_per_s=host,
-                disk_gb_per_s=disk,
-                external_gb_per_s=external,
-                pool_gb_per_s=settings.pool_load_gb_per_s,
-            )
-        )
-
     @property
     def sessions_evicted(self) -> int:
         """Session bindings dropped because too many were in use, since the router started."""
         return self._sessions.evicted
-
-    def workers_left(self) -> int:
-        """How many workers must still be registered before a starting router is ready; 0 once there were enough."""
-        if not self._had_enough_workers:
-            left = self.settings.router_min_initial_workers - len(self.view.fleet.workers)
-            if left > 0:
-                return left
-            self._had_enough_workers = True
-        return 0
-
-    def missing(self) -> NotReady:
-        """The error that explains which topics are missing."""
-        return NotReady(
-            topics_missing(self.topics_missing),
-            remedy=TOPICS_REMEDY,
-            topics_missing=list(self.topics_missing),
-        )
-
-    def check_topics(self) -> None:
-        """Raise NotReady while topics of the scope are missing, or deleted.
-
-        Decisions do not check for deleted ones: what this router has read is still there, and answers are degraded as
-        soon as it becomes outdated.
-        """
-        if self.topics_missing:
-            raise self.missing()
-        if self.topics_deleted:
-            raise NotReady(
-                f"topics of this scope were deleted: {', '.join(self.topics_deleted)}",
-                remedy="`kvstreams topics create` with the same settings creates them again",
-                topics_missing=list(self.topics_deleted),
-            )
-
-    def check_ready(self) -> None:
-        """Raise NotReady while topics are missing or not read to their ends, or too few workers are registered."""
-        if self.topics_missing:
-            raise self.missing()
-        pending = self.feeds.pending()
-        if pending:
-            raise NotReady("topics are still being read", partitions_left=pending)
-        left = self.workers_left()
-        if left:
-            raise NotReady(
-                f"{left} more workers must be registered first",
-                remedy="`kvstreams bridge` or PUT /workers/{id} registers one. router_min_initial_workers sets the "
-                "number",
-                workers_left=left,
-            )
-
-    def _note_reading(self, reading: TopicReading) -> None:
-        """Take in which topics exist and where they end; the watch's thread calls this."""
-        for name in sorted(set(reading.missing) - set(self.topics_deleted)):
-            log.warning("%s was deleted; `kvstreams topics create` with the same settings creates it again", name)
-        self.topics_deleted = reading.missing
-        recreated = [
-            name
-            for name in self._folded_topics
-            if name in reading.ids and self._topic_ids.setdefault(name, reading.ids[name]) != reading.ids[name]
-        ]
-        if recreated:
-            self._topic_ids.update({name: reading.ids[name] for name in recreated})
-            log.warning("%s: deleted and recreated, so all topics are read again", ", ".join(recreated))
-            self.feeds.read_again()
-        if not self.settings.reads_index:
-            return
-        pooled = self._topics.cxl_changelog.name
-        names = [source.name for source in self._sources]
-        for partition in range(self.settings.partitions):
-            ends = reading.ends_of(names, partition)
-            if ends is not None:
-                self.view.note_ends(partition, reading.asked_ms, ends)
-            pooled_ends = reading.ends_of((pooled,), partition)
-            if pooled_ends is not None:
-                read_to = SourceOffset(reading.ids[pooled], self.feeds.read_to(pooled, partition))
-                self.view.note_pooled_ends(partition, reading.asked_ms, pooled_ends, {pooled: read_to})
-
-    def _restart(self) -> None:
-        self.view.reset()
-        self.registry.order.begin_again()  # afterwards: a change that is confirmed in between is read again
-        self.loads.reset()
 
     # -- decisions -----------------------------------------------------------------------------------------------------
 
@@ -463,14 +290,13 @@ class Router:
         trust = chosen_trust = FALLBACK
         if decision.preferred and prepared.reads_index:
             trust, chosen_trust = self._trust_in(prepared, chosen)
-        self.answers[trust.mode] += 1
-        self.chosen_modes[chosen_trust.mode] += 1
         self.decisions.note(
             prepared.policy.mode,
             chosen.rank.worker_id,
             chosen.scores,
             prepared.blocks.request_blocks,
             trust,
+            chosen_trust,
             reads_index=prepared.reads_index,
         )
         if prepared.reads_index:
@@ -618,7 +444,7 @@ class Router:
         strict: bool,
     ) -> PreparedRequest:
         """strict: only ranks with matching labels pass, if there are any and the index is read."""
-        self.check_ready()
+        self.readiness.check()
         filters = worker_filter(request)  # before the model, so that an invalid field is reported before UnknownModel
         model = self.view.fleet.model_of(request.model)
         block_size = self.view.fleet.block_size_of(model)
@@ -908,7 +734,7 @@ class Router:
 
     def rank_loads(self) -> dict[str, Any]:
         """Return the active load of every rank that is registered or has bookings, and the metrics of its engine."""
-        self.check_ready()
+        self.readiness.check()
         rows = []
         engine_metrics = self.view.fleet.engines.fleet().metrics
         with self.loads.locked() as loads:
@@ -932,7 +758,7 @@ class Router:
         Repeating the call changes nothing. Raises UnknownId, or BookingConflict if the id is booked on another rank for
         the same phase.
         """
-        self.check_ready()
+        self.readiness.check()
         rank = rank_of(body)
         worker = self.registry.worker(rank.worker_id)
         if rank.dp_rank >= worker.dp_size:
@@ -967,7 +793,7 @@ class Router:
 
         phase: the bookings of this part of the request, `prefill` or `decode`; None stands for all bookings of the id.
         """
-        self.check_ready()
+        self.readiness.check()
         buffered = not self.loads.report_phase(request_id, what, phase)
         if self.recorder is not None:
             self.recorder.reported(request_id, what)
@@ -975,7 +801,7 @@ class Router:
 
     def report_output(self, request_id: str, output_tokens: int, phase: str | None = None) -> dict[str, Any]:
         """Apply the number of tokens generated so far. phase and `buffered` are as in `report_phase`."""
-        self.check_ready()
+        self.readiness.check()
         buffered = not self.loads.report_output(request_id, output_tokens, phase)
         if self.recorder is not None:
             self.recorder.output(request_id, output_tokens)
@@ -995,7 +821,3 @@ def _booked_phase(phase: Role | None) -> str | None:
 def _session_of(prepared: PreparedRequest) -> tuple[object, ...] | None:
     request = prepared.request
     return None if request.session_id is None else (prepared.model, request.phase, request.session_id)
-
-
-def _monotonic_ms() -> int:
-    return time.monotonic_ns() // 1_000_000

@@ -110,7 +110,7 @@ async def serve(settings: Settings, place: ProcessPlace | None = None) -> None:
         if settings.router_realtime:  # after the kernels were compiled, which may take all processors for minutes
             run_in_real_time()
         router = make_router(settings)
-        router.topics_missing = tuple(missing)
+        router.readiness.topics.missing = tuple(missing)
         process = "" if place is None else str(place.number)
         await server.serve(api_runner(router, process=process, access=access))
         log.info("routing on %s", server.url)
@@ -134,9 +134,9 @@ async def serve(settings: Settings, place: ProcessPlace | None = None) -> None:
 
 async def _until_topics_are_there(router: Router) -> None:
     """Wait until no topic is missing; raises TopicMismatch if one appears with other settings than required."""
-    if router.topics_missing:
-        log.warning("not ready: %s", router.missing())
-    while router.topics_missing:
+    if router.readiness.topics.missing:
+        log.warning("not ready: %s", router.readiness.topics.error())
+    while router.readiness.topics.missing:
         await asyncio.sleep(TOPICS_POLL_S)
         try:
             missing = await asyncio.to_thread(missing_topics, router.settings, topics(router.settings).all())
@@ -145,7 +145,7 @@ async def _until_topics_are_there(router: Router) -> None:
         except KvStreamsError as exc:  # the broker may be unreachable for a while
             log.warning("cannot check for missing topics, trying again: %s", exc)
             continue
-        router.topics_missing = tuple(missing)
+        router.readiness.topics.missing = tuple(missing)
 
 
 async def _check_block_sizes(router: Router) -> None:
@@ -162,7 +162,7 @@ async def _until_ready(router: Router) -> None:
     """Wait until the router is ready."""
     while True:
         try:
-            router.check_ready()
+            router.readiness.check()
         except NotReady:
             await asyncio.sleep(REGISTRY_POLL_S)
         else:

@@ -189,13 +189,13 @@ def test_a_router_waits_for_its_first_workers(scope: Settings) -> None:
         wait_for(lambda: not router.feeds.pending(), PATIENCE_S, "the topics to be read")
         for left in (2, 1):
             with pytest.raises(NotReady, match=f"{left} more workers") as caught:
-                router.check_ready()
+                router.readiness.check()
             assert caught.value.detail == {"workers_left": left}
             router.registry.put_worker(_worker(left))
-        router.check_ready()
+        router.readiness.check()
         for worker_id in (1, 2):
             router.registry.delete_worker(_worker(worker_id).worker_id)
-        router.check_ready()
+        router.readiness.check()
     finally:
         router.stop()
 

@@ -19,14 +19,14 @@ from tests.helpers.reference import chain_hashes, u64
 
 
 def note(counts: DecisionCounts, worker: int, hit: int, blocks: int = 10, *, reads_index: bool = True) -> None:
-    counts.note(RouterMode.KV, WorkerId(worker), hit, blocks, FALLBACK, reads_index=reads_index)
+    counts.note(RouterMode.KV, WorkerId(worker), hit, blocks, FALLBACK, FALLBACK, reads_index=reads_index)
 
 
 def test_decisions_are_counted_by_mode_and_reason() -> None:
     """Each combination of router mode, answer mode and reason has its own count."""
     counts = DecisionCounts()
     for mode, trust in ((RouterMode.KV, FALLBACK), (RouterMode.KV, NOT_IN_SYNC), (RouterMode.RANDOM, FALLBACK)):
-        counts.note(mode, WorkerId(1), 0, 1, trust, reads_index=False)
+        counts.note(mode, WorkerId(1), 0, 1, trust, trust, reads_index=False)
     note(counts, 2, 0)
     assert counts.by_reason == {
         (RouterMode.KV, AnswerMode.FALLBACK, None): 2,

@@ -51,7 +51,7 @@ FOREVER = 1 << 60
 def producer(monkeypatch: pytest.MonkeyPatch) -> RecordingProducer:
     """Give the producer of every router of this test."""
     recording = RecordingProducer()
-    monkeypatch.setattr("streams.router_api.router.producer", lambda *_, **__: recording)
+    monkeypatch.setattr("streams.router_api.compose.producer", lambda *_, **__: recording)
     return recording
 
 

@@ -438,7 +438,7 @@ def test_an_answer_has_the_trust_in_the_chosen_rank_alone() -> None:
     for worker_id, reason in ((1, "events_lost"), (4, "no_events_yet")):
         only = ask(router, update_states="false", worker_id=worker_id)
         assert modes_of(only) == (worker_id, "degraded", "degraded", reason, reason)
-    assert router.chosen_modes == {"exact": 3, "approximate": 1, "degraded": 2}
+    assert router.decisions.chosen_modes == {"exact": 3, "approximate": 1, "degraded": 2}
     booked = ask(router, "again", allowed_worker_ids="1,2")
     assert modes_of(booked) == (2, "degraded", "exact", "events_lost", None)
     assert modes_of(ask(router, "again")) == (2, "exact", "exact", None, None)  # the booked rank is the only one
