@@ -23,11 +23,13 @@ from streams.core.events import ResyncRequest
 from streams.core.ids import DpRank, Incarnation, RankId, WorkerId
 from streams.core.workers import Worker
 from streams.engines.address import EngineAddress, needs_lookup
+from streams.engines.batch_publishing import FULL_S
 from streams.engines.block_size import EngineBlockSize
 from streams.engines.cxl_names import PooledRows
 from streams.engines.eventless_feed import EventlessFeed
-from streams.engines.feed import FULL_S, RETRY_S, RankFeed
+from streams.engines.feed import RankFeed
 from streams.engines.feed_counters import FeedCounters, RankCounters
+from streams.engines.feed_machine import RETRY_S
 from streams.engines.lease import EngineLease
 from streams.engines.lease_handle import LeaseHandle, LeaseLost
 from streams.engines.polling import polled

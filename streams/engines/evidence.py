@@ -1,7 +1,7 @@
 """Finds out whether an engine is still the same process, in a task of its own.
 
-What lives here: asking the engine's HTTP server and its replay socket. What must not: when they are asked (feed), and
-what follows from the answers (continuity).
+What lives here: asking the engine's HTTP server and its replay socket. What must not: when they are asked, and what
+follows from the answers (feed_machine, continuity).
 
 An HTTP server may take seconds to answer, or never answer, while the engine's batches arrive. So the feed starts the
 task, continues its work, and takes the evidence once it is there.
@@ -12,15 +12,14 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
-import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import aiohttp
 
 from streams.core.events import BEFORE_FIRST
 from streams.core.ids import RankId
 from streams.engines.continuity import Evidence, KnownIncarnation, ReplayCheck
+from streams.engines.feed_machine import Ask
 from streams.engines.process_start import read_process_start
 from streams.engines.replay import check_last_batch
 from streams.engines.wiring import EngineWiring
@@ -34,18 +33,6 @@ _BEYOND_ALL = (1 << 63) - 1
 HTTP_TIMEOUT_S = 5.0
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """Evidence, and when the engine was asked for it. It says nothing about processes that started later.
-
-    known: the incarnation as it was then.
-    """
-
-    asked_at_s: float
-    known: KnownIncarnation | None
-    evidence: Evidence
-
-
 class EvidenceReader:
     """Asks one engine on behalf of one of its ranks, one question at a time."""
 
@@ -53,28 +40,23 @@ class EvidenceReader:
         self._wiring = wiring
         self._replay_address = replay_address
         self._rank = rank
-        self._task: asyncio.Task[Finding] | None = None
-        #: When the engine was last asked.
-        self.asked_at_s = float("-inf")
+        self._task: asyncio.Task[tuple[Ask, Evidence]] | None = None
 
     @property
-    def pending(self) -> asyncio.Task[Finding] | None:
+    def pending(self) -> asyncio.Task[tuple[Ask, Evidence]] | None:
         """The running task; `take` returns its result."""
         return self._task
 
-    def ask(self, known: KnownIncarnation | None, decides_alone: Callable[[Evidence], bool], *, at_once: bool) -> None:
+    def ask(self, question: Ask) -> None:
         """Start to ask. At most one question may be pending.
 
-        known: the batch that the replay socket is asked for; without one, it is only asked whether it answers.
-        decides_alone: whether evidence of the HTTP server needs nothing in addition. at_once: whether both are asked at
-        the same time, since the feed waits.
+        The replay socket is asked for the batch that the question names; without one, only whether it answers.
         """
         assert self._task is None
-        self.asked_at_s = time.monotonic()
-        self._task = asyncio.create_task(self._ask(self.asked_at_s, known, decides_alone, at_once))
+        self._task = asyncio.create_task(self._ask(question))
 
-    def take(self) -> Finding | None:
-        """Return what was found out, None if the task is still running."""
+    def take(self) -> tuple[Ask, Evidence] | None:
+        """Return what was asked and what was found out, None if the task is still running."""
         if self._task is None or not self._task.done():
             return None
         task, self._task = self._task, None
@@ -86,31 +68,26 @@ class EvidenceReader:
             self._task.cancel()
             self._task = None
 
-    async def _ask(
-        self,
-        asked_at_s: float,
-        known: KnownIncarnation | None,
-        decides_alone: Callable[[Evidence], bool],
-        at_once: bool,
-    ) -> Finding:
+    async def _ask(self, question: Ask) -> tuple[Ask, Evidence]:
+        known = question.known
         if self._replay_address is None:
-            return Finding(asked_at_s, known, await evidence_over_http(self._wiring, f"rank {self._rank}"))
+            return question, await evidence_over_http(self._wiring, f"rank {self._rank}")
         if known is None or known.sequence == BEFORE_FIRST:
-            return Finding(asked_at_s, known, await self._signs_of_life())
+            return question, await self._signs_of_life()
         checking: asyncio.Task[ReplayCheck] | None = None
         reading = asyncio.create_task(evidence_over_http(self._wiring, f"rank {self._rank}"))
         try:
-            if at_once:
+            if question.at_once:
                 checking = asyncio.create_task(self._check_replay(known))
                 await asyncio.wait({reading, checking}, return_when=asyncio.FIRST_COMPLETED)
                 if checking.done() and not reading.done() and checking.result() is ReplayCheck.SAME:
                     # Identical bytes decide on their own, so the HTTP server need not be waited for.
-                    return Finding(asked_at_s, known, Evidence(False, None, ReplayCheck.SAME))
+                    return question, Evidence(False, None, ReplayCheck.SAME)
             evidence = await reading
-            if decides_alone(evidence):
-                return Finding(asked_at_s, known, evidence)
+            if question.is_answered_by(evidence):
+                return question, evidence
             checking = checking or asyncio.create_task(self._check_replay(known))
-            return Finding(asked_at_s, known, replace(evidence, replay_check=await checking))
+            return question, replace(evidence, replay_check=await checking)
         finally:
             reading.cancel()
             if checking is not None:

@@ -1,15 +1,15 @@
 """Batches of one incarnation in order: the next one is published, early ones wait, missing ones are requested.
 
 What lives here: when a gap is filled from the engine's replay socket, when it is given up, and what the answers show
-about the incarnation. What must not: the live socket and decoding (feed), and the decision whether the engine is still
-the same process (continuity).
+about the incarnation. What must not: the live socket (receiving), decoding (batch_publishing), and the decision whether
+the engine is still the same process (feed_machine, continuity).
 
 A message is lost if the engine sends it before this bridge connects, or while a socket's queue is full. While a gap is
 being filled, live batches after it are buffered. Batches that the engine no longer keeps, or does not send in time,
 stay missing; the agent then sees the gap in the sequence numbers.
 
-Nothing here waits for the replay socket: the feed calls `advance` whenever an answer may have arrived, and publishes
-live batches in between.
+Nothing here waits for the replay socket: the feed's loop calls `advance` whenever an answer may have arrived, and
+publishes live batches in between.
 """
 
 from __future__ import annotations
@@ -65,10 +65,13 @@ class ReplayFinding(enum.Enum):
 
 
 class BatchSink(Protocol):
-    """Takes batches in order; in a bridge, this is the feed."""
+    """Takes batches in order; in a bridge, this is the rank's BatchPublisher."""
 
-    async def publish(self, batch: Batch) -> None:
-        """Publish the next batch of the incarnation. Raises LeaseLost."""
+    async def publish(self, batch: Batch, arrived_at_s: float | None = None) -> None:
+        """Publish the next batch of the incarnation. Raises LeaseLost.
+
+        arrived_at_s: when it arrived, if it is live and has not been buffered.
+        """
 
     def on_batches_lost(self) -> None:
         """Note that some batches before the next one will never be published."""
@@ -201,12 +204,13 @@ class GapFiller:
         self._n_unanswered = 0  # it shows that no batch before it is missing
         return True
 
-    async def offer(self, batch: Batch) -> None:
+    async def offer(self, batch: Batch, arrived_at_s: float | None = None) -> None:
         """Take a live batch; it is published now if it is the next one, and buffered if it is early."""
         if batch.sequence == self._window.next:
             self._n_unanswered = 0  # it shows that no batch before it is missing
         self._window.offer(batch)
-        await self._publish_ready()
+        while (ready := self._window.take()) is not None:
+            await self._sink.publish(ready, arrived_at_s if ready.sequence == batch.sequence else None)
 
     def catch_up(self) -> None:
         """Request what the engine has from the next batch on, in case the last live message was lost."""

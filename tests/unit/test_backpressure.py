@@ -95,7 +95,7 @@ def test_batches_wait_while_kafka_is_slow_and_none_is_lost_silently(with_replay:
                 return longest_s
 
             try:
-                await until(lambda: kafka.taken and feed._connection.completed_at_s is not None)
+                await until(lambda: kafka.taken and feed._receiver.connection.completed_at_s is not None)
                 for n in range(n_batches):
                     engine.send(payload(n))
                     if n % 20 == 0:

@@ -17,8 +17,8 @@ from streams.codec import decode_batch, decode_worker
 from streams.core.events import FeedState
 from streams.core.ids import DpRank, Epoch, Incarnation, RankId, WorkerId
 from streams.core.reducer.ordering import Progress
+from streams.engines import batch_publishing
 from streams.engines import bridged_engine as bridged_engine_module
-from streams.engines import feed as feed_module
 from streams.engines.acknowledgements import Acknowledgements
 from streams.engines.address import EngineAddress
 from streams.engines.bridged_engine import BridgedEngine, BridgeParts
@@ -228,7 +228,7 @@ def test_an_engine_whose_feeds_failed_is_not_fed_until_they_run_again(monkeypatc
         assert not is_unfed()
         engine.table.is_read.clear()
         with monkeypatch.context() as patched:
-            patched.setattr(feed_module, "_decode", fail)
+            patched.setattr(batch_publishing, "decode_payload", fail)
             double.store(1)
             await engine.until(is_unfed, "the feed to fail")
         n_records = len(engine.producer.values("kv-events"))

@@ -240,7 +240,7 @@ def test_a_recognised_dialect_is_logged_once_and_counts_copies_as_it_does(caplog
     """SGLang is recognised from its bytes, so a repeated store is no copy; and again after a restart of the engine."""
     removal = {"type": "BlockRemoved", "block_hashes": [-10], "medium": "GPU"}
     payloads = [sglang(sglang_store(10)), sglang(sglang_store(10)), sglang(removal)]
-    with caplog.at_level("INFO", "streams.engines.feed"), EngineDouble() as engine:
+    with caplog.at_level("INFO", "streams.engines"), EngineDouble() as engine:
         for payload in payloads:
             engine.send(payload)
 

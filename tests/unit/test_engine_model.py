@@ -18,8 +18,7 @@ from streams.core.ids import Epoch, Incarnation
 from streams.core.reducer.ordering import Progress
 from streams.core.workers import BridgeLease, Worker
 from streams.engines import bridged_engine as bridged_engine_module
-from streams.engines import feed as feed_module
-from streams.engines import process_start
+from streams.engines import feed_machine, process_start
 from streams.engines.address import EngineAddress
 from streams.engines.heartbeats import ENDED_ENGINE_LEASE_MS
 from streams.engines.ledger import Ledger
@@ -221,7 +220,7 @@ def test_an_engine_whose_http_server_does_not_answer_is_live_after_a_restart(
     with_replay: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its model is checked as soon as it answers; batches that have waited for evidence do not wait once more."""
-    monkeypatch.setattr(feed_module, "EVIDENCE_WAIT_S", 1.0)
+    monkeypatch.setattr(feed_machine, "EVIDENCE_WAIT_S", 1.0)
     monkeypatch.setattr(process_start, "MODEL_WAIT_S", 1.0 if with_replay else 600.0)
     with ModelsDouble("a") as double:
 

@@ -32,9 +32,8 @@ from streams.core.workers import Worker
 from streams.cxl.events import CxlTransition
 from streams.cxl.records import decode_transition
 from streams.engines import evidence as evidence_module
-from streams.engines import feed as feed_module
+from streams.engines import feed_machine, missing_events
 from streams.engines import ledger as ledger_module
-from streams.engines import missing_events
 from streams.engines.address import EngineAddress
 from streams.engines.cxl_names import PooledRows
 from streams.engines.feed import RankFeed
@@ -221,7 +220,7 @@ def test_a_page_that_shows_another_process_is_followed_up_at_once(monkeypatch: p
         async def act(fed: FeedUnderTest) -> None:
             engine.store(1)
             await fed.until(lambda: fed.numbers() == [0] and fed.state is LIVE, "the feed to be live")
-            monkeypatch.setattr(feed_module, "INCARNATION_CHECK_S", 600.0)
+            monkeypatch.setattr(feed_machine, "INCARNATION_CHECK_S", 600.0)
             known = fed.batches[-1].incarnation
             fed.feed.note_start_on_page(known)
             await asyncio.sleep(3.0)  # what was asked for before
@@ -503,7 +502,7 @@ def test_batches_are_published_while_the_http_server_hangs(monkeypatch: pytest.M
         async def act(fed: FeedUnderTest) -> None:
             await fed.until(lambda: fed.state is LIVE, "the feed to be live")
             engine.answers.clear()
-            await asyncio.sleep(1.5 * feed_module.INCARNATION_CHECK_S)  # the engine has been asked in the meantime
+            await asyncio.sleep(1.5 * feed_machine.INCARNATION_CHECK_S)  # the engine has been asked in the meantime
             for n in range(50):
                 engine.store(1 + 100 * n)
             await fed.until(lambda: fed.numbers() == list(range(50)), "the batches")
@@ -518,7 +517,7 @@ def test_an_engine_whose_http_server_never_answers_is_fed_from_its_events(
     replay: str | None, hangs: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Events prove that it is running. It is fed once other evidence was waited for, with one warning."""
-    monkeypatch.setattr(feed_module, "FIRST_EVIDENCE_WAIT_S", 1.0)
+    monkeypatch.setattr(feed_machine, "FIRST_EVIDENCE_WAIT_S", 1.0)
     with EngineDouble() as engine:
         engine.answers.clear()
         address = address_of(engine, replay=replay)
@@ -558,7 +557,7 @@ def test_after_a_broken_connection_only_proof_of_the_same_process_continues_the_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Without a start time and a replay socket, batches of another connection begin an incarnation."""
-    monkeypatch.setattr(feed_module, "EVIDENCE_WAIT_S", 1.0)
+    monkeypatch.setattr(feed_machine, "EVIDENCE_WAIT_S", 1.0)
     with EngineDouble(reports_start=False) as engine:
 
         async def act(fed: FeedUnderTest) -> None:

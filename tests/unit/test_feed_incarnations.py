@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from streams.core.events import FeedState
-from streams.engines import feed as feed_module
+from streams.engines import feed_machine
 from tests.helpers.engine_double import EngineDouble
 from tests.unit.test_feed import FeedUnderTest, address_of, feeding
 
@@ -20,7 +20,7 @@ SUBSCRIBED_S = 0.5
 
 async def connected(fed: FeedUnderTest) -> None:
     """Wait until the engine's batches reach the feed."""
-    await fed.until(lambda: fed.feed._connection.completed_at_s is not None, "the connection")
+    await fed.until(lambda: fed.feed._receiver.connection.completed_at_s is not None, "the connection")
     await asyncio.sleep(SUBSCRIBED_S)
 
 
@@ -88,7 +88,7 @@ def test_several_batches_that_contradict_begin_an_incarnation() -> None:
 
 def test_contradictions_without_end_are_stated_and_fill_no_topic(monkeypatch: pytest.MonkeyPatch) -> None:
     """The replay socket is that of another engine by mistake: the rank is never live again, and its feed waits."""
-    monkeypatch.setattr(feed_module, "RETRY_S", 600.0)
+    monkeypatch.setattr(feed_machine, "RETRY_S", 600.0)
     with EngineDouble() as engine, EngineDouble() as other:
         for n in range(5):
             other.store(1 + 100 * n)

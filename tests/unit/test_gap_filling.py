@@ -28,7 +28,7 @@ class Sink:
         self.n_losses = 0
         self.filler: GapFiller | None = None
 
-    async def publish(self, batch: Batch) -> None:
+    async def publish(self, batch: Batch, arrived_at_s: float | None = None) -> None:  # noqa: ARG002
         assert self.filler is not None
         self.filler.digests.add(batch)
         self.published.append(batch.sequence)
