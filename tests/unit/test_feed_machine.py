@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise, product
 from pathlib import Path
 
@@ -365,7 +366,7 @@ def walk(seed: int, n_steps: int) -> None:
     shell = Shell(chance.choice([None, KNOWN, KnownIncarnation(STARTED, BEFORE_FIRST, 0)]))
     for _ in range(n_steps):
         shell.now_s += chance.choice([0.0, 0.0, 0.01, 0.3, 1.1, 2.5, 11.0])
-        moves = [shell.tick, lambda: shell.read_page(Incarnation(2_000))]
+        moves: list[Callable[[], None]] = [shell.tick, partial(shell.read_page, Incarnation(2_000))]
         if shell.connected_at_s is None:
             moves += [shell.connect, shell.fail]
         else:
@@ -378,10 +379,10 @@ def walk(seed: int, n_steps: int) -> None:
             moves += [shell.take_repeated, shell.take_other, shell.take_unknown]
         if shell.replays and shell.machine.may_replay:
             moves += [shell.contradict_by_replay, shell.end_replay_too_early]
-            moves += [lambda: shell.end_replay(brings_batch=True)]
+            moves += [partial(shell.end_replay, brings_batch=True)]
         if shell.question is not None:
             for evidence in (SAME_START, SAME_BYTES, OTHER_START, SILENT, Evidence(False, None, ReplayCheck.OTHER)):
-                moves.append(lambda evidence=evidence: shell.answer(evidence))  # type: ignore[misc]
+                moves.append(partial(shell.answer, evidence))
         chance.choice(moves)()
         shell.check()
 
