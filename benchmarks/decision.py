@@ -28,8 +28,8 @@ from streams.codec import encode_load, encode_metrics, encode_pulse, encode_work
 from streams.core.bridge_pulses import BridgePulse
 from streams.core.engine_metrics import MetricsReport, WorkerMetrics
 from streams.core.hashing import pack_hashes, request_hashes
-from streams.core.ids import DpRank, EngineHash, RankId, Tier, WorkerId
-from streams.core.index.run_tree import RunTreeIndex
+from streams.core.ids import DpRank, RankId, WorkerId
+from streams.core.index.tree_fold import TreeRunFold
 from streams.core.loads.bookings import ActiveLoads, Booking, BookingId, BookingPhase
 from streams.core.reducer.ordering import Health, Progress
 from streams.core.routing.decision import Chooser, RoutePolicy, booking_of
@@ -77,7 +77,7 @@ class Fleet:
         self.n_tokens = n_tokens
         self.shared = self.rng.integers(0, 128_000, n_tokens // 4 if shared else 0, dtype=np.uint32)
         self.ranks = tuple(RankId(WorkerId(number), DpRank(0)) for number in range(1, n_ranks + 1))
-        self.index = RunTreeIndex()
+        self.index = TreeRunFold()
         self.loads = ActiveLoads(1 << 60)
         self.chooser = Chooser(random.Random(SEED))
         self.policy = RoutePolicy()
@@ -87,8 +87,8 @@ class Fleet:
             for number in range(N_HELD):
                 prompt = self.prompt()
                 local, names = request_hashes(prompt, BLOCK_SIZE)
-                known: EngineHash | None = None
-                self.index.store(rank, Tier.DEVICE, known, names, local)
+                runs = list(runs_of_chain(rank, local))
+                self.index.fold([run.key for run in runs], runs)
                 self.prompts.append(prompt)
                 if number < N_ACTIVE:
                     carried = Booking(rank, "m", n_tokens, pack_hashes(names), 0, len(local))

@@ -163,15 +163,6 @@ def ratio_bar(name: str, rows: Iterable[Row], most: float) -> Bar:
     return Bar(name, worst.ratio <= most, figures)
 
 
-def median_ratio_bar(name: str, rows: Iterable[Row], most: float) -> Bar:
-    """Require the median of these rows' ratios to be at most `most`."""
-    ratios = [row.ratio for row in rows if row.ratio is not None]
-    if not ratios:
-        return Bar(name, None, f"at most {most:g}")
-    middle = statistics.median(ratios)
-    return Bar(name, middle <= most, f"at most {most:g}; {middle:.2f} over {len(ratios)} files")
-
-
 def value_bar(name: str, rows: Iterable[Row], most: float, unit: str) -> Bar:
     """Require each of these rows' own value to be at most `most`."""
     worst = max(rows, key=lambda row: row.value, default=None)

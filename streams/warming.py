@@ -53,9 +53,8 @@ HASHING = _named(hashing, hashing.ENTRY_POINTS)
 #: For a bridge.
 BRIDGE = (*HASHING, *_named(hashing, hashing.UNPACKING))
 ROUTER = (
-    *_named(index, index.FOLDING),
+    *_named(index, index.ENTRY_POINTS),
     *HASHING,
-    *_named(index, index.TREE),
     *_named(tables, tables.DECODING),
     *_named(loads, loads.ENTRY_POINTS),
     *_named(block_facts, block_facts.ENTRY_POINTS),
@@ -66,8 +65,8 @@ ROUTER = (
 AGENT = (*_named(reducer, reducer.ENTRY_POINTS), *HASHING, *_named(tables, tables.STORING))
 #: For a Faust worker with a router, and for all processes of the demo together.
 WORKER = tuple(dict.fromkeys((*ROUTER, *AGENT)))
-#: For a bridge and the index as a library as well.
-EVERYTHING = tuple(dict.fromkeys((*ROUTER, *_named(index, index.EVENTS), *AGENT, *BRIDGE)))
+#: For a bridge as well.
+EVERYTHING = tuple(dict.fromkeys((*ROUTER, *AGENT, *BRIDGE)))
 
 #: Each child takes 300 MB. More children would wait for the longest chain of kernels that call each other.
 CHILDREN_MAX = 8

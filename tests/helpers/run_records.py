@@ -21,14 +21,13 @@ def runs_of(
     tier: Tier = Tier.DEVICE,
     parent: SequenceHash | None = None,
     epoch: Epoch = FIRST_EPOCH,
-    run_blocks: int = RUN_BLOCKS_MAX,
 ) -> list[Run]:
     """The records of a chain of blocks, all of which are held. local: uint64[n] after `parent`."""
     sequence = sequence_hashes(local, parent).tolist()
     start = 0 if parent is None else 1
     runs = []
-    for first in range(0, len(sequence), run_blocks):
-        own = slice(first, first + run_blocks)
+    for first in range(0, len(sequence), RUN_BLOCKS_MAX):
+        own = slice(first, first + RUN_BLOCKS_MAX)
         before = SequenceHash(sequence[first - 1]) if first else parent
         key = RunKey(rank, tier, SequenceHash(sequence[first]))
         n_blocks = len(sequence[own])

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from streams.core.hashing import hash_seed, local_hashes
+from streams.core.hashing import hash_seed, local_hashes, sequence_hashes
 from streams.core.ids import (
     U32_MAX,
     U64_MASK,
@@ -417,7 +417,7 @@ def held_run(**changes: Any) -> Run:
         {"present": None},
         {"epoch": Epoch(Incarnation(-1), 0)},
         {"epoch": Epoch(Incarnation(U64_MASK + 1), 0)},
-        {"epoch": Epoch(Incarnation(1), -1)},
+        {"epoch": Epoch(Incarnation(1), 1 << 63)},
     ],
     ids=str,
 )
@@ -667,3 +667,28 @@ def test_freed_blocks_are_reused() -> None:
         assert len(fold) == sum(len(run.local) for run in (*rest, *quarter))
         end_runs(fold, quarter)
     fold.check()
+
+
+def test_blocks_with_one_sequence_hash_do_not_break_the_tree() -> None:
+    """Two different blocks with one hash, as only a forger makes them, leave all other blocks and all counts right."""
+    fold = TreeRunFold()
+    chain = sequence_hashes(u64(*LOCAL))
+    honest = [*runs_of(A, u64(*LOCAL)), *runs_of(B, u64(*LOCAL[:3]))]
+    forged = [*runs_of(C, chain[2:3]), *runs_of(A, chain[1:2])]  # at the root, with hashes of later blocks
+    after = runs_of(C, u64(7, 8), parent=chain[2].item())
+    for first, second in ((honest, forged), (forged, honest)):
+        fold_runs(fold, first)
+        fold_runs(fold, second)
+        fold_runs(fold, after)
+        fold.check()
+        assert ask(fold).scores[B] == 3
+        assert fold.find_matches(chain[2:3]).scores == {C: 1}
+        end_runs(fold, after)
+        end_runs(fold, second)
+        fold.check()
+        end_runs(fold, first)
+        fold.check()
+        for rank in (A, B, C):
+            fold.forget_rank(rank)
+        assert len(fold) == 0
+        fold.check()

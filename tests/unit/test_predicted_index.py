@@ -138,10 +138,10 @@ def test_a_request_is_hashed_before_it_is_matched() -> None:
     """A request is hashed with the given block size, as in every index."""
     index, tokens = PredictedPrefixIndex(), list(range(40))
     index.predict(A, local_hashes(tokens, 16), 0.0)
-    assert index.find_matches_for_request(tokens, 16).scores == {A: 2}
-    assert index.find_matches_for_request(tokens, 8).scores == {}
+    assert index.find_matches(local_hashes(tokens, 16)).scores == {A: 2}
+    assert index.find_matches(local_hashes(tokens, 8)).scores == {}
     with pytest.raises(BlockSizeMismatch):
-        index.find_matches_for_request(tokens, 0)
+        local_hashes(tokens, 0)
     bad: Any = [1, 2]
     with pytest.raises(InvalidRequest):
         index.find_matches(bad)

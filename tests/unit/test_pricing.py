@@ -10,16 +10,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streams.core.hashing import pack_hashes, unpack_hashes
-from streams.core.ids import DpRank, EngineHash, Float64Array, RankId, Tier, WorkerId
+from streams.core.hashing import pack_hashes, sequence_hashes, unpack_hashes
+from streams.core.ids import DpRank, Float64Array, RankId, SequenceHash, Tier, WorkerId
 from streams.core.index.interface import Candidates
-from streams.core.index.run_tree import RunTreeIndex
+from streams.core.index.tree_fold import TreeRunFold
 from streams.core.loads.bookings import ActiveLoads, Booking, BookingId
 from streams.core.routing import pricing
 from streams.core.routing.kernels.price import price_ranks
 from streams.core.routing.pricing import NO_PREFERENCE, price, price_in_numpy
 from streams.core.routing.selection import select_by_cost, select_lowest
 from tests.helpers.reference import chain_hashes
+from tests.helpers.run_records import fold_runs, runs_of
 
 WEIGHTS = st.sampled_from([0.0, 0.1, 1.0, 2.5])
 
@@ -155,15 +156,15 @@ def test_a_preference_decides_exact_ties_and_nothing_else(by: Any, rows: list[tu
 def test_an_answers_columns_are_its_mappings(seed: int, tiered: bool) -> None:
     """Columns equal the mappings, also for candidates that hold nothing and ranks that are not candidates."""
     rng = random.Random(seed)
-    index, local = RunTreeIndex(), np.arange(1, 9, dtype=np.uint64)
+    fold, local = TreeRunFold(), np.arange(1, 9, dtype=np.uint64)
+    chain = sequence_hashes(local).tolist()
     for number in rng.sample(range(80), rng.randint(0, 80)):
         n_device, n_all = sorted((rng.randrange(9), rng.randrange(9)))
         n_device = n_device if tiered else n_all
-        index.store(rank(number), Tier.DEVICE, None, local[:n_device], local[:n_device])
-        if n_device < n_all:
-            parent = EngineHash(n_device) if n_device else None
-            index.store(rank(number), Tier.HOST, parent, local[n_device:n_all], local[n_device:n_all])
-    answer, weights = index.find_matches(local), (1.0, 0.75, 0.25, 0.0)
+        fold_runs(fold, runs_of(rank(number), local[:n_device]))
+        parent = SequenceHash(chain[n_device - 1]) if n_device else None
+        fold_runs(fold, runs_of(rank(number), local[n_device:n_all], Tier.HOST, parent))
+    answer, weights = fold.find_matches(local), (1.0, 0.75, 0.25, 0.0)
     candidates = [rank(number) for number in rng.sample(range(90), rng.randint(1, 90))]
     overlap, effective = answer.columns(Candidates(candidates), weights)
     assert overlap.tolist() == [answer.scores.get(each, 0) for each in candidates]

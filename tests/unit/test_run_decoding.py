@@ -24,9 +24,7 @@ from streams.core.index.arenas import TreeLimits
 from streams.core.index.kernels.fold import FOLD_FIRST, FOLD_PRESENT
 from streams.core.index.run_columns import RunColumns, columns_of
 from streams.core.index.run_fold import PlainRunFold, RunFold
-from streams.core.index.run_tree import RunTreeIndex
 from streams.core.index.tree_fold import TreeRunFold
-from streams.core.index.tree_inspection import names_in_column
 from streams.core.reducer.holdings import plain_holdings
 from streams.core.reducer.ordering import Health, Progress
 from streams.core.routing.trust import AnswerMode
@@ -460,12 +458,12 @@ def test_the_blocks_of_each_rank_are_all_members(make_fold: Callable[[], RunFold
     ranks = [RankId(WorkerId(n), DpRank(n % 2)) for n in range(300)]
     for _ in range(1500):
         rank, tier, branch = rng.choice(ranks), rng.choice(list(Tier)), rng.randrange(3)
-        named = 1000 * branch
         at, n_blocks = rng.choice([(0, 8), (8, 3), (11, 1)])
-        own = [named + 1 + block for block in range(at, at + n_blocks)]
+        prompt = np.arange(1000 * branch, 1000 * branch + 12, dtype=np.uint64)
+        chain = sequence_hashes(prompt).tolist()
+        own, local = chain[at : at + n_blocks], prompt[at : at + n_blocks].tolist()
         key = RunKey(rank, tier, SequenceHash(own[0]))
-        local = [1000 * branch + block for block in range(at, at + n_blocks)]
-        parent = None if at == 0 else SequenceHash(named + at)
+        parent = None if at == 0 else SequenceHash(chain[at - 1])
         run = Run(key, Epoch(Incarnation(1), 0), at, parent, local, own, own, rng.randrange(1, 1 << n_blocks))
         fold.fold([key], [run if rng.random() < 0.9 else None])
         if rng.random() < 0.01:
@@ -479,31 +477,6 @@ def test_the_blocks_of_each_rank_are_all_members(make_fold: Callable[[], RunFold
         place: sorted(blocks) for place, blocks in expected.items()
     }
     assert len(expected) > 256
-
-
-def test_the_blocks_of_a_column_have_its_own_names() -> None:
-    """Ranks that know the same blocks by different names are listed with their own names."""
-    rng = random.Random(5)
-    index = RunTreeIndex()
-    ranks = [RankId(WorkerId(n), DpRank(0)) for n in range(5)]
-    for rank in ranks:
-        for chain in range(20):
-            first = 1000 * chain if rng.random() < 0.5 else 1000 * chain + 100_000 * (1 + rank.worker_id)
-            n_blocks = rng.randrange(1, 40)
-            index.store(
-                rank,
-                Tier.DEVICE,
-                None,
-                u64(*range(first, first + n_blocks)),
-                u64(*range(1000 * chain, 1000 * chain + n_blocks)),
-            )
-        index.remove(rank, Tier.DEVICE, u64(*(name for _, _, name in list(index.members())[::7])))
-    index.check()
-    reader = index.reader()
-    assert reader.aliases
-    for number, column in reader.columns.items():
-        expected = sorted(int(name) for rank, _, name in index.members() if rank == column.rank)
-        assert sorted(names_in_column(index._memory, number).tolist()) == expected
 
 
 def test_no_answer_is_exact_while_the_transaction_is_folded_that_makes_its_rank_exact() -> None:

@@ -1,7 +1,7 @@
 """Memory of a run tree: address space that is reserved at the start, and pages that are allocated when touched.
 
 What lives here: reserving, addressing and returning memory; the context that kernels read. What must not: the meaning
-of its content. Arenas never move, so growth needs no protocol and a reader's address stays valid. Address space, 122 GB
+of its content. Arenas never move, so growth needs no protocol and a reader's address stays valid. Address space, 74 GB
 by default, costs nothing until it is written to.
 """
 
@@ -31,13 +31,9 @@ COLUMNS_MAX_FIRST = 1024
 COLUMNS_MAX = layout.COLUMNS_MAX_EVER
 RANKS_MAX = COLUMNS_MAX // 4
 
-#: Most blocks in an index, including spare space: 16 bytes each, and 15 more for the name. 100 million memberships of
-#: blocks that no two ranks share take 1.6 GB here and 1.5 GB for names.
+#: Most blocks in an index, including spare space: 16 bytes each, and 15 more for finding the block by its hash. 100
+#: million memberships of blocks that no two ranks share take 1.6 GB here and 1.5 GB there.
 BLOCKS_MAX = 1 << 28
-
-
-#: How much of the scratch memory is examined when memory is counted: an event of a million blocks.
-SCRATCH_COUNTED_BYTES = 40 << 20
 
 #: Free spans of fewer blocks keep their pages: 32 KiB, eight pages.
 RELEASED_BLOCKS_MIN = 4096
@@ -89,7 +85,7 @@ class Arena:
 
 @dataclass(frozen=True, slots=True)
 class TreeLimits:
-    """Limits of a tree, beyond which an event is refused. huge_pages: use 2 MiB pages for blocks, runs and names.
+    """Limits of a tree, beyond which a record is refused. huge_pages: use 2 MiB pages for blocks, runs and maps.
 
     Raises SettingsError.
     """
@@ -121,12 +117,10 @@ class TreeMemory:
         self.limits = limits
         blocks = -(-limits.blocks_max // 1024) * 1024
         runs = blocks + 4096  # a block is in one run, and a change needs two more temporarily
-        # A segment that was split has about 2,048 entries. There are enough segments for the name of every block, every
-        # block as a child, as many aliases (in two maps), and a quarter as many claims and records. So the maps never
-        # fill up before the blocks.
-        segments = blocks // 384 + 256
+        # A segment that was split has about 2,048 entries. There are enough segments for every block by its hash, every
+        # block as a child, and a quarter as many claims and records. So the maps never fill up before the blocks.
+        segments = blocks // 768 + 256
         small = blocks // 4 + 1024
-        aliases = blocks + 1024
         self.arenas: dict[int, Arena] = {}
         self._context = Arena(layout.CONTEXT_WORDS * 8)
         self.context = self._context.words
@@ -135,7 +129,7 @@ class TreeMemory:
         huge = limits.huge_pages
         for word, n_bytes, pages in (
             (layout.LOCAL, blocks * 8, huge),
-            (layout.NAME, blocks * 8, huge),
+            (layout.SEQUENCE, blocks * 8, huge),
             (layout.STARTS, blocks // 8, False),
             (layout.STARTS_ABOVE, blocks // 512 + 8, False),
             (layout.STARTS_TOP, blocks // 32_768 + 8, False),
@@ -147,19 +141,16 @@ class TreeMemory:
             (layout.RANK_OF, columns * 4, False),
             (layout.TIER_OF, columns * 4, False),
             (layout.COLUMN_FACTS, columns * 8, False),
-            (layout.COLUMN_ALIASES, columns * 8, False),
             (layout.COLUMN_CLAIMS, columns * 8, False),
             (layout.HOLDERS_OF, columns * 4, False),
             (layout.HOLDER_RANK, columns * 4, False),
             (layout.HOLDER_TIER, columns * 4, False),
             (layout.HOLDER_GENERATION, columns * 8, False),
-            (layout.HOLDER_NUMBERS, columns * 8, False),
             (layout.FREE_COLUMNS, columns * 4, False),
-            (layout.SCRATCH, blocks * layout.SCRATCH_BYTES_PER_BLOCK + 4096, False),
+            (layout.SCRATCH, layout.SCRATCH_WORDS * 8, False),
             (layout.DEFERRED, layout.DEFERRED_MAX * 32, False),
             (layout.SEGMENTS, segments << layout.SEGMENT_SHIFT, huge),
             (layout.SEGMENT_META, segments * 8, False),
-            (layout.ALIASES, aliases * 32, False),
             (layout.CLAIMS, small * 16, False),
             (layout.RECORDS, small * 32, False),
             (layout.FREE_STARTS, blocks // 8, False),
@@ -175,9 +166,7 @@ class TreeMemory:
         self.context[layout.BLOCKS_MAX] = blocks
         self.context[layout.RUNS_MAX] = runs
         self.context[layout.SEGMENTS_MAX] = segments
-        self.context[layout.SCRATCH_MAX] = blocks
         self.context[layout.SMALL_MAX] = small
-        self.context[layout.ALIASES_MAX] = aliases
         self.context[layout.N_WORDS] = 1
         # The address that the system chose is random enough for a salt.
         self.context[layout.SALT] = np.int64(hash((self.address, "salt")))
@@ -231,9 +220,9 @@ class TreeMemory:
         """
         context = self.context
         n_blocks = int(context[layout.N_BLOCKS])
-        names = self.words(layout.NAME)
+        lengths = self.words(layout.SEQUENCE)  # of free spans
         bits = np.unpackbits(self.words(layout.FREE_STARTS)[: n_blocks // 64 + 1].view(np.uint8), bitorder="little")
-        spans = [(start + 1, start + int(names[start]) - 1) for start in np.flatnonzero(bits).tolist()]
+        spans = [(start + 1, start + int(lengths[start]) - 1) for start in np.flatnonzero(bits).tolist()]
         for start, end in [*spans, (n_blocks, max(n_blocks, self._blocks_seen))]:
             start = max(start, self._released_blocks)
             # Return whole huge pages if they are in use, since the system keeps a page that is returned in part.
@@ -241,7 +230,7 @@ class TreeMemory:
             if end - start >= RELEASED_BLOCKS_MIN:
                 self._released_blocks = end
                 self.arenas[layout.LOCAL].release(start * 8, end * 8)
-                self.arenas[layout.NAME].release(start * 8, end * 8)
+                self.arenas[layout.SEQUENCE].release(start * 8, end * 8)
                 return False
         segments, free = self.words(layout.SEGMENTS), int(context[layout.FREE_SEGMENT]) - 1
         for position in range(self._released_segments + RELEASED_SEGMENTS_MAX):
@@ -267,7 +256,7 @@ class TreeMemory:
         # Only as far as each can have been touched, since examining all of their address space takes 20 ms.
         reached = {
             layout.LOCAL: n_blocks * 8,
-            layout.NAME: n_blocks * 8,
+            layout.SEQUENCE: n_blocks * 8,
             layout.STARTS: n_blocks // 8 + 8,
             layout.FREE_STARTS: n_blocks // 8 + 8,
             layout.FREE_ENDS: n_blocks // 8 + 8,
@@ -276,10 +265,8 @@ class TreeMemory:
             layout.WIDE: n_runs * int(context[layout.WIDE_STRIDE]) * 8,
             layout.SEGMENTS: n_segments << layout.SEGMENT_SHIFT,
             layout.SEGMENT_META: n_segments * 8,
-            layout.ALIASES: int(context[layout.N_ALIASES]) * 16,
             layout.CLAIMS: int(context[layout.N_CLAIMS]) * 16,
             layout.RECORDS: int(context[layout.N_RECORDS]) * 32,
-            layout.SCRATCH: SCRATCH_COUNTED_BYTES,
         }
         arenas = [self._context, *self._retired, *self._directories]
         return sum(arena.resident_bytes() for arena in arenas) + sum(

@@ -1,24 +1,18 @@
-"""The prefix index: how many leading blocks of a request each rank holds, without a hole.
+"""The answer of an index: how many leading blocks of a request each rank holds, without a hole.
 
-What lives here: the interface of every index (`PrefixIndex`), its answer (`OverlapScores`), and the checks of what
-callers pass. What must not: an index (plain_index, run_tree), Kafka records (run_fold).
-
-Owner of the state: the code that applies the events, such as the router's view or the offline simulator. Each index
-states whether queries may run in one thread while another one stores; the owner of one that does not allow it holds a
-lock.
+What lives here: the answer (`OverlapScores`), its form as columns over the candidates, and the checks of what callers
+pass. What must not: an index (run_tree, predicted_index), run records (run_fold).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from streams.core.events import KvEvent
-from streams.core.hashing import BASE_SEED, Tokens
-from streams.core.ids import U32_MAX, U64_MASK, EngineHash, HashArray, Int64Array, RankId, Tier
+from streams.core.ids import U32_MAX, U64_MASK, HashArray, Int64Array, RankId, Tier
 from streams.errors import InvalidEvent, InvalidRequest
 
 #: The candidates that hold each block of a request: a row number for each block, the rows, and the number of words in a
@@ -149,62 +143,6 @@ def with_predictions(known: OverlapScores, predicted: OverlapScores) -> tuple[Ov
     return OverlapScores({**known_scores, **longer}, tiers), frozenset(longer)
 
 
-class PrefixIndex(Protocol):
-    """The interface of every index. It takes events as engines report them, with the engines' own names.
-
-    A rank either holds a block in a tier or does not, so storing or removing a block twice changes nothing. Within one
-    rank and tier, a block has one name and a name has one block. A later store wins: the block that the name referred
-    to before is no longer held, and the block's older name is dropped.
-    """
-
-    def store(self, rank: RankId, tier: Tier, parent: EngineHash | None, names: HashArray, local: HashArray) -> None:
-        """Store consecutive blocks of one chain.
-
-        parent: the rank's own name of the block before the first, looked up in this tier first and then in the others,
-        fastest first; None at the root. names, local: uint64[n] each. If n is 0, nothing is stored, but an unknown
-        parent is still an error.
-        Raises UnknownParent, InvalidEvent; the index is then unchanged.
-        """
-
-    def remove(self, rank: RankId, tier: Tier, names: HashArray) -> int:
-        """Remove blocks; returns how many of the names the rank did not use in this tier.
-
-        names: uint64[n], in any order. A name that occurs twice is unknown the second time.
-        Raises InvalidEvent; the index is then unchanged.
-        """
-
-    def clear(self, rank: RankId) -> None:
-        """Remove all blocks of a rank, in all tiers. Raises InvalidEvent."""
-
-    def remove_rank(self, rank: RankId) -> None:
-        """Remove a rank with all its blocks; an unknown rank changes nothing. Raises InvalidEvent."""
-
-    def find_matches(self, local: HashArray) -> OverlapScores:
-        """Score every rank for a request. local: uint64[n_blocks] from the root. Raises InvalidRequest."""
-
-    def find_matches_for_request(self, tokens: Tokens, block_size: int, seed: int = BASE_SEED) -> OverlapScores:
-        """Hash a request and score every rank for it; a partial last block is dropped.
-
-        Raises BlockSizeMismatch, InvalidRequest.
-        """
-
-    def members(self) -> Iterator[tuple[RankId, Tier, EngineHash]]:
-        """Iterate over all facts, with the ranks' own names and in no particular order."""
-
-    def dump(self) -> Iterator[tuple[RankId, KvEvent]]:
-        """Iterate over events that rebuild an equal index from an empty one, parents first.
-
-        If the rank does not hold a block's parent, the parent is stored first, under a name that the rank does not use,
-        and removed at the end. The index must not change during the iteration.
-        """
-
-    def check(self) -> None:
-        """Raise IndexCorrupt with the first broken invariant; slow, for tests and debugging."""
-
-    def __len__(self) -> int:
-        """Number of facts."""
-
-
 def _is_whole(value: object) -> bool:
     # True and False are ints, but where a number is expected here they are a caller's mistake.
     return type(value) is int or (isinstance(value, int | np.integer) and not isinstance(value, bool))
@@ -236,27 +174,6 @@ def check_hashes(what: str, hashes: HashArray) -> None:
     """Raise InvalidEvent unless `hashes` is uint64[n]; negative numbers and floats would have other dtypes."""
     if not isinstance(hashes, np.ndarray) or hashes.dtype != _U64 or hashes.ndim != 1:
         raise InvalidEvent(f"{what} are {_shown(hashes)}, not uint64 of one dimension")
-
-
-def check_store(rank: RankId, tier: Tier, parent: EngineHash | None, names: HashArray, local: HashArray) -> None:
-    """Raise InvalidEvent for a store that no index could apply, whatever it holds."""
-    check_rank(rank)
-    check_tier(tier)
-    check_hashes("names", names)
-    check_hashes("local hashes", local)
-    if len(names) != len(local):
-        raise InvalidEvent(
-            f"{len(names)} names for {len(local)} local hashes", rank=rank, n_names=len(names), n_local=len(local)
-        )
-    if parent is not None and not (_is_whole(parent) and 0 <= parent <= U64_MASK):
-        raise InvalidEvent(f"parent {parent!r} is not a u64", rank=rank)
-
-
-def check_removal(rank: RankId, tier: Tier, names: HashArray) -> None:
-    """Raise InvalidEvent for a removal that no index could apply, whatever it holds."""
-    check_rank(rank)
-    check_tier(tier)
-    check_hashes("names", names)
 
 
 def check_query(local: HashArray) -> None:

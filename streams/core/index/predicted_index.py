@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from streams.core.hashing import BASE_SEED, Tokens, local_hashes, sequence_hashes
+from streams.core.hashing import sequence_hashes
 from streams.core.ids import HashArray, RankId, SequenceHash, Tier
 from streams.core.index.interface import OverlapScores, check_hashes, check_query, check_rank
 from streams.core.index.plain_index import HolderSets
@@ -114,13 +114,6 @@ class PredictedPrefixIndex:
         """
         check_query(local)
         return self._sets.find_matches(local)
-
-    def find_matches_for_request(self, tokens: Tokens, block_size: int, seed: int = BASE_SEED) -> OverlapScores:
-        """Hash a request and score every rank for it; a partial last block is dropped.
-
-        Raises BlockSizeMismatch, InvalidRequest.
-        """
-        return self._sets.find_matches(local_hashes(tokens, block_size, seed))
 
     def members(self) -> Iterator[tuple[RankId, Tier, SequenceHash]]:
         """Iterate over all predicted blocks, by sequence hash, in the device tier and in no particular order."""

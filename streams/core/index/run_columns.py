@@ -136,7 +136,7 @@ def check_record(key: RunKey, run: Run | None) -> None:
             f"presence bits {run.present!r} are not those of {len(run.local)} blocks, of which one is held",
             rank=key.rank,
         )
-    if not is_u64(run.epoch.incarnation) or not 0 <= run.epoch.generation < 1 << 63:
+    if not is_u64(run.epoch.incarnation) or not -(1 << 63) <= run.epoch.generation < 1 << 63:
         raise InvalidEvent(f"{run.epoch} is not an epoch", rank=key.rank)
     first = sequence_hashes(np.array(run.local[:1], dtype=np.uint64), run.parent)[0]
     if int(first) != key.first:

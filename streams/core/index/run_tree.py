@@ -1,47 +1,38 @@
-"""The fast prefix index: a radix tree of runs in flat arenas, operated by compiled kernels.
+"""The prefix index: a radix tree of runs in flat arenas, operated by compiled kernels.
 
-What lives here: the interface to the kernels. It assigns numbers to ranks, checks arguments and builds answers. What
-must not: the tree's logic (streams/core/index/kernels/tree.py), records (run_fold).
+What lives here: the numbers of ranks and their columns, queries and their answers. What must not: the tree's logic
+(streams/core/index/kernels/tree.py), records (tree_fold).
 
-One thread writes. Any thread may query at the same time, and sees each event completely or not at all.
+One thread writes. Any thread may query at the same time, and sees each record completely or not at all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Mapping
 
 import numpy as np
-import numpy.typing as npt
 
-from streams.core.events import KvEvent
-from streams.core.hashing import BASE_SEED, Tokens, local_hashes
-from streams.core.ids import U32_MAX, EngineHash, Float64Array, HashArray, Int64Array, RankId, Tier
-from streams.core.index.arenas import COLUMNS_MAX, DEFAULT_LIMITS, RANKS_MAX, TreeLimits, TreeMemory
+from streams.core.ids import U32_MAX, Float64Array, HashArray, Int64Array, RankId, Tier
+from streams.core.index.arenas import DEFAULT_LIMITS, RANKS_MAX, TreeLimits, TreeMemory
 from streams.core.index.interface import (
     Candidates,
     OverlapScores,
     check_query,
     check_rank,
-    check_removal,
-    check_store,
     check_tier,
 )
 from streams.core.index.kernels import layout
 from streams.core.index.kernels.columns import assign_column, clear_rank, sweep, take_column
-from streams.core.index.kernels.events import SWEEP_BUDGET, apply_events
-from streams.core.index.kernels.maps import join_segments, split_segments_to
-from streams.core.index.kernels.match import TIERED, TIERED_WORDS, match, match_fresh, match_tiers
+from streams.core.index.kernels.maps import join_segments
+from streams.core.index.kernels.match import TIERED, TIERED_WORDS, match, match_tiers
 from streams.core.index.kernels.place import place_scores
 from streams.core.index.tree_inspection import Column, TreeReader
-from streams.core.kernels.memory import HASHES
-from streams.errors import IndexFull, InvalidEvent, SettingsError, TooManyRanks, UnknownParent
+from streams.errors import SettingsError, TooManyRanks
 
 N_TIERS = len(Tier)
 
-#: Maps are presized so that their segments have this load on average, which is just below the load that splits them.
-_PRESIZED_LOAD = 0.7
+#: Runs and blocks that one call sweeps at most: about 50 us.
+_SWEEP_BUDGET = 4096
 
 #: Peak number of blocks below which no memory is returned to the system: a few megabytes.
 _TRIM_BLOCKS_MIN = 65_536
@@ -49,58 +40,6 @@ _TRIM_BLOCKS_MIN = 65_536
 _TRIM_SEGMENTS = 16
 #: Folds of records between two checks of the memory in use.
 TRIM_CALLS = 128
-
-__all__ = ["HASHES", "EventColumns", "Matcher", "Outcome", "RunTree", "RunTreeIndex", "TreeScores"]
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """Counts of what had no effect: stores with a parent that the rank does not hold, and removals of such blocks."""
-
-    n_unknown_parents: int
-    n_unknown_removals: int
-
-
-_CLEAN = Outcome(0, 0)
-
-
-class EventColumns:
-    """Many events as columns, checked once and applied in batches of any size.
-
-    holder: int64[n], from `holder` of the index that will apply them. kind: int64[n], from layout: STORED_AT_ROOT,
-    STORED, REMOVED, CLEARED. parent: uint64[n], read if kind is STORED. offset: int64[n + 1] into names and local.
-    names: uint64[m], the engines' hashes. local: uint64[m], read for stores. The arrays must not change afterwards.
-    Raises InvalidEvent.
-    """
-
-    __slots__ = ("_columns", "_table", "address", "n_events")
-
-    def __init__(
-        self,
-        *,
-        holder: Int64Array,
-        kind: Int64Array,
-        parent: HashArray,
-        offset: Int64Array,
-        names: HashArray,
-        local: HashArray,
-    ) -> None:
-        given = (holder, kind, parent, offset, names, local)
-        dtypes: tuple[type[np.generic], ...] = (np.int64, np.int64, np.uint64, np.int64, np.uint64, np.uint64)
-        for column, dtype in zip(given, dtypes, strict=True):
-            if not isinstance(column, np.ndarray) or column.dtype != dtype or column.ndim != 1:
-                raise InvalidEvent(f"a column is not {dtype.__name__}[n]")
-        n = len(holder)
-        if len(kind) != n or len(parent) != n or len(offset) != n + 1 or len(names) != len(local):
-            raise InvalidEvent("columns differ in length", n_events=n, n_names=len(names), n_local=len(local))
-        if n and (kind.min() < 0 or kind.max() > layout.CLEARED):
-            raise InvalidEvent("unknown kind of event")
-        if offset[0] < 0 or offset[-1] > len(names) or (n and (np.diff(offset) < 0).any()):
-            raise InvalidEvent("offsets decrease or are outside the hashes", n_names=len(names))
-        self._columns = tuple(np.ascontiguousarray(column) for column in given)
-        self._table = np.array([column.ctypes.data for column in self._columns], dtype=np.int64)
-        self.address = int(self._table.ctypes.data)
-        self.n_events = n
 
 
 class TreeScores(OverlapScores):
@@ -172,15 +111,11 @@ class TreeScores(OverlapScores):
 
 
 class RunTree:
-    """A tree's memory, the numbers of its ranks, and queries: the base of the index and of the fold of records."""
+    """A tree's memory, the numbers of its ranks, and queries: the base of the fold of records."""
 
-    def __init__(self, *, blocks_hint: int = 0, limits: TreeLimits = DEFAULT_LIMITS) -> None:
+    def __init__(self, *, limits: TreeLimits = DEFAULT_LIMITS) -> None:
         if not isinstance(limits, TreeLimits):
             raise SettingsError(f"limits is a {type(limits).__name__}, not TreeLimits")
-        if not isinstance(blocks_hint, int) or isinstance(blocks_hint, bool):
-            raise SettingsError(f"blocks_hint is {blocks_hint!r}, not a whole number")
-        if not 0 <= blocks_hint <= limits.blocks_max:
-            raise SettingsError(f"blocks_hint is {blocks_hint}, not within 0..{limits.blocks_max}, the limit of blocks")
         self._memory = TreeMemory(limits)
         self._address = self._memory.address
         self._context = self._memory.context
@@ -192,10 +127,6 @@ class RunTree:
         self._peak_blocks = 0
         self._n_calls = 0
         self._holders: dict[tuple[int, int], int] = {}
-        if blocks_hint:
-            segments = blocks_hint / (_PRESIZED_LOAD * layout.SEGMENT_SLOTS)
-            depth = min(layout.DEPTH_MAX, max(0, int(np.ceil(np.log2(max(1.0, segments))))))
-            split_segments_to(self._address, layout.NAMES, depth)
 
     # -- ranks ----------------------------------------------------------------
 
@@ -301,7 +232,7 @@ class RunTree:
 
     def _sweep(self) -> None:
         if self._context[layout.N_ENDED]:
-            sweep(self._address, SWEEP_BUDGET)
+            sweep(self._address, _SWEEP_BUDGET)
 
     def remove_rank(self, rank: RankId) -> None:
         """Remove a rank with all its blocks; a later rank reuses its number. Raises InvalidEvent."""
@@ -309,12 +240,8 @@ class RunTree:
         number = self._numbers.get(rank)
         if number is not None:
             self.clear(rank)
-            self._end_holders(number)
             del self._numbers[rank]
             self._free_numbers.append(number)
-
-    def _end_holders(self, number: int) -> None:
-        """Invalidate the holder numbers of a rank that is about to be removed."""
 
     # -- queries --------------------------------------------------------------
 
@@ -327,20 +254,12 @@ class RunTree:
             rank_ids = self._rank_ids
             # The answer keeps this array: 65 words per 64 columns.
             work = np.empty(65 * int(self._context[layout.N_WORDS]), dtype=np.int64)
-            found = match_fresh(self._address, local, work)
+            found = match(self._address, local, work)
             if found == TIERED:
                 return self._find_in_tiers(local)
             # If the list was replaced, a number may have passed from one rank to another during the query.
             if found >= 0 and rank_ids is self._rank_ids:
                 return TreeScores(rank_ids, work[:found])
-
-    def find_matches_for_request(self, tokens: Tokens, block_size: int, seed: int = BASE_SEED) -> OverlapScores:
-        """Score every rank for a request's tokens. Raises BlockSizeMismatch, InvalidRequest."""
-        return self.find_matches(local_hashes(tokens, block_size, seed))
-
-    def matcher(self) -> Matcher:
-        """A reusable lookup without an answer object; each thread needs its own."""
-        return Matcher(self)
 
     def _find_in_tiers(self, local: HashArray) -> OverlapScores:
         while True:
@@ -375,161 +294,3 @@ class RunTree:
     def memory_bytes(self) -> int:
         """Bytes of memory that the tree takes, including maps and spare space."""
         return self._memory.resident_bytes()
-
-
-class Matcher:
-    """Lookups into arrays: `n = matcher.match(local)`, then `ranks[:n]` and `blocks[:n]`; `rank_ids` maps ranks to ids.
-
-    match: takes a contiguous uint64[n_blocks]; returns the number of ranks found, or BUSY if a writer does not complete
-    a change for tens of milliseconds. The next call overwrites the arrays; each thread needs its own matcher. `match`
-    is the compiled function itself with its first argument bound, since a method around it would take a third of the
-    time.
-    """
-
-    __slots__ = ("_tree", "blocks", "match", "ranks")
-
-    def __init__(self, tree: RunTree) -> None:
-        self._tree = tree
-        # Large enough for every possible rank; zeros cost no memory until they are touched.
-        out = np.zeros(COLUMNS_MAX, dtype=np.int64)
-        alive = np.zeros(COLUMNS_MAX // 64, dtype=np.int64)
-        tiered = np.zeros(RANKS_MAX * TIERED_WORDS, dtype=np.int64)
-        state = np.zeros(2 + RANKS_MAX * 7, dtype=np.int64)
-        state[1] = RANKS_MAX
-        addresses = [array.ctypes.data for array in (out, alive, tiered, state)]
-        matcher = np.array([tree._address, *addresses], dtype=np.int64)
-        bound = partial(match, int(matcher.ctypes.data))
-        # A caller may keep only the function, so the function keeps the arrays that it points to.
-        bound.kept = (tree, out, alive, tiered, state, matcher)  # type: ignore[attr-defined]  # partials have a __dict__
-        self.match: Callable[[HashArray], int] = bound
-        self.blocks: npt.NDArray[np.int32] = out.view(np.int32)[0::2]
-        self.ranks: npt.NDArray[np.int32] = out.view(np.int32)[1::2]
-
-    @property
-    def rank_ids(self) -> list[RankId]:
-        """Ranks by their numbers."""
-        return self._tree._rank_ids
-
-
-class RunTreeIndex(RunTree):
-    """The prefix index over engine events; see PrefixIndex."""
-
-    def __init__(self, *, blocks_hint: int = 0, limits: TreeLimits = DEFAULT_LIMITS) -> None:
-        super().__init__(blocks_hint=blocks_hint, limits=limits)
-        self._event = np.zeros(5, dtype=np.int64)  # holder, kind, parent, two offsets
-        self._row = np.zeros(6, dtype=np.int64)
-        base = int(self._event.ctypes.data)
-        self._row[:4] = (base, base + 8, base + 16, base + 24)
-        self._row_address = int(self._row.ctypes.data)
-        self._holder_numbers: dict[int, int] = {}  # by index, of current ranks
-        self._n_former_ranks: dict[int, int] = {}  # by index: number of ranks that had it before
-
-    def holder(self, rank: RankId, tier: Tier) -> int:
-        """Number of a rank in a tier, for EventColumns; valid until the rank is removed, and never reused.
-
-        Raises InvalidEvent, TooManyRanks.
-        """
-        return self._holder_number(self.holder_index(rank, tier))
-
-    def _holder_number(self, index: int) -> int:
-        number = self._holder_numbers.get(index)
-        if number is None:
-            number = self._n_former_ranks.get(index, 0) << layout.HOLDER_INDEX_BITS | index
-            self._holder_numbers[index] = number
-            self._memory.words(layout.HOLDER_NUMBERS)[index] = number + 1
-        return number
-
-    def _end_holders(self, number: int) -> None:
-        for tier in range(N_TIERS):
-            index = self._holders.get((number, tier))
-            if index is not None and self._holder_numbers.pop(index, None) is not None:
-                self._memory.words(layout.HOLDER_NUMBERS)[index] = 0
-                self._n_former_ranks[index] = self._n_former_ranks.get(index, 0) + 1
-
-    def apply(self, events: EventColumns, first: int = 0, last: int | None = None) -> Outcome:
-        """Apply events `first` to `last` - 1.
-
-        A store whose parent the rank does not hold changes nothing and is counted. Raises IndexFull if an event does
-        not fit: the events before it are applied, this one and the later ones are not. Raises InvalidEvent if a holder
-        is not a number of this index or its rank was removed; then no event is applied.
-        """
-        last = events.n_events if last is None else last
-        if not isinstance(events, EventColumns):
-            raise InvalidEvent(f"events are a {type(events).__name__}, not EventColumns")
-        if not 0 <= first <= last <= events.n_events:
-            raise InvalidEvent(f"events {first} to {last} of {events.n_events}")
-        applied = apply_events(self._address, events.address, first, last)
-        self._n_calls += 1
-        if not self._n_calls % TRIM_CALLS:
-            self._return_memory()
-        return _CLEAN if applied == last - first else self._outcome(-1 - applied, first)
-
-    def _outcome(self, applied: int, first: int) -> Outcome:
-        context = self._context
-        if context[layout.STALE]:
-            event = int(context[layout.STALE]) - 1
-            raise InvalidEvent(
-                f"the holder of event {event} is not a number of this index, or its rank was removed",
-                event=event,
-                remedy="call `holder` for the rank again, and build the columns with the new number",
-            )
-        if context[layout.FULL]:
-            raise self._full(first + applied)
-        return Outcome(int(context[layout.UNKNOWN_PARENTS]), int(context[layout.UNKNOWN_REMOVALS]))
-
-    def store(self, rank: RankId, tier: Tier, parent: EngineHash | None, names: HashArray, local: HashArray) -> None:
-        """Store consecutive blocks of one chain; see PrefixIndex."""
-        check_store(rank, tier, parent, names, local)
-        names, local = np.ascontiguousarray(names), np.ascontiguousarray(local)
-        if parent is not None and rank not in self._numbers:
-            raise UnknownParent(f"rank {rank} holds no block {parent}", rank=rank, parent=parent)
-        kind = layout.STORED_AT_ROOT if parent is None else layout.STORED
-        outcome = self._apply_one(self.holder_index(rank, tier), kind, parent or 0, names, local)
-        if outcome.n_unknown_parents:
-            raise UnknownParent(f"rank {rank} holds no block {parent}", rank=rank, parent=parent)
-
-    def remove(self, rank: RankId, tier: Tier, names: HashArray) -> int:
-        """Remove blocks; returns how many were not held. See PrefixIndex."""
-        check_removal(rank, tier, names)
-        names = np.ascontiguousarray(names)
-        number = self._numbers.get(rank)
-        holder = None if number is None else self._holders.get((number, tier))
-        if holder is None:
-            return len(names)
-        return self._apply_one(holder, layout.REMOVED, 0, names, names).n_unknown_removals
-
-    def members(self) -> Iterator[tuple[RankId, Tier, EngineHash]]:
-        """Iterate over all facts, in no particular order."""
-        return self.reader().members()
-
-    def dump(self) -> Iterator[tuple[RankId, KvEvent]]:
-        """Iterate over events that rebuild an equal index; see PrefixIndex."""
-        return self.reader().dump()
-
-    def _full(self, event: int) -> IndexFull:
-        context = self._context
-        needed, blocks_max = int(context[layout.FULL_NEED]), int(context[layout.BLOCKS_MAX])
-        in_use = int(context[layout.N_BLOCKS]) - int(context[layout.N_FREE_BLOCKS])
-        lacking = "blocks"
-        if context[layout.FULL] != layout.FULL_BLOCKS:
-            lacking = "aliases" if context[layout.FULL] == layout.FULL_ALIASES else "segments of its maps"
-        return IndexFull(
-            f"the index is over capacity: an event of {needed} blocks does not fit, since too few {lacking} are left; "
-            f"{in_use} of blocks_max {blocks_max} are in use, including spare space; "
-            f"a store needs its blocks and {layout.SLACK_MAX} more, in one piece",
-            remedy="use TreeLimits with a greater blocks_max, remove blocks, or split the event",
-            event=event,
-            needed=needed,
-            in_use=in_use,
-            blocks_max=blocks_max,
-        )
-
-    def _apply_one(self, index: int, kind: int, parent: int, names: HashArray, local: HashArray) -> Outcome:
-        event, row = self._event, self._row
-        number = self._holder_numbers.get(index)
-        event[0] = self._holder_number(index) if number is None else number
-        event[1], event[4] = kind, len(names)
-        event.view(np.uint64)[2] = parent
-        row[4], row[5] = names.ctypes.data, local.ctypes.data
-        applied = apply_events(self._address, self._row_address, 0, 1)
-        return _CLEAN if applied == 1 else self._outcome(-1 - applied, 0)

@@ -30,7 +30,7 @@ from streams.core.index.kernels.run_records import KNOWN_WORDS, find_known, fold
 from streams.core.index.kernels.trace import trace
 from streams.core.index.run_columns import RunColumns, columns_of, packed_place
 from streams.core.index.run_tree import N_TIERS, TRIM_CALLS, RunTree
-from streams.core.index.tree_inspection import names_in_column
+from streams.core.index.tree_inspection import blocks_in_column
 from streams.core.runs import Run, RunKey
 from streams.errors import IndexCorrupt, IndexFull, TooManyRanks
 
@@ -49,8 +49,8 @@ class TreeRunFold(RunTree):
 
     concurrent = True
 
-    def __init__(self, *, blocks_hint: int = 0, limits: TreeLimits = DEFAULT_LIMITS) -> None:
-        super().__init__(blocks_hint=blocks_hint, limits=limits)
+    def __init__(self, *, limits: TreeLimits = DEFAULT_LIMITS) -> None:
+        super().__init__(limits=limits)
         self._epochs: dict[RankId, Epoch] = {}
         self._digested: HashArray | None = None  # digest of each column; None if records were folded since
         self._drop_from = -1  # entry from which to search for records of ended generations; -1 if there are none
@@ -205,7 +205,7 @@ class TreeRunFold(RunTree):
 
     def members(self) -> Iterator[tuple[RankId, Tier, SequenceHash]]:
         """Iterate over all facts, in no particular order."""
-        return ((rank, tier, SequenceHash(name)) for rank, tier, name in self.reader().members())
+        return self.reader().members()
 
     def held_by(self, rank: RankId) -> dict[Tier, HashArray]:
         """Sequence hashes that a rank holds, by tier; see RunFold."""
@@ -213,7 +213,7 @@ class TreeRunFold(RunTree):
         column_of = self._memory.words(layout.COLUMN_OF).view(np.int32)
         holders = {} if number is None else {tier: self._holders.get((number, int(tier))) for tier in Tier}
         return {
-            tier: names_in_column(self._memory, int(column_of[holder]))
+            tier: blocks_in_column(self._memory, int(column_of[holder]))
             for tier, holder in holders.items()
             if holder is not None
         }

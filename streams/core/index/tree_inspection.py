@@ -1,7 +1,7 @@
-"""Inspection of a whole run tree: its facts, the events that would rebuild it, and the check of its invariants.
+"""Inspection of a whole run tree: its facts, and the check of its invariants.
 
-What lives here: slow and simple walks over the arenas, for tests, operators and dumps. What must not: anything that
-events or queries use. No thread may write during a walk.
+What lives here: slow and simple walks over the arenas, for tests and operators. What must not: anything that folding or
+queries use. No thread may write during a walk.
 """
 
 from __future__ import annotations
@@ -12,21 +12,20 @@ from typing import NamedTuple
 
 import numpy as np
 
-from streams.core.events import BlocksRemoved, BlocksStored, KvEvent
-from streams.core.ids import U32_MAX, U64_MASK, EngineHash, HashArray, Int64Array, RankId, Tier
+from streams.core.ids import U32_MAX, HashArray, Int64Array, RankId, SequenceHash, Tier
 from streams.core.index.arenas import TreeMemory
 from streams.core.index.kernels import layout
-from streams.core.index.kernels.entries import find_keyed
-from streams.core.index.kernels.fold import find_record
-from streams.core.index.kernels.names import find_alias_of_block, find_alias_of_name, find_name
+from streams.core.index.kernels.by_sequence import find_block
+from streams.core.index.kernels.entries import find_claim, find_record
 from streams.core.index.kernels.runs import find_child, run_of
 from streams.errors import IndexCorrupt
 
 
-def names_in_column(memory: TreeMemory, column: int) -> HashArray:
-    """Names of the blocks in one column, uint64[n], in no particular order. A million blocks take about 10 ms.
+def blocks_in_column(memory: TreeMemory, column: int) -> HashArray:
+    """Sequence hashes of the blocks in one column, uint64[n], in no particular order.
 
-    Unlike TreeReader, this does not visit the rest of the tree, since a router's decisions wait for it.
+    A million blocks take about 10 ms. Unlike TreeReader, this does not visit the rest of the tree, since a router's
+    decisions wait for it.
     """
     context = memory.context
     n_runs, word = int(context[layout.N_RUNS]), column >> 6
@@ -41,14 +40,8 @@ def names_in_column(memory: TreeMemory, column: int) -> HashArray:
     lengths = fields[held, layout.RUN_LENGTH // 4].astype(np.int64)
     # The blocks of all these runs: each run's first block, and then one after the other.
     blocks = np.repeat(starts - (np.cumsum(lengths) - lengths), lengths) + np.arange(int(lengths.sum()))
-    names: HashArray = memory.words(layout.NAME).view(np.uint64).take(blocks)
-    if memory.words(layout.COLUMN_ALIASES)[column]:
-        aliases = memory.words(layout.ALIASES)[: int(context[layout.N_ALIASES]) * 2].reshape(-1, 2)
-        own = aliases[(aliases[:, 1] != -1) & (aliases[:, 1] >> 32 == column)]
-        order = np.argsort(blocks)
-        at = order[np.searchsorted(blocks, own[:, 1] & U32_MAX, sorter=order)]
-        names[at] = own[:, 0].view(np.uint64)
-    return names
+    sequence: HashArray = memory.words(layout.SEQUENCE).view(np.uint64).take(blocks)
+    return sequence
 
 
 class Column(NamedTuple):
@@ -93,9 +86,7 @@ class TreeReader:
         start, length, capacity, parent, direct, children = fields[0, :6].tolist()
         self.root = RunRow(0, start, length, capacity, parent, direct, children, 0, 0)
         self.stray_coverage = [run for run in coverage if run not in self.runs]
-        self.aliases = self._keyed(layout.ALIASES, layout.N_ALIASES)
-        self.claims = self._keyed(layout.CLAIMS, layout.N_CLAIMS)
-        self.alias_names = {(key >> 32, key & U32_MAX): name & U64_MASK for name, key in self.aliases.values()}
+        self.claims = self._claims()
 
     def _word(self, word: int) -> int:
         return int(self._context[word])
@@ -111,10 +102,10 @@ class TreeReader:
             found[run] = int.from_bytes(rows[run].tobytes(), "little")
         return found
 
-    def _keyed(self, arena: int, count: int) -> dict[int, tuple[int, int]]:
-        n = self._word(count)
-        rows = self._memory.words(arena)[: n * 2].reshape(n, 2).tolist()
-        return {entry: (first, second) for entry, (first, second) in enumerate(rows) if second != -1}
+    def _claims(self) -> dict[int, tuple[int, int]]:
+        n = self._word(layout.N_CLAIMS)
+        rows = self._memory.words(layout.CLAIMS)[: n * 2].reshape(n, 2).tolist()
+        return {entry: (key, more) for entry, (key, more) in enumerate(rows) if more != -1}
 
     def bits(self, coverage: int) -> Iterator[int]:
         """Iterate over the column numbers in a coverage."""
@@ -123,86 +114,18 @@ class TreeReader:
             yield lowest.bit_length() - 1
             coverage ^= lowest
 
-    def name_of(self, column: int, block: int) -> int:
-        """Name of a block in a column that holds it."""
-        alias = self.alias_names.get((column, block))
-        return self.shared_name(block) if alias is None else alias
-
-    def shared_name(self, block: int) -> int:
-        """Name of a block in all columns without an alias for it."""
-        return int(self._memory.words(layout.NAME)[block]) & U64_MASK
-
-    def local(self, row: RunRow) -> HashArray:
-        """Local hashes of a run."""
-        words = self._memory.words(layout.LOCAL)[row.start : row.start + row.length]
-        return words.view(np.uint64).copy()
-
     # -- facts ----------------------------------------------------------------
 
-    def members(self) -> Iterator[tuple[RankId, Tier, EngineHash]]:
+    def members(self) -> Iterator[tuple[RankId, Tier, SequenceHash]]:
         """Iterate over all facts."""
-        names = self._memory.words(layout.NAME).view(np.uint64)
+        hashes = self._memory.words(layout.SEQUENCE).view(np.uint64)
         for row in self.runs.values():
-            shared = names[row.start : row.start + row.length].tolist()
+            blocks = hashes[row.start : row.start + row.length].tolist()
             for number in self.bits(row.coverage):
                 column = self.columns.get(number)
-                if column is None:
-                    continue
-                for offset, name in enumerate(shared):
-                    own = self.alias_names.get((number, row.start + offset), name)
-                    yield column.rank, column.tier, EngineHash(own)
-
-    def dump(self) -> Iterator[tuple[RankId, KvEvent]]:
-        """Iterate over events that rebuild an equal tree: parents first; holes are stored and then removed."""
-        held: dict[int, list[int]] = defaultdict(list)
-        for row in self.runs.values():
-            for number in self.bits(row.coverage):
-                if number in self.columns:
-                    held[number].append(row.run)
-        for number, runs in held.items():
-            yield from self._dump_column(self.columns[number], runs)
-
-    def _dump_column(self, column: Column, runs: list[int]) -> Iterator[tuple[RankId, KvEvent]]:
-        used = {self.name_of(column.number, block) for run in runs for block in self._blocks(self.runs[run])}
-        last_name: dict[int, int] = {}  # name of the last block of each run that was dumped
-        holes: list[int] = []
-        spare = U64_MASK
-        mine = set(runs)
-        for run in runs:
-            path = []
-            while run and run not in last_name:
-                path.append(run)
-                run = max(0, self.runs[run].parent)
-            for ancestor in reversed(path):
-                row = self.runs[ancestor]
-                if row.capacity == layout.PHANTOM:
-                    raise IndexCorrupt("a tree with phantoms cannot be dumped as events")
-                if ancestor in mine:
-                    names = [self.name_of(column.number, block) for block in self._blocks(row)]
-                else:
-                    names = []
-                    for _ in range(row.length):
-                        while spare in used:
-                            spare -= 1
-                        names.append(spare)
-                        spare -= 1
-                    holes += names
-                parent = last_name.get(row.parent)
-                yield (
-                    column.rank,
-                    BlocksStored(
-                        None if parent is None else EngineHash(parent),
-                        np.array(names, dtype=np.uint64),
-                        self.local(row),
-                        column.tier,
-                    ),
-                )
-                last_name[ancestor] = names[-1]
-        if holes:
-            yield column.rank, BlocksRemoved(np.array(holes, dtype=np.uint64), column.tier)
-
-    def _blocks(self, row: RunRow) -> range:
-        return range(row.start, row.start + row.length)
+                if column is not None:
+                    for block in blocks:
+                        yield column.rank, column.tier, SequenceHash(block)
 
     # -- invariants -------------------------------------------------------------
 
@@ -210,7 +133,7 @@ class TreeReader:
         """Raise IndexCorrupt with the first broken invariant."""
         self._check_runs()
         self._check_spans()
-        self._check_names()
+        self._check_blocks()
         self._check_coverage()
         self._check_maps()
         self._check_records()
@@ -218,7 +141,7 @@ class TreeReader:
     def _check_runs(self) -> None:
         address = self._memory.address
         require(self._word(layout.VERSION) % 2 == 0, "no change is under way")
-        require(self._word(layout.N_DEFERRED) == 0, "no names or spans wait to be freed")
+        require(self._word(layout.N_DEFERRED) == 0, "no blocks or spans wait to be freed")
         require(self._word(layout.N_LIVE_RUNS) == len(self.runs), "runs in use are counted")
         children: dict[int, list[int]] = defaultdict(list)
         for row in self.runs.values():
@@ -267,8 +190,8 @@ class TreeReader:
         for row in self.runs.values():
             for block in {row.start, row.start + row.length - 1, row.start + row.length // 2}:
                 require(run_of(address, block) == row.run, "a block finds its run", row)
-        names, local = self._memory.words(layout.NAME), self._memory.words(layout.LOCAL)
-        free = {start: int(names[start]) for start in self._set_bits(layout.FREE_STARTS, n_blocks)}
+        lengths, local = self._memory.words(layout.SEQUENCE), self._memory.words(layout.LOCAL)
+        free = {start: int(lengths[start]) for start in self._set_bits(layout.FREE_STARTS, n_blocks)}
         ends = sorted(start + length - 1 for start, length in free.items())
         require(self._set_bits(layout.FREE_ENDS, n_blocks) == ends, "ends of free spans are marked")
         require(self._word(layout.N_FREE_BLOCKS) == sum(free.values()), "free blocks are counted")
@@ -286,32 +209,21 @@ class TreeReader:
             at += length
         require(at == n_blocks, "spans fill the arena", at)
 
-    def _check_names(self) -> None:
-        address, n_named = self._memory.address, 0
-        names = self._memory.words(layout.NAME)
+    def _check_blocks(self) -> None:
+        address, n_blocks = self._memory.address, 0
+        hashes = self._memory.words(layout.SEQUENCE)
         for row in self.runs.values():
-            n_named += row.length
-            for block in self._blocks(row):
-                require(find_name(address, int(names[block])) == block, "a block is found by its name", block)
-        require(self._word(layout.NAMES + layout.MAP_ENTRIES) == n_named, "the map of names has one per block")
+            n_blocks += row.length
+            for block in range(row.start, row.start + row.length):
+                require(find_block(address, int(hashes[block])) == block, "a block is found by its hash", block)
+        require(self._word(layout.BY_SEQUENCE + layout.MAP_ENTRIES) == n_blocks, "the map by hash has every block")
         counts: dict[int, int] = defaultdict(int)
-        for entry, (name, key) in self.aliases.items():
-            column, block = key >> 32, key & U32_MAX
-            counts[column] += 1
-            row = self.runs[run_of(address, block)]
-            require(block < row.start + row.length and row.coverage >> column & 1 != 0, "an aliased block is held", key)
-            require(int(names[block]) != name, "an alias differs from the shared name", key)
-            require(find_alias_of_name(address, column, name) == entry, "an alias is found by its name", key)
-            require(find_alias_of_block(address, column, block) == entry, "an alias is found by its block", key)
-        self._check_counts(layout.COLUMN_ALIASES, counts, "aliases")
-        counts.clear()
-        claims = self._memory.arenas[layout.CLAIMS].address
         for entry, (key, more) in self.claims.items():
             column, block = key >> 32, key & U32_MAX
             counts[column] += 1
             row = self.runs[run_of(address, block)]
             require(row.coverage >> column & 1 != 0 and more > 0, "a claimed block is held", key)
-            require(find_keyed(address, layout.CLAIM_BLOCKS, claims, 0, key) == entry, "a claim is found", key)
+            require(find_claim(address, key) == entry, "a claim is found", key)
         self._check_counts(layout.COLUMN_CLAIMS, counts, "claims")
 
     def _check_counts(self, word: int, counts: dict[int, int], what: str) -> None:

@@ -5,6 +5,7 @@ What lives here: what happens when a rank is added, cleared or removed. What mus
 
 from __future__ import annotations
 
+from streams.core.index.kernels.claims import remove_claim
 from streams.core.index.kernels.fields import (
     begin_change,
     column_word,
@@ -15,7 +16,6 @@ from streams.core.index.kernels.fields import (
     unset_bit,
 )
 from streams.core.index.kernels.layout import (
-    COLUMN_ALIASES,
     COLUMN_CLAIMS,
     COLUMN_FACTS,
     COLUMN_OF,
@@ -44,7 +44,6 @@ from streams.core.index.kernels.layout import (
     SWEEP_AT,
     TIER_OF,
 )
-from streams.core.index.kernels.names import remove_alias, remove_claim
 from streams.core.index.kernels.runs import has_ended_column, has_no_holder
 from streams.core.index.kernels.shape import finish_change, merge_down, merge_up, remove_unheld
 from streams.core.kernels.compiling import kernel
@@ -73,7 +72,7 @@ def assign_column(context: int, holder: int, column: int) -> None:
     store32(get(context, COLUMN_OF) + (holder << 2), column)
     store32(get(context, RANK_OF) + (column << 2), rank)
     store32(get(context, TIER_OF) + (column << 2), load32(get(context, HOLDER_TIER) + (holder << 2)))
-    for which in (COLUMN_FACTS, COLUMN_ALIASES, COLUMN_CLAIMS):
+    for which in (COLUMN_FACTS, COLUMN_CLAIMS):
         store(column_word(context, which, column), 0)
     words = (column >> 6) + 1
     if words > get(context, N_WORDS):
@@ -131,17 +130,13 @@ def sweep_run(context: int, run: int) -> int:
     ended = get(context, ENDED)
     work = 0
     length = field(context, run, RUN_LENGTH)
-    # Aliases and claims go first, outside the change, since queries do not read them.
+    # Claims go first, outside the change, since queries do not read them.
     for word in range(get(context, N_WORDS)):
         gone = load(coverage_address(context, run, word)) & load(ended + (word << 3))
         while gone:
             column = (word << 6) + trailing_zeros(gone)
             gone &= gone - 1
             first = field(context, run, RUN_START)
-            if load(column_word(context, COLUMN_ALIASES, column)):
-                for block in range(first, first + length):
-                    remove_alias(context, column, block)
-                work += length
             if load(column_word(context, COLUMN_CLAIMS, column)):
                 for block in range(first, first + length):
                     remove_claim(context, column, block, True)

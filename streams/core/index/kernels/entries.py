@@ -1,7 +1,7 @@
-"""Entries of aliases, claims and records: finding one by its key, taking a free one, freeing it.
+"""Entries of claims and records: finding one by its key, taking a free one, freeing it.
 
-What lives here: what these three tables share. What must not: the meaning of their words. The first word of a free
-entry links to the next free one.
+What lives here: what these two tables share, and their keys. What must not: what their words count. The first word of a
+free entry links to the next free one.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from numba import njit
 
 from streams.core.index.kernels.fields import segment_of, tag_of
+from streams.core.index.kernels.layout import CLAIM_BLOCKS, CLAIMS, RECORD_KEYS, RECORDS
 from streams.core.index.kernels.maps import ID_MASK, SLOT_MASK
 from streams.core.kernels.compiling import kernel
 from streams.core.kernels.memory import load, shift_right, store
@@ -16,19 +17,17 @@ from streams.core.kernels.words import SYNTHETIC_STEP, get, put
 
 
 @njit(inline="always")
-def owned_tag(context: int, owner: int, key: int) -> int:
-    """Tag of a key that is unique within a column or a holder."""
-    return tag_of(context, key ^ ((owner + 1) * SYNTHETIC_STEP))
+def record_tag(context: int, holder: int, first: int) -> int:
+    """Tag of a record: its holder and its first sequence hash."""
+    return tag_of(context, first ^ ((holder + 1) * SYNTHETIC_STEP))
 
 
 @kernel()
-def find_owned(context: int, which: int, entries: int, shift: int, owner: int, key: int) -> int:
-    """Find the entry whose words are a key and owner << 32 | anything; returns -1 if there is none.
-
-    Entries have 1 << `shift` bytes.
-    """
-    tag = owned_tag(context, owner, key)
-    segment = segment_of(context, which, tag)
+def find_record(context: int, holder: int, first: int) -> int:
+    """Find the 32-byte entry of a record; returns -1 if there is none."""
+    entries = get(context, RECORDS)
+    tag = record_tag(context, holder, first)
+    segment = segment_of(context, RECORD_KEYS, tag)
     position = tag & SLOT_MASK
     while True:
         slot = load(segment + (position << 3))
@@ -36,17 +35,18 @@ def find_owned(context: int, which: int, entries: int, shift: int, owner: int, k
             return -1
         if shift_right(slot, 32) == tag:
             entry = (slot & ID_MASK) - 1
-            address = entries + (entry << shift)
-            if load(address) == key and load(address + 8) >> 32 == owner:
+            address = entries + (entry << 5)
+            if load(address) == first and load(address + 8) >> 32 == holder:
                 return entry
         position = (position + 1) & SLOT_MASK
 
 
 @kernel()
-def find_keyed(context: int, which: int, entries: int, offset: int, key: int) -> int:
-    """Find the 16-byte entry whose word at `offset` is this key; returns -1 if there is none."""
+def find_claim(context: int, key: int) -> int:
+    """Find the 16-byte entry of a claimed block; returns -1 if there is none."""
+    entries = get(context, CLAIMS)
     tag = tag_of(context, key)
-    segment = segment_of(context, which, tag)
+    segment = segment_of(context, CLAIM_BLOCKS, tag)
     position = tag & SLOT_MASK
     while True:
         slot = load(segment + (position << 3))
@@ -54,7 +54,7 @@ def find_keyed(context: int, which: int, entries: int, offset: int, key: int) ->
             return -1
         if shift_right(slot, 32) == tag:
             entry = (slot & ID_MASK) - 1
-            if load(entries + (entry << 4) + offset) == key:
+            if load(entries + (entry << 4)) == key:
                 return entry
         position = (position + 1) & SLOT_MASK
 

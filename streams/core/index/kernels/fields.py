@@ -17,7 +17,6 @@ from streams.core.index.kernels.layout import (
     LOCAL,
     MAP_DEPTH,
     MAP_DIRECTORY,
-    NAME,
     RUN_BYTES,
     RUN_COVERAGE,
     RUNS,
@@ -25,6 +24,7 @@ from streams.core.index.kernels.layout import (
     SEGMENT_SHIFT,
     SEGMENT_SLOTS,
     SEGMENTS,
+    SEQUENCE,
     VERSION,
     WIDE,
     WIDE_STRIDE,
@@ -81,11 +81,12 @@ def local_at(typingctx: Any, context: Any, block: Any) -> Any:
 
 
 @intrinsic
-def name_at(typingctx: Any, context: Any, block: Any) -> Any:
-    """Shared name of a block, by which the map NAMES finds it."""
+def sequence_at(typingctx: Any, context: Any, block: Any) -> Any:
+    """Sequence hash of a block."""
 
     def codegen(compiler: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.load(word_pointer(builder, element(builder, context_word(builder, args[0], NAME), args[1], 8)))
+        hashes = context_word(builder, args[0], SEQUENCE)
+        return builder.load(word_pointer(builder, element(builder, hashes, args[1], 8)))
 
     return types.int64(types.int64, types.int64), codegen
 

@@ -3,7 +3,7 @@
 What lives here: what a record of a run changes in the tree, given the record's previous value. What must not: bytes
 (streams/tables) and the comparison of epochs with progress records (run_fold).
 
-A record names its blocks by sequence hash, so a parent is found whichever rank holds it. If the parent has not been
+A record gives its parent's sequence hash, so the parent is found whichever rank holds it. If the parent has not been
 read yet, a phantom stands in for it: the record's blocks hang from the phantom until the parent arrives, and queries do
 not reach them. Blocks of a record that are not held are in the tree too if held blocks follow them. Since compaction
 leaves no order between keys, two records of a rank can claim the same block for a while: the block's old record and its
@@ -17,17 +17,20 @@ from __future__ import annotations
 
 from numba import njit
 
-from streams.core.index.kernels.entries import find_owned, free_entry, owned_tag, take_entry
+from streams.core.index.kernels.by_sequence import find_block, prefetch_block
+from streams.core.index.kernels.claims import remove_claim
+from streams.core.index.kernels.entries import find_record, free_entry, record_tag, take_entry
 from streams.core.index.kernels.fields import (
     column_word,
     coverage_address,
     end_change,
     field,
     home_address,
-    name_at,
+    sequence_at,
     tag_of,
 )
 from streams.core.index.kernels.layout import (
+    BY_SEQUENCE,
     CLAIMS,
     COLUMN_CLAIMS,
     COLUMN_OF,
@@ -39,28 +42,26 @@ from streams.core.index.kernels.layout import (
     N_RECORDS,
     N_RUNS,
     N_WORDS,
-    NAME,
-    NAMES,
     RECORD_KEYS,
     RECORDS,
     RUN_LENGTH,
     RUN_PARENT,
     RUN_START,
     SCRATCH,
+    SCRATCH_SEQUENCE,
+    SEQUENCE,
     SMALL_MAX,
     TIER_OF,
     WAITING,
 )
 from streams.core.index.kernels.maps import ID_MASK, delete_id, insert_id
-from streams.core.index.kernels.names import find_name, remove_claim
 from streams.core.index.kernels.runs import run_of
-from streams.core.index.kernels.shape import finish_change, prefetch_block, wait_for_queries
+from streams.core.index.kernels.shape import finish_change, wait_for_queries
 from streams.core.index.kernels.tree import (
     common_length,
     end_of,
     has_capacity,
     new_phantom,
-    remove_aliases,
     store_blocks,
     uncover,
 )
@@ -81,18 +82,12 @@ from streams.core.kernels.words import get, put
 from streams.core.kernels.xxh3 import chain_step, digest_9
 
 
-@njit(inline="always")
-def find_record(context: int, holder: int, first: int) -> int:
-    """Find the entry of a record; returns -1 if there is none."""
-    return find_owned(context, RECORD_KEYS, get(context, RECORDS), 5, holder, first)
-
-
 @kernel()
 def free_record(context: int, entry: int) -> None:
     """Free the entry of a record."""
     entries = get(context, RECORDS)
     address = entries + (entry << 5)
-    delete_id(context, RECORD_KEYS, owned_tag(context, load(address + 8) >> 32, load(address)), entry)
+    delete_id(context, RECORD_KEYS, record_tag(context, load(address + 8) >> 32, load(address)), entry)
     free_entry(context, entries, 5, FREE_RECORD, entry)
     store(address + 16, 0)
 
@@ -103,7 +98,7 @@ def write_record(context: int, entry: int, holder: int, first: int, last_block: 
     entries = get(context, RECORDS)
     if entry < 0:
         entry = take_entry(context, entries, 5, FREE_RECORD, N_RECORDS)
-        insert_id(context, RECORD_KEYS, owned_tag(context, holder, first), entry)
+        insert_id(context, RECORD_KEYS, record_tag(context, holder, first), entry)
     address = entries + (entry << 5)
     store(address, first)
     store(address + 8, (holder << 32) | last_block)
@@ -156,41 +151,66 @@ def release_blocks(context: int, column: int, last_block: int, present: int, gon
             run = run_of(context, first + n_blocks - 1)
             start = max(field(context, run, RUN_START), first)
             todo = first + n_blocks - start
-            remove_aliases(context, column, start, todo)
             uncover(context, run, start - field(context, run, RUN_START), todo, column)
             n_blocks -= todo
     finish_change(context)
 
 
 @kernel()
+def block_before(context: int, block: int, n_blocks: int) -> int:
+    """The block that is `n_blocks` before another one on its chain."""
+    run = run_of(context, block)
+    start = field(context, run, RUN_START)
+    while block - start < n_blocks:
+        n_blocks -= block - start + 1
+        run = field(context, run, RUN_PARENT)
+        start = field(context, run, RUN_START)
+        block = start + field(context, run, RUN_LENGTH) - 1
+    return block - n_blocks
+
+
+@kernel()
 def attach_point(
-    context: int, sequence: int, locals_: int, offset: int, connected: int, parent: int, has_parent: bool
+    context: int,
+    sequence: int,
+    local: int,
+    offset: int,
+    connected: int,
+    last: int,
+    parent: int,
+    has_parent: bool,
 ) -> tuple[int, int]:
     """Find where block `offset` of a record attaches, and add any of the record's earlier blocks that are missing.
 
-    connected: number of the record's leading blocks that are in the tree and hang from each other. A later block may
-    be in the tree too, but hang from a phantom.
+    connected: number of the record's leading blocks that are in the tree and hang from each other; last: the last of
+    them. A later block may be in the tree too, but hang from a phantom.
     Returns the run of the block before it, and the offset after that block.
     """
-    if connected > 0:
-        run, after = end_of(context, find_name(context, load(sequence + ((connected - 1) << 3))))
+    if connected > 0 and offset > 0:
+        if offset < connected:
+            return end_of(context, block_before(context, last, connected - offset))
+        run, after = end_of(context, last)
     elif has_parent:
-        before = find_name(context, parent)
+        connected = 0
+        before = find_block(context, parent)
         if before < 0:
             run, after = new_phantom(context, parent), 1
         else:
             run, after = end_of(context, before)
     else:
+        connected = 0
         run, after = 0, 0
     if connected < offset:
-        at = connected << 3
-        store_blocks(context, -1, run, after, sequence + at, locals_ + at, offset - connected, True)
-        run, after = end_of(context, find_name(context, load(sequence + ((offset - 1) << 3))))
+        position = connected << 3
+        n_missing = offset - connected
+        run, after = end_of(
+            context, store_blocks(context, -1, run, after, sequence + position, local + position, n_missing)
+        )
     return run, after
 
 
 @kernel()
-def kept_blocks(context: int, last_block: int, n_old: int, locals_: int, n_blocks: int) -> int:
+def kept_blocks(context: int, last_block: int, n_old: int, local: int, n_blocks: int) -> int:
     """Count the leading blocks of a record that its previous value had too: adjacent, and ending at `last_block`.
 
     Equal local hashes in one run after the same first block are the same chain. Returns 0 if the blocks differ or are
@@ -202,12 +222,12 @@ def kept_blocks(context: int, last_block: int, n_old: int, locals_: int, n_block
     if first < field(context, run_of(context, last_block), RUN_START):
         return 0
     hashes = get(context, LOCAL) + (first << 3)
-    return n_old if common_length(hashes, locals_, n_old) == n_old else 0
+    return n_old if common_length(hashes, local, n_old) == n_old else 0
 
 
 @kernel()
 def fold_run(
-    context: int, holder: int, first: int, parent: int, has_parent: bool, locals_: int, n_blocks: int, present: int
+    context: int, holder: int, first: int, parent: int, has_parent: bool, local: int, n_blocks: int, present: int
 ) -> bool:
     """Fold one run record, or its tombstone if `present` is 0; returns False if it does not fit.
 
@@ -228,45 +248,46 @@ def fold_run(
             release_blocks(context, column, last_block, old, old)
         return True
     small = get(context, SMALL_MAX)
-    records, claims = get(context, N_RECORDS) + 1, get(context, N_CLAIMS) + n_blocks
-    if not has_capacity(context, 2 * n_blocks) or records > small or claims > small:
+    n_records, n_claims = get(context, N_RECORDS) + 1, get(context, N_CLAIMS) + n_blocks
+    if not has_capacity(context, 2 * n_blocks) or n_records > small or n_claims > small:
         put(context, FULL, 1)
         return False
-    # After the words that release_blocks uses.
-    sequence = get(context, SCRATCH) + (64 << 3)
-    gone, new, connected = old, present, 0
-    known = 0
+    sequence = get(context, SCRATCH) + (SCRATCH_SEQUENCE << 3)
+    gone, new, connected, last = old, present, 0, last_block
+    kept = 0
     if old:
-        known = kept_blocks(context, last_block, 64 - leading_zeros(old), locals_, n_blocks)
-        if known:
-            gone, new, connected = old & ~present, present & ~old, known
-            copy_words(sequence, get(context, NAME) + ((last_block - known + 1) << 3), known)
-    if known == 0:
+        kept = kept_blocks(context, last_block, 64 - leading_zeros(old), local, n_blocks)
+        if kept:
+            gone, new, connected = old & ~present, present & ~old, kept
+            copy_words(sequence, get(context, SEQUENCE) + ((last_block - kept + 1) << 3), kept)
+    if kept == 0:
         store(sequence, first)
-        known = 1
-    link = load(sequence + ((known - 1) << 3))
-    for index in range(known, n_blocks):
-        link = signed(chain_step(link, load(locals_ + (index << 3))))
+        kept = 1
+    link = load(sequence + ((kept - 1) << 3))
+    for index in range(kept, n_blocks):
+        link = signed(chain_step(link, load(local + (index << 3))))
         store(sequence + (index << 3), link)
     if connected == 0 and old:
         top = 63 - leading_zeros(old)
-        if top < n_blocks and name_at(context, last_block) == load(sequence + (top << 3)):
+        if top < n_blocks and sequence_at(context, last_block) == load(sequence + (top << 3)):
             gone, new, connected = old & ~present, present & ~old, top + 1
     # Add before removing, so that a block that stays held under another bit is never missing in between.
     while new:
         begin = trailing_zeros(new)
         length = trailing_zeros(~shift_right(new, begin))
         new &= ~(((1 << length) - 1) << begin)
-        run, after = attach_point(context, sequence, locals_, begin, min(connected, begin), parent, has_parent)
-        at = begin << 3
-        store_blocks(context, column, run, after, sequence + at, locals_ + at, length, True)
-        connected = max(connected, begin + length)
+        run, after = attach_point(context, sequence, local, begin, connected, last, parent, has_parent)
+        position = begin << 3
+        stored = store_blocks(context, column, run, after, sequence + position, local + position, length)
+        if begin + length > connected:
+            connected, last = begin + length, stored
+    top = 63 - leading_zeros(present)
+    last = block_before(context, last, connected - 1 - top)
     if gone:
         release_blocks(context, column, last_block, old, gone)
     else:
         end_change(context)
-    top = 63 - leading_zeros(present)
-    write_record(context, entry, holder, first, find_name(context, load(sequence + (top << 3))), present)
+    write_record(context, entry, holder, first, last, present)
     return True
 
 
@@ -291,9 +312,9 @@ def prefetch_record(context: int, holders: int, firsts: int, parents: int, recor
     """Prefetch the slots that an upcoming record will read."""
     at = record << 3
     first = load(firsts + at)
-    prefetch_write(home_address(context, RECORD_KEYS, owned_tag(context, load(holders + at), first)))
-    prefetch_write(home_address(context, NAMES, tag_of(context, first)))
-    prefetch(home_address(context, NAMES, tag_of(context, load(parents + at))))
+    prefetch_write(home_address(context, RECORD_KEYS, record_tag(context, load(holders + at), first)))
+    prefetch_write(home_address(context, BY_SEQUENCE, tag_of(context, first)))
+    prefetch(home_address(context, BY_SEQUENCE, tag_of(context, load(parents + at))))
 
 
 @njit(inline="always")
@@ -311,7 +332,7 @@ def fold_runs(context: int, table: int, first: int, last: int) -> int:
     """
     holders, firsts, parents = load(table), load(table + 8), load(table + 16)
     has_parents, presents = load(table + 24), load(table + 32)
-    offsets, locals_ = load(table + 40), load(table + 48)
+    offsets, hashes = load(table + 40), load(table + 48)
     put(context, FULL, 0)
     for record in range(first, last):
         if record + _FAR < last:
@@ -328,7 +349,7 @@ def fold_runs(context: int, table: int, first: int, last: int) -> int:
             load(firsts + at),
             load(parents + at),
             load(has_parents + at) != 0,
-            locals_ + (begin << 3),
+            hashes + (begin << 3),
             load(offsets + at + 8) - begin,
             load(presents + at),
         ):
@@ -358,7 +379,7 @@ def drop_old_records(context: int, first: int, budget: int) -> int:
 
 @kernel()
 def digest_columns(context: int, digests: int) -> None:
-    """Compute the digest of what each column holds: xxh3_64 of tier and name, combined over its blocks by exclusive or.
+    """Compute the digest of what each column holds: xxh3_64 of tier and sequence hash, combined by exclusive or.
 
     digests: address of one int64 per column, zeros at first. The digests of ended columns have no meaning.
     """
@@ -381,7 +402,7 @@ def digest_columns(context: int, digests: int) -> None:
                     known |= 1 << tier
                     digest = 0
                     for block in range(first, first + length):
-                        digest ^= signed(digest_9(tier, name_at(context, block)))
+                        digest ^= signed(digest_9(tier, sequence_at(context, block)))
                     if tier == 0:
                         by_tier_0 = digest
                     elif tier == 1:
@@ -405,6 +426,6 @@ def digest_columns(context: int, digests: int) -> None:
         if more > 0 and more & 1:
             key = load(claims + (entry << 4))
             column = key >> 32
-            digest = signed(digest_9(load32(tiers + (column << 2)), name_at(context, key & ID_MASK)))
+            digest = signed(digest_9(load32(tiers + (column << 2)), sequence_at(context, key & ID_MASK)))
             at = digests + (column << 3)
             store(at, load(at) ^ digest)

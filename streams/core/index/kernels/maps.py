@@ -1,7 +1,7 @@
 """Hash maps of 8-byte slots in segments: a slot has 32 bits of hash (the tag) and 32 bits of id.
 
 What lives here: finding, inserting, deleting and splitting by (tag, id). The key itself is stored where the id points,
-and the caller compares it. What must not: runs and names.
+and the caller compares it. What must not: runs and blocks.
 
 A directory indexed by the tag's upper bits gives the segment. The lower 13 bits are the home slot in it, so a split
 moves entries without hashing them again. Maps use linear probing within the segment and backward-shift deletion,
@@ -185,14 +185,6 @@ def insert_id(context: int, which: int, tag: int, number: int) -> None:
     store32(meta, entries + 1)
     count = context + ((which + MAP_ENTRIES) << 3)
     store(count, load(count) + 1)
-
-
-@kernel()
-def split_segments_to(context: int, which: int, depth: int) -> None:
-    """Split an empty map into 2^depth segments, so that none of them has to be split later."""
-    for level in range(depth):
-        for index in range(1 << level):
-            split_segment(context, which, index << (32 - level))
 
 
 @kernel()

@@ -1,21 +1,17 @@
 """Queries: how many leading blocks of a request each rank holds.
 
-What lives here: reading the tree. What must not: changing anything. A query may run while another thread applies
-events: it reads the version before and after, checks the bounds of every step, and tries again if the version changed.
+What lives here: reading the tree. What must not: changing anything. A query may run while another thread folds
+records: it reads the version before and after, checks the bounds of every step, and tries again if the version changed.
 """
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
-
-import numpy as np
 from numba import int64, njit, types
 
 from streams.core.ids import HashArray, Int64Array
 from streams.core.index.kernels.fields import coverage_address
 from streams.core.index.kernels.layout import (
     BLOCKS_MAX,
-    COLUMNS_MAX_EVER,
     INLINE_WORDS,
     LIVE,
     LOCAL,
@@ -50,7 +46,6 @@ from streams.core.kernels.memory import (
     yield_processor,
 )
 from streams.core.kernels.words import get
-from streams.errors import InvalidRequest
 
 #: The tree changed during the query: call again.
 BUSY = -1
@@ -268,8 +263,12 @@ def match_tiers(context: int, query: HashArray, out: Int64Array, state: Int64Arr
 
 
 @kernel(int64(int64, HASHES, types.Array(types.int64, 1, "C")), nogil=False)
-def match_fresh(context: int, query: HashArray, work: Int64Array) -> int:
-    """Like `match`, but into an array of the caller's, which can keep it; may also return TIERED or GROW.
+def match(context: int, query: HashArray, work: Int64Array) -> int:
+    """Match a request; returns the number of ranks found, BUSY, TIERED or GROW.
+
+    The GIL is kept, since the call takes microseconds, and waiting for the GIL while another thread folds would take
+    longer.
+    query: uint64[n_blocks]. The answers are one int64 per rank, rank << 32 | blocks, in an array that the caller keeps.
 
     work: int64[words * 65], where `words` is the number of coverage words: one word per column for the answer, and one
     per 64 columns for the columns that still match.
@@ -285,45 +284,3 @@ def match_fresh(context: int, query: HashArray, work: Int64Array) -> int:
         _before_next_try(context, tries)
     _after_tries(context, tries)
     return found
-
-
-@kernel(int64(int64, HASHES), nogil=False)
-def match(matcher: int, query: HashArray) -> int:
-    """Match a request; returns the number of ranks found, or BUSY.
-
-    matcher: address of five words, four of which are addresses of arrays that are large enough for every rank that an
-    index can have. The words are the context; the answers, one int64 per rank, rank << 32 | blocks; one int64 per 64
-    columns; and `out` and `state` of match_tiers. query: uint64[n_blocks].
-    The GIL is kept, since the call takes microseconds, and waiting for the GIL while another thread applies events
-    would take longer.
-    """
-    context, out = load(matcher), load(matcher + 8)
-    found, tries = BUSY, 0
-    for tries in range(TRIES_MAX):
-        found = _match_once(context, address_of(query), query.size, out, load(matcher + 16), COLUMNS_MAX_EVER // 64)
-        if found == TIERED:
-            tiered = load(matcher + 24)
-            found = _match_tiers_once(context, address_of(query), query.size, tiered, load(matcher + 32))
-            for index in range(found):
-                store(out + (index << 3), load(tiered + index * (TIERED_WORDS << 3)))
-        if found != BUSY:
-            break
-        _before_next_try(context, tries)
-    _after_tries(context, tries)
-    return found
-
-
-def _refuse(*given: Any, **named: Any) -> NoReturn:
-    """Raise InvalidRequest, with what is wrong with a query that does not have the type HASHES."""
-    query = given[-1] if given else None
-    shown = f"a {type(query).__name__}"
-    if isinstance(query, np.ndarray):
-        layout = "contiguous" if query.flags.c_contiguous else "not contiguous"
-        shown = f"{query.dtype} with {query.ndim} dimensions, {layout}"
-    raise InvalidRequest(f"a query is one contiguous uint64[n_blocks], not {shown}")
-
-
-# Numba calls this when no signature fits, to raise its own TypeError. Replacing it checks queries at no cost to valid
-# ones.
-_dispatcher: Any = match
-_dispatcher._explain_matching_error = _refuse

@@ -1,37 +1,28 @@
 """Cutting, joining and removing runs.
 
 What lives here: changes of the tree's shape that change no fact, and the cleanup after a change. What must not: holding
-and naming blocks (tree).
+blocks (tree).
 """
 
 from __future__ import annotations
 
 from numba import njit
 
+from streams.core.index.kernels.by_sequence import remove_blocks
 from streams.core.index.kernels.fields import (
     end_change,
     field,
-    home_address,
     local_at,
     run_address,
     set_field,
-    tag_of,
 )
 from streams.core.index.kernels.layout import (
-    AHEAD,
-    AHEAD_MAX,
     CHILDREN,
     DEFERRED,
     DEFERRED_MAX,
-    GRANULES,
-    MAP_DEPTH,
-    MAP_DIRECTORY,
-    MAP_ENTRIES,
     N_DEFERRED,
     N_ENDED,
     N_PHANTOMS,
-    NAME,
-    NAMES,
     PAUSE_CHECKS_MAX,
     PHANTOM,
     RUN_CAPACITY,
@@ -41,16 +32,12 @@ from streams.core.index.kernels.layout import (
     RUN_PARENT,
     RUN_SIBLING,
     RUN_START,
-    SEGMENT_META,
-    SEGMENT_SHIFT,
-    SEGMENTS,
-    STARTS,
     SWEEP_AGAIN,
     SWEEP_AT,
     TRIES_BEFORE_YIELDING,
     WAITING,
 )
-from streams.core.index.kernels.maps import ID_MASK, SLOT_MASK, delete_id
+from streams.core.index.kernels.maps import delete_id
 from streams.core.index.kernels.runs import (
     child_tag,
     copy_coverage,
@@ -71,9 +58,6 @@ from streams.core.kernels.memory import (
     load,
     load32,
     load_acquire,
-    prefetch,
-    prefetch_write,
-    shift_right,
     store,
     store32,
     yield_processor,
@@ -195,66 +179,6 @@ def merge_down(context: int, run: int) -> int:
     return run
 
 
-@njit(inline="always")
-def prefetch_names(context: int, names: int, n_names: int) -> None:
-    """Write the tags and segments of some names to AHEAD, and prefetch their slots so that the cache misses overlap."""
-    ahead = context + (AHEAD << 3)
-    directory = get(context, NAMES + MAP_DIRECTORY)
-    shift = 32 - get(context, NAMES + MAP_DEPTH)
-    segments = get(context, SEGMENTS)
-    for index in range(n_names):
-        tag = tag_of(context, load(names + (index << 3)))
-        segment = segments + (load32(directory + (shift_right(tag, shift) << 2)) << SEGMENT_SHIFT)
-        prefetch_write(segment + ((tag & SLOT_MASK) << 3))
-        store(ahead + (index << 4), tag)
-        store(ahead + (index << 4) + 8, segment)
-
-
-@njit(inline="always")
-def prefetch_block(context: int, name: int) -> None:
-    """Prefetch what a name leads to, once its slot is in the cache: its block's name, and the start of its run."""
-    tag = tag_of(context, name)
-    slot = load(home_address(context, NAMES, tag))
-    if slot != 0 and shift_right(slot, 32) == tag:
-        block = (slot & ID_MASK) - 1
-        prefetch(get(context, NAME) + (block << 3))
-        prefetch(get(context, STARTS) + ((block >> 6) << 3))
-        prefetch(get(context, GRANULES) + ((block >> 4) << 2))
-
-
-@kernel()
-def remove_names(context: int, first: int, n_blocks: int) -> None:
-    """Remove the shared names of blocks from NAMES."""
-    names = get(context, NAME) + (first << 3)
-    ahead = context + (AHEAD << 3)
-    metas, segments = get(context, SEGMENT_META), get(context, SEGMENTS)
-    done = 0
-    while done < n_blocks:
-        todo = min(AHEAD_MAX, n_blocks - done)
-        prefetch_names(context, names + (done << 3), todo)
-        for index in range(todo):
-            tag, segment = load(ahead + (index << 4)), load(ahead + (index << 4) + 8)
-            wanted = (tag << 32) | (first + done + index + 1)
-            gap = tag & SLOT_MASK
-            while load(segment + (gap << 3)) != wanted:
-                gap = (gap + 1) & SLOT_MASK
-            # Later entries of the cluster move up, unless the gap is before their home slot.
-            position = (gap + 1) & SLOT_MASK
-            slot = load(segment + (position << 3))
-            while slot != 0:
-                home = shift_right(slot, 32) & SLOT_MASK
-                if ((position - home) & SLOT_MASK) >= ((position - gap) & SLOT_MASK):
-                    store(segment + (gap << 3), slot)
-                    gap = position
-                position = (position + 1) & SLOT_MASK
-                slot = load(segment + (position << 3))
-            store(segment + (gap << 3), 0)
-            meta = metas + (((segment - segments) >> SEGMENT_SHIFT) << 3)
-            store32(meta, load32(meta) - 1)
-        done += todo
-    add(context, NAMES + MAP_ENTRIES, -n_blocks)
-
-
 @kernel()
 def wait_for_queries(context: int) -> None:
     """Leave the tree unchanged until the queries that asked for it have ended, for at most PAUSE_CHECKS_MAX checks."""
@@ -274,12 +198,12 @@ def finish_change(context: int) -> None:
 
 @kernel()
 def tidy(context: int) -> None:
-    """Remove the names and free the spans of removed blocks, usually after the change, since no query reads them."""
+    """Remove removed blocks from BY_SEQUENCE and free their spans, usually after the change: no query reads these."""
     entries = get(context, DEFERRED)
-    # All names before any span, since a freed span writes its length over the name of its last block.
+    # All blocks before any span, since a freed span writes its length over the hash of its last block.
     for index in range(get(context, N_DEFERRED)):
         entry = entries + (index << 5)
-        remove_names(context, load(entry), load(entry + 8))
+        remove_blocks(context, load(entry), load(entry + 8))
     for index in range(get(context, N_DEFERRED)):
         entry = entries + (index << 5)
         free_span(context, load(entry + 16), load(entry + 24))
@@ -288,7 +212,7 @@ def tidy(context: int) -> None:
 
 @kernel()
 def defer(context: int, first: int, n_blocks: int, span: int, length: int) -> None:
-    """Schedule the removal of blocks' names and of a span for the end of the change; if too many wait, tidy first."""
+    """Schedule the removal of blocks and of a span for the end of the change; if too many wait, tidy first."""
     if get(context, N_DEFERRED) >= DEFERRED_MAX:
         tidy(context)
     index = get(context, N_DEFERRED)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from numba import njit
 
-from streams.core.index.kernels.fields import local_at, name_at, set_bit, test_bit, unset_bit
+from streams.core.index.kernels.fields import local_at, sequence_at, set_bit, test_bit, unset_bit
 from streams.core.index.kernels.layout import (
     FREE_ENDS,
     FREE_STARTS,
@@ -15,7 +15,7 @@ from streams.core.index.kernels.layout import (
     N_BLOCKS,
     N_FREE_BLOCKS,
     N_SPAN_CLASSES,
-    NAME,
+    SEQUENCE,
     SLACK_MIN,
     SPAN_CLASSES,
     SPAN_TRIES_MAX,
@@ -26,8 +26,8 @@ from streams.core.kernels.memory import leading_zeros, load, store
 from streams.core.kernels.words import add, get, put
 
 # -- spans of blocks -------------------------------------------------------------------------------------
-# A free span stores its length in NAME of its first and its last block, and the links of its class's list in LOCAL of
-# its first. Two bitmaps mark where free spans begin and end, so that a freed span can be joined with adjacent ones.
+# A free span stores its length in SEQUENCE of its first and its last block, and the links of its class's list in LOCAL
+# of its first. Two bitmaps mark where free spans begin and end, so that a freed span can be joined with adjacent ones.
 
 
 @njit(inline="always")
@@ -40,7 +40,7 @@ def span_class(length: int) -> int:
 def unlink_span(context: int, start: int) -> int:
     """Remove a free span from its list; returns its length."""
     local = get(context, LOCAL)
-    length = name_at(context, start)
+    length = sequence_at(context, start)
     links = load(local + (start << 3))
     before, after = links >> 32, links & ID_MASK
     if before:
@@ -64,7 +64,7 @@ def free_span(context: int, start: int, length: int) -> None:
         return
     end = start + length
     if start > 0 and test_bit(get(context, FREE_ENDS), start - 1):
-        before = name_at(context, start - 1)
+        before = sequence_at(context, start - 1)
         start -= before
         unlink_span(context, start)
     if end < get(context, N_BLOCKS):
@@ -73,7 +73,7 @@ def free_span(context: int, start: int, length: int) -> None:
     else:
         put(context, N_BLOCKS, start)
         return
-    local, names = get(context, LOCAL), get(context, NAME)
+    local, sequence = get(context, LOCAL), get(context, SEQUENCE)
     length = end - start
     which = SPAN_CLASSES + span_class(length)
     head = get(context, which)
@@ -82,8 +82,8 @@ def free_span(context: int, start: int, length: int) -> None:
         other = local + ((head - 1) << 3)
         store(other, (load(other) & ID_MASK) | ((start + 1) << 32))
     put(context, which, start + 1)
-    store(names + (start << 3), length)
-    store(names + ((end - 1) << 3), length)
+    store(sequence + (start << 3), length)
+    store(sequence + ((end - 1) << 3), length)
     set_bit(get(context, FREE_STARTS), start)
     set_bit(get(context, FREE_ENDS), end - 1)
     add(context, N_FREE_BLOCKS, length)
@@ -99,7 +99,7 @@ def new_span(context: int, needed: int, wanted: int) -> tuple[int, int]:
         for _ in range(SPAN_TRIES_MAX):
             if candidate == 0:
                 break
-            if name_at(context, candidate - 1) >= needed:
+            if sequence_at(context, candidate - 1) >= needed:
                 found = candidate
                 break
             candidate = local_at(context, candidate - 1) & ID_MASK

@@ -9,9 +9,9 @@ from __future__ import annotations
 from numba import int64, types
 
 from streams.core.ids import HashArray, Int64Array
+from streams.core.index.kernels.by_sequence import find_block
 from streams.core.index.kernels.fields import coverage_address
 from streams.core.index.kernels.layout import LIVE, N_WORDS, RANK_OF
-from streams.core.index.kernels.names import find_name
 from streams.core.index.kernels.runs import run_of
 from streams.core.kernels.compiling import kernel
 from streams.core.kernels.memory import HASHES, address_of, load, load32, store, trailing_zeros
@@ -33,7 +33,7 @@ def trace(
 ) -> int:
     """Find the holders of blocks from `first` on, up to a block that no rank holds and whose entry in `rows` is 0.
 
-    query: uint64[n], sequence hashes, which are the names in this tree. rows: int64[>= n], as written by
+    query: uint64[n], sequence hashes. rows: int64[>= n], as written by
     block_facts.kernels.fact_sets.find_rows. positions: int64, the bit of each rank number, or n_candidates if the rank
     is not a candidate.
     Output, zeros at first: held_rows: int64[n], the row of each block; held_bits: (n - first + 1) rows of n_candidates
@@ -45,7 +45,7 @@ def trace(
     bits, words = address_of(held_bits), max(1, (n_candidates + 63) >> 6)
     last_run, row, n_rows = -1, 0, 0
     for index in range(first, n_blocks):
-        block = find_name(context, load(sequence + (index << 3)))
+        block = find_block(context, load(sequence + (index << 3)))
         run = run_of(context, block) if block >= 0 else -1
         if run != last_run:
             last_run, row = run, 0

@@ -1,28 +1,27 @@
-"""The run tree: holding and naming blocks.
+"""The run tree: what storing and removing blocks does to runs and counts.
 
-What lives here: what storing and removing blocks does to runs, names and counts. What must not: queries (match), events
-(events), run records (fold). There is one writer at a time; queries may run alongside it (see `begin_change`).
+What lives here: holding blocks, adding new ones, and placeholders for parents that have not been read yet. What must
+not: queries (match), records and their claims' ends (fold). There is one writer at a time; queries may run alongside it
+(see `begin_change`).
 
 The shape follows the idea of `kv-index`, runs with coverage: a run is consecutive blocks of one chain held by one set
-of ranks, and a column is one rank in one tier, a bit in the coverage of each run. Names are opaque and each rank has
-its own, but the engines of one fleet mostly agree on them, and sequence hashes agree by definition. So one map holds
-the first name of each block, and only ranks that use another name need entries of their own (aliases).
+of ranks, and a column is one rank in one tier, a bit in the coverage of each run.
 """
 
 from __future__ import annotations
 
 from numba import njit
 
-from streams.core.index.kernels.entries import owned_tag
+from streams.core.index.kernels.by_sequence import add_blocks, find_block, is_phantom
+from streams.core.index.kernels.claims import add_claim
 from streams.core.index.kernels.fields import (
     begin_change,
     column_word,
     covers,
     field,
-    home_address,
     local_at,
-    name_at,
     run_address,
+    sequence_at,
     set_bit,
     set_cover,
     set_field,
@@ -31,30 +30,18 @@ from streams.core.index.kernels.fields import (
     unset_cover,
 )
 from streams.core.index.kernels.layout import (
-    AHEAD,
-    AHEAD_MAX,
-    ALIAS_BLOCKS,
-    ALIAS_NAMES,
-    ALIASES,
-    ALIASES_MAX,
     BLOCKS_MAX,
+    BY_SEQUENCE,
     CHILDREN,
-    COLUMN_ALIASES,
     COLUMN_FACTS,
-    FULL_ALIASES,
-    FULL_BLOCKS,
-    FULL_SEGMENTS,
     LOCAL,
-    MAP_ENTRIES,
     N_BLOCKS,
+    N_CLASHES,
     N_FACTS,
     N_LOWER_FACTS,
     N_PHANTOMS,
     N_SEGMENTS,
     N_SPAN_CLASSES,
-    N_TAKEN,
-    NAME,
-    NAMES,
     PHANTOM,
     PHANTOM_BITS,
     PHANTOM_FILTER_BITS,
@@ -66,12 +53,9 @@ from streams.core.index.kernels.layout import (
     RUN_SIBLING,
     RUN_START,
     SCRATCH,
-    SCRATCH_OF_FOLD,
-    SEGMENT_ENTRIES_MAX,
-    SEGMENT_META,
-    SEGMENT_SHIFT,
-    SEGMENTS,
+    SCRATCH_STORE,
     SEGMENTS_MAX,
+    SEQUENCE,
     SLACK_KEPT_MAX,
     SLACK_LEFT_SHIFT,
     SLACK_MAX,
@@ -79,18 +63,7 @@ from streams.core.index.kernels.layout import (
     SPAN_CLASSES,
     TIER_OF,
 )
-from streams.core.index.kernels.maps import ID_MASK, SLOT_MASK, delete_id, find_id, insert_id, split_segment
-from streams.core.index.kernels.names import (
-    add_alias,
-    add_claim,
-    column_block,
-    find_alias_of_block,
-    find_alias_of_name,
-    find_held,
-    find_name,
-    remove_alias,
-    synthetic_name,
-)
+from streams.core.index.kernels.maps import delete_id, find_id, insert_id
 from streams.core.index.kernels.runs import (
     add_child,
     child_tag,
@@ -104,16 +77,7 @@ from streams.core.index.kernels.runs import (
     run_of,
     unmark_start,
 )
-from streams.core.index.kernels.shape import (
-    defer,
-    merge_down,
-    merge_up,
-    prefetch_names,
-    remove_unheld,
-    split_run,
-    tidy,
-    trim_spare,
-)
+from streams.core.index.kernels.shape import defer, merge_down, merge_up, remove_unheld, split_run, trim_spare
 from streams.core.index.kernels.spans import free_span, new_span, span_class
 from streams.core.kernels.compiling import kernel
 from streams.core.kernels.memory import (
@@ -121,17 +85,12 @@ from streams.core.kernels.memory import (
     load,
     load32,
     prefetch,
-    prefetch_write,
-    shift_right,
     store,
     store32,
     trailing_zeros,
     unequal_8,
 )
 from streams.core.kernels.words import add, get, put
-
-#: Blocks whose alias slots are prefetched together.
-_NAMES_AHEAD = 16
 
 # -- holding and not holding -----------------------------------------------------------------------------
 
@@ -167,8 +126,7 @@ def cover(context: int, run: int, offset: int, n_blocks: int, column: int) -> tu
 def uncover(context: int, run: int, offset: int, n_blocks: int, column: int) -> None:
     """Remove a column from the holders of `n_blocks` blocks of a run, from `offset` on; it holds the whole run so far.
 
-    Runs that are left without holders and children are removed. The caller has removed the column's aliases of these
-    blocks (see `remove_aliases`).
+    Runs that are left without holders and children are removed.
     """
     first = field(context, run, RUN_START) + offset
     begin_change(context)
@@ -196,103 +154,6 @@ def uncover(context: int, run: int, offset: int, n_blocks: int, column: int) -> 
         return
     run, _ = merge_up(context, run)
     merge_down(context, run)
-
-
-@kernel()
-def remove_aliases(context: int, column: int, first: int, n_blocks: int) -> None:
-    """Remove a column's aliases of blocks, before the change in which it stops holding them."""
-    if load(column_word(context, COLUMN_ALIASES, column)):
-        for index in range(n_blocks):
-            if index % _NAMES_AHEAD == 0:
-                for ahead in range(first + index, first + min(index + _NAMES_AHEAD, n_blocks)):
-                    prefetch_write(home_address(context, ALIAS_BLOCKS, tag_of(context, column_block(column, ahead))))
-            remove_alias(context, column, first + index)
-
-
-@kernel()
-def uncover_block(context: int, block: int, column: int) -> None:
-    """Remove a column from the holders of one block, with its alias."""
-    run = run_of(context, block)
-    remove_aliases(context, column, block, 1)
-    uncover(context, run, block - field(context, run, RUN_START), 1, column)
-    tidy(context)
-
-
-@kernel()
-def give_name(context: int, column: int, block: int, name: int, held_before: bool) -> None:
-    """Name a block in a column that holds it. A block that had this name in the column before is no longer held."""
-    if held_before:
-        entry = -1
-        if load(column_word(context, COLUMN_ALIASES, column)):
-            entry = find_alias_of_block(context, column, block)
-        current = name_at(context, block)
-        if entry >= 0:
-            current = load(get(context, ALIASES) + (entry << 4))
-        if current == name:
-            return
-        if entry >= 0:
-            remove_alias(context, column, block)
-    if name_at(context, block) != name:
-        moved = find_held(context, column, name)
-        if moved >= 0:
-            uncover_block(context, moved, column)
-        add_alias(context, column, name, block)
-    else:
-        # This is the block's shared name. Another block of this column may still have it as an alias.
-        if load(column_word(context, COLUMN_ALIASES, column)):
-            entry = find_alias_of_name(context, column, name)
-            if entry >= 0:
-                uncover_block(context, load(get(context, ALIASES) + (entry << 4) + 8) & ID_MASK, column)
-
-
-@kernel()
-def name_new_blocks(context: int, first: int, names: int, n_blocks: int, before: int, taken: int, n_taken: int) -> int:
-    """Add the names of new blocks to NAMES; the arena NAME has them already.
-
-    A name may be taken by another block. That is resolved once the blocks are in the tree (`link`); until then, such a
-    block has a synthetic name, or none if the other one is a phantom. taken: address of a list of positions in the
-    event, `n_taken` words of which are in use; before: position of the first of these blocks.
-    Returns the new length of the list.
-    """
-    table = get(context, NAME)
-    metas, segments = get(context, SEGMENT_META), get(context, SEGMENTS)
-    ahead = context + (AHEAD << 3)
-    done = 0
-    while done < n_blocks:
-        todo = min(AHEAD_MAX, n_blocks - done)
-        prefetch_names(context, names + (done << 3), todo)
-        index = 0
-        while index < todo:
-            tag, segment = load(ahead + (index << 4)), load(ahead + (index << 4) + 8)
-            meta = metas + (((segment - segments) >> SEGMENT_SHIFT) << 3)
-            entries = load32(meta)
-            if entries >= SEGMENT_ENTRIES_MAX and split_segment(context, NAMES, tag):
-                break  # the split may have moved the segments that were looked up ahead
-            name = load(names + ((done + index) << 3))
-            block = first + done + index
-            position = tag & SLOT_MASK
-            slot = load(segment + (position << 3))
-            while slot != 0:
-                if shift_right(slot, 32) == tag and load(table + (((slot & ID_MASK) - 1) << 3)) == name:
-                    break
-                position = (position + 1) & SLOT_MASK
-                slot = load(segment + (position << 3))
-            index += 1
-            if slot == 0:
-                store(segment + (position << 3), (tag << 32) | (block + 1))
-                store32(meta, entries + 1)
-                add(context, NAMES + MAP_ENTRIES, 1)
-                continue
-            store(taken + (n_taken << 3), before + done + index - 1)
-            n_taken += 1
-            phantoms = get(context, N_PHANTOMS)
-            if phantoms == 0 or field(context, run_of(context, (slot & ID_MASK) - 1), RUN_CAPACITY) != PHANTOM:
-                own = synthetic_name(context)
-                store(table + (block << 3), own)
-                insert_id(context, NAMES, tag_of(context, own), block)
-            break
-        done += index
-    return n_taken
 
 
 # -- storing ---------------------------------------------------------------------------------------------
@@ -327,49 +188,49 @@ def end_of(context: int, block: int) -> tuple[int, int]:
 
 @kernel()
 def prepare(
-    context: int, run: int, at_end: bool, names: int, locals_: int, n_blocks: int, column: int, taken: int
+    context: int, run: int, at_end: bool, sequence: int, local: int, n_blocks: int, column: int, clashes: int
 ) -> tuple[int, int, int, int]:
-    """Write new blocks where no query reads yet, and add their names to NAMES.
+    """Write new blocks where no query reads yet, and add them to BY_SEQUENCE.
 
     The blocks follow `run`. They go into its spare space if the column is its only holder and they begin at its end
     (`at_end`), and otherwise into a run of their own.
     Returns how many go into the run itself, the run of the others (0 for none), whether that is in the spare space, and
-    how many names are taken by other blocks.
+    how many replace phantoms; see `add_blocks`.
     """
-    table, hashes = get(context, NAME), get(context, LOCAL)
+    hashes, locals_of_tree = get(context, SEQUENCE), get(context, LOCAL)
     line = run_address(context, run)
     length, capacity = load32(line + RUN_LENGTH), load32(line + RUN_CAPACITY)
     first = load32(line + RUN_START) + length
     spare = 0
     if at_end and run != 0 and capacity != PHANTOM:
         spare = capacity - length
-    own = 0
-    n_taken = 0
+    n_appended = 0
+    n_clashes = 0
     if spare > 0 and column >= 0 and only_holder(context, run, column):
-        own = min(spare, n_blocks)
-        spare -= own
-        copy_words(hashes + (first << 3), locals_, own)
-        copy_words(table + (first << 3), names, own)
-        n_taken = name_new_blocks(context, first, names, own, 0, taken, 0)
-    more = n_blocks - own
-    if more == 0:
-        return own, 0, 0, n_taken
+        n_appended = min(spare, n_blocks)
+        spare -= n_appended
+        copy_words(locals_of_tree + (first << 3), local, n_appended)
+        copy_words(hashes + (first << 3), sequence, n_appended)
+        n_clashes = add_blocks(context, first, n_appended, 0, clashes, 0)
+    n_more = n_blocks - n_appended
+    if n_more == 0:
+        return n_appended, 0, 0, n_clashes
     in_spare = 0
-    if more <= spare:
+    if n_more <= spare:
         # The new run fits into the spare space, so the two can be joined once they have the same holders.
         in_spare, start, size = 1, first, spare
     else:
         left = get(context, BLOCKS_MAX) - get(context, N_BLOCKS)
-        slack = min(max(more, SLACK_MIN), SLACK_MAX)
+        slack = min(max(n_more, SLACK_MIN), SLACK_MAX)
         if left < get(context, BLOCKS_MAX) >> SLACK_LEFT_SHIFT:
             slack = 0
-        start, size = new_span(context, more, more + slack)
-    copy_words(hashes + (start << 3), locals_ + (own << 3), more)
-    copy_words(table + (start << 3), names + (own << 3), more)
+        start, size = new_span(context, n_more, n_more + slack)
+    copy_words(locals_of_tree + (start << 3), local + (n_appended << 3), n_more)
+    copy_words(hashes + (start << 3), sequence + (n_appended << 3), n_more)
     child = new_run(context)
     line = run_address(context, child)
     store32(line + RUN_START, start)
-    store32(line + RUN_LENGTH, more)
+    store32(line + RUN_LENGTH, n_more)
     store32(line + RUN_CAPACITY, size)
     store32(line + RUN_DIRECT, -1)
     store32(line + RUN_CHILDREN, 0)
@@ -378,28 +239,35 @@ def prepare(
     if column >= 0:
         set_cover(context, child, column)
     mark_start(context, child)
-    n_taken = name_new_blocks(context, start, names + (own << 3), more, own, taken, n_taken)
-    return own, child, in_spare, n_taken
+    n_clashes = add_blocks(context, start, n_more, n_appended, clashes, n_clashes)
+    return n_appended, child, in_spare, n_clashes
 
 
 @kernel()
 def link(
-    context: int, run: int, offset: int, own: int, child: int, in_spare: int, names: int, column: int, taken: int
+    context: int,
+    run: int,
+    offset: int,
+    n_appended: int,
+    child: int,
+    in_spare: int,
+    sequence: int,
+    column: int,
+    clashes: int,
 ) -> int:
     """Attach prepared blocks after `offset` blocks of a run, within a change; returns the id of the last new block.
 
-    N_TAKEN of the names, listed in `taken`, belong to other blocks: to a phantom, which the new block replaces, or to a
-    block that has the same name by coincidence.
+    N_CLASHES of them, listed in `clashes`, replace phantoms.
     """
     length = field(context, run, RUN_LENGTH)
     if offset < length:
         run = split_run(context, run, offset)[0]
         length = offset
     first = field(context, run, RUN_START) + length
-    last = first + own - 1
-    if own:
-        set_field(context, run, RUN_LENGTH, length + own)
-    n_blocks = own
+    last = first + n_appended - 1
+    if n_appended:
+        set_field(context, run, RUN_LENGTH, length + n_appended)
+    n_blocks = n_appended
     start = 0
     if child:
         start, n_more = field(context, child, RUN_START), field(context, child, RUN_LENGTH)
@@ -412,76 +280,52 @@ def link(
         n_blocks += n_more
     if column >= 0:
         count_facts(context, column, n_blocks)
-    for index in range(get(context, N_TAKEN)):
-        at = load(taken + (index << 3))
-        block = first + at if at < own else start + at - own
-        name = load(names + (at << 3))
-        other = find_name(context, name)
-        if other >= 0 and other != block:
-            holding = run_of(context, other)
-            if field(context, holding, RUN_CAPACITY) == PHANTOM:
-                replace_phantom(context, holding, block)
-                continue
-        if column >= 0:
-            give_name(context, column, block, name, False)
+    for index in range(get(context, N_CLASHES)):
+        position = load(clashes + (index << 3))
+        block = first + position if position < n_appended else start + position - n_appended
+        phantom = find_block(context, load(sequence + (position << 3)))
+        replace_phantom(context, run_of(context, phantom), block)
     return last
 
 
 @kernel()
-def exceeded_limit(context: int, n_blocks: int, n_names: int) -> int:
-    """Return the limit that an event with this many new blocks and names exceeds; 0 if it fits.
+def has_capacity(context: int, n_blocks: int) -> bool:
+    """Whether this many blocks fit, in several spans.
 
-    The new blocks are in one span at most, which goes after all others or into a free span of a greater class; every
-    such span is long enough.
+    The new blocks of a span go after all others or into a free span of a greater class; every such span is long enough.
     """
-    if n_blocks and get(context, N_BLOCKS) + n_blocks + SLACK_MAX > get(context, BLOCKS_MAX):
-        which = SPAN_CLASSES + span_class(n_blocks) + 1
+    n_span_blocks = 2 * n_blocks + SLACK_MAX
+    if get(context, N_BLOCKS) + n_span_blocks + SLACK_MAX > get(context, BLOCKS_MAX):
+        which = SPAN_CLASSES + span_class(n_span_blocks) + 1
         while which < SPAN_CLASSES + N_SPAN_CLASSES and get(context, which) == 0:
             which += 1
         if which >= SPAN_CLASSES + N_SPAN_CLASSES:
-            return FULL_BLOCKS
-    if get(context, N_SEGMENTS) + n_names // 1024 + 32 > get(context, SEGMENTS_MAX):
-        return FULL_SEGMENTS
-    if get(context, ALIAS_BLOCKS + MAP_ENTRIES) + n_names > get(context, ALIASES_MAX):
-        return FULL_ALIASES
-    return 0
+            return False
+    return get(context, N_SEGMENTS) + n_blocks // 1024 + 32 <= get(context, SEGMENTS_MAX)
 
 
 @kernel()
-def has_capacity(context: int, n_blocks: int) -> bool:
-    """Whether this many blocks fit, in several spans."""
-    return exceeded_limit(context, 2 * n_blocks + SLACK_MAX, n_blocks) == 0
-
-
-@kernel()
-def store_blocks(
-    context: int, column: int, run: int, offset: int, names: int, locals_: int, n_blocks: int, claiming: bool
-) -> int:
-    """Store consecutive blocks for a column, the first after `offset` blocks of a run; run 0 is the root.
+def store_blocks(context: int, column: int, run: int, offset: int, sequence: int, local: int, n_blocks: int) -> int:
+    """Store consecutive blocks of a record for a column, the first after `offset` blocks of a run; run 0 is the root.
 
     This walks the existing blocks without changing anything, then writes new blocks where no query reads yet, and then
-    makes the whole change at once, as briefly as possible. Aliases are written before the change, since queries do not
-    read them: with aliases written within the change, a store of 131,072 blocks under other names blocked queries for
-    395 ms.
-    column: -1 to add the blocks without a holder. claiming: the blocks come from a run record, and those that the
-    column holds already get a claim.
-    Begins a change, which the caller ends. Returns 0, or the result of `exceeded_limit`, and has then changed nothing.
+    makes the whole change at once, as briefly as possible. Blocks that the column holds already get a claim.
+    column: -1 to add the blocks without a holder. The caller has checked that they fit.
+    Begins a change, which the caller ends. Returns the id of the last block.
     """
-    hashes, table = get(context, LOCAL), get(context, NAME)
-    stretches = get(context, SCRATCH) + (SCRATCH_OF_FOLD << 3)
+    locals_of_tree = get(context, LOCAL)
+    stretches = get(context, SCRATCH) + (SCRATCH_STORE << 3)
     n_stretches = 0
-    naming = column >= 0 and not claiming
-    agreed = not naming or load(column_word(context, COLUMN_ALIASES, column)) == 0
     at_end = False
     here, after, done = run, offset, 0
-    before = -1
+    last = -1
     if run != 0:
-        before = field(context, run, RUN_START) + offset - 1
+        last = field(context, run, RUN_START) + offset - 1
     while done < n_blocks:
         line = run_address(context, here)
         start, length = load32(line + RUN_START), load32(line + RUN_LENGTH)
         if after >= length:
-            child = find_child(context, here, load(locals_ + (done << 3)))
+            child = find_child(context, here, load(local + (done << 3)))
             if child < 0:
                 at_end = True
                 break
@@ -489,39 +333,27 @@ def store_blocks(
             continue
         first = start + after
         limit = min(length - after, n_blocks - done)
-        same = common_length(hashes + (first << 3), locals_ + (done << 3), limit)
+        same = common_length(locals_of_tree + (first << 3), local + (done << 3), limit)
         if same == 0:
             break
         if column >= 0:
-            if naming and agreed:
-                agreed = common_length(table + (first << 3), names + (done << 3), same) == same
             entry = stretches + n_stretches * 24
             store(entry, first)
             store(entry + 8, same)
             store(entry + 16, int(covers(context, here, column)))
             n_stretches += 1
-        before = first + same - 1
+        last = first + same - 1
         after += same
         done += same
-    if get(context, N_PHANTOMS) and first_phantom(context, names + (done << 3), n_blocks - done) < n_blocks - done:
-        store_in_steps(context, column, run, offset, names, locals_, n_blocks)
-        return 0
     new = n_blocks - done
-    if naming:  # for records, the caller has checked
-        lacking = exceeded_limit(context, new, n_blocks)
-        if lacking:
-            return lacking
-    taken = stretches + n_stretches * 24
-    own, child, in_spare, n_taken = 0, 0, 0, 0
+    if get(context, N_PHANTOMS) and first_phantom(context, sequence + (done << 3), new) < new:
+        return store_in_steps(context, column, run, offset, sequence, local, n_blocks)
+    clashes = stretches + n_stretches * 24
+    n_appended, child, in_spare, n_clashes = 0, 0, 0, 0
     if new:
-        own, child, in_spare, n_taken = prepare(
-            context, here, at_end, names + (done << 3), locals_ + (done << 3), new, column, taken
+        n_appended, child, in_spare, n_clashes = prepare(
+            context, here, at_end, sequence + (done << 3), local + (done << 3), new, column, clashes
         )
-    lost, n_lost = taken + (n_taken << 3), 0
-    if naming and (n_taken or not agreed):
-        n_lost = give_names(context, column, names, stretches, n_stretches, here, own, child, lost)
-        n_taken = 0
-    if new:
         begin_change(context)
     for index in range(n_stretches):
         entry = stretches + index * 24
@@ -529,56 +361,55 @@ def store_blocks(
         if load(entry + 16) == 0:
             here = run_of(context, first)
             cover(context, here, first - field(context, here, RUN_START), same, column)
-        elif claiming:
+        else:
             for block in range(first, first + same):
                 add_claim(context, column, block)
     if new:
         here, after = 0, 0
-        if before >= 0:
-            here, after = end_of(context, before)
-        put(context, N_TAKEN, n_taken)
-        link(context, here, after, own, child, in_spare, names + (done << 3), column, taken)
-    if n_lost:
-        uncover_listed(context, column, lost, n_lost)
-    return 0
+        if last >= 0:
+            here, after = end_of(context, last)
+        put(context, N_CLASHES, n_clashes)
+        last = link(context, here, after, n_appended, child, in_spare, sequence + (done << 3), column, clashes)
+    return last
 
 
 @kernel()
-def store_in_steps(context: int, column: int, run: int, offset: int, names: int, locals_: int, n_blocks: int) -> None:
+def store_in_steps(context: int, column: int, run: int, offset: int, sequence: int, local: int, n_blocks: int) -> int:
     """Store the blocks of a record like `store_blocks`, but stretch by stretch within the change.
 
-    This is needed if new blocks replace phantoms.
+    This is needed if new blocks replace phantoms. Returns the id of the last block.
     """
     begin_change(context)
-    hashes = get(context, LOCAL)
-    taken = get(context, SCRATCH) + (SCRATCH_OF_FOLD << 3)
-    done = 0
+    locals_of_tree = get(context, LOCAL)
+    clashes = get(context, SCRATCH) + (SCRATCH_STORE << 3)
+    done, last = 0, -1
     while done < n_blocks:
         line = run_address(context, run)
         start, length = load32(line + RUN_START), load32(line + RUN_LENGTH)
         same = 0
         if offset >= length:
-            child = find_child(context, run, load(locals_ + (done << 3)))
+            child = find_child(context, run, load(local + (done << 3)))
             if child >= 0:
                 run, offset = child, 0
                 continue
         else:
             limit = min(length - offset, n_blocks - done)
-            same = common_length(hashes + ((start + offset) << 3), locals_ + (done << 3), limit)
+            same = common_length(locals_of_tree + ((start + offset) << 3), local + (done << 3), limit)
+        position = done << 3
         if same == 0:
             todo = n_blocks - done
             if get(context, N_PHANTOMS):
-                todo = min(todo, first_phantom(context, names + (done << 3), todo) + 1)
-            at = done << 3
-            own, child, in_spare, n_taken = prepare(
-                context, run, offset >= length, names + at, locals_ + at, todo, column, taken
+                todo = min(todo, first_phantom(context, sequence + position, todo) + 1)
+            n_appended, child, in_spare, n_clashes = prepare(
+                context, run, offset >= length, sequence + position, local + position, todo, column, clashes
             )
-            put(context, N_TAKEN, n_taken)
-            last = link(context, run, offset, own, child, in_spare, names + at, column, taken)
+            put(context, N_CLASHES, n_clashes)
+            last = link(context, run, offset, n_appended, child, in_spare, sequence + position, column, clashes)
             done += todo
             if done < n_blocks:
                 run, offset = end_of(context, last)
             continue
+        last = start + offset + same - 1
         if column < 0:
             offset += same
         elif covers(context, run, column):
@@ -588,183 +419,32 @@ def store_in_steps(context: int, column: int, run: int, offset: int, names: int,
         else:
             run, offset = cover(context, run, offset, same, column)
         done += same
-
-
-# -- a rank's own names ----------------------------------------------------------------------------------
-
-
-@kernel()
-def mark_nameless(context: int, column: int, block: int, lost: int, n_lost: int) -> int:
-    """Mark a block that loses its name in a column to another block, and add it to the list `lost`.
-
-    The mark is a synthetic alias. If the same event names the block again later, that name replaces the mark. Blocks
-    that still have their mark at the end of the event are no longer held. Returns the length of the list.
-    """
-    mark = synthetic_name(context)
-    while find_alias_of_name(context, column, mark) >= 0:
-        mark = synthetic_name(context)
-    remove_alias(context, column, block)
-    add_alias(context, column, mark, block)
-    store(lost + (n_lost << 4), block)
-    store(lost + (n_lost << 4) + 8, mark)
-    return n_lost + 1
-
-
-@kernel()
-def name_stretch(
-    context: int, column: int, first: int, names: int, n_blocks: int, held: bool, lost: int, n_lost: int
-) -> tuple[int, int]:
-    """Name blocks in a column that holds them or is about to; queries do not read any of this.
-
-    held: whether the column may have aliases for them. lost: address of a list with two words per entry: blocks that
-    lost their name to another block, and their marks. Returns the length of the list and the number of new aliases.
-    """
-    table = get(context, NAME) + (first << 3)
-    entries = get(context, ALIASES)
-    count = column_word(context, COLUMN_ALIASES, column)
-    n_aliased = 0
-    for index in range(n_blocks):
-        if index % _NAMES_AHEAD == 0:
-            for ahead in range(index, min(index + _NAMES_AHEAD, n_blocks)):
-                name = load(names + (ahead << 3))
-                if load(table + (ahead << 3)) != name:
-                    prefetch_write(home_address(context, ALIAS_NAMES, owned_tag(context, column, name)))
-                    prefetch(home_address(context, NAMES, tag_of(context, name)))
-                    key = column_block(column, first + ahead)
-                    prefetch_write(home_address(context, ALIAS_BLOCKS, tag_of(context, key)))
-        block, name = first + index, load(names + (index << 3))
-        is_first = load(table + (index << 3)) == name
-        aliases = load(count)
-        entry = -1
-        if aliases:
-            entry = find_alias_of_name(context, column, name)
-        if entry >= 0:
-            other = load(entries + (entry << 4) + 8) & ID_MASK
-            if other == block:
-                continue
-            n_lost = mark_nameless(context, column, other, lost, n_lost)
-        elif not is_first:
-            other = find_name(context, name)
-            if (
-                other >= 0
-                and covers(context, run_of(context, other), column)
-                and (aliases == 0 or find_alias_of_block(context, column, other) < 0)
-            ):
-                n_lost = mark_nameless(context, column, other, lost, n_lost)
-        if held and load(count):
-            remove_alias(context, column, block)
-        if not is_first:
-            add_alias(context, column, name, block)
-            n_aliased += 1
-    return n_lost, n_aliased
-
-
-@kernel()
-def mark_nameless_firsts(
-    context: int, column: int, first: int, names: int, n_blocks: int, lost: int, n_lost: int
-) -> int:
-    """Mark the blocks whose shared name became the alias of a later block of the same event.
-
-    `name_stretch` could not detect this, because the column did not hold these blocks yet.
-    """
-    table = get(context, NAME) + (first << 3)
-    for index in range(n_blocks):
-        name = load(names + (index << 3))
-        if (
-            load(table + (index << 3)) == name
-            and find_alias_of_name(context, column, name) >= 0
-            and find_alias_of_block(context, column, first + index) < 0
-        ):
-            n_lost = mark_nameless(context, column, first + index, lost, n_lost)
-    return n_lost
-
-
-@kernel()
-def give_names(
-    context: int, column: int, names: int, stretches: int, n_stretches: int, here: int, own: int, child: int, lost: int
-) -> int:
-    """Name the blocks of an event in a column: existing ones, listed as stretches, then the new ones.
-
-    Of the new ones, `own` are after the end of run `here`, and the others in the run `child`. This changes only names,
-    so queries continue. Returns the number of blocks that lost their name to another block; they are listed from `lost`
-    on, one word each, and the caller uncovers them.
-    """
-    n_lost, n_aliased = 0, 0
-    for again in range(2):
-        at = names
-        for index in range(n_stretches + 2):
-            held = True
-            if index < n_stretches:
-                entry = stretches + index * 24
-                first, n_blocks, held = load(entry), load(entry + 8), load(entry + 16) != 0
-            elif index == n_stretches:
-                first, n_blocks = 0, own
-                if own:
-                    first = field(context, here, RUN_START) + field(context, here, RUN_LENGTH)
-            else:
-                first, n_blocks = 0, 0
-                if child:
-                    first, n_blocks = field(context, child, RUN_START), field(context, child, RUN_LENGTH)
-            if again:
-                n_lost = mark_nameless_firsts(context, column, first, at, n_blocks, lost, n_lost)
-            else:
-                n_lost, n_more = name_stretch(context, column, first, at, n_blocks, held, lost, n_lost)
-                n_aliased += n_more
-            at += n_blocks << 3
-        if n_aliased == 0:
-            break
-    # A block that lost its name and got no other one in this event still has its mark.
-    entries = get(context, ALIASES)
-    n_left = 0
-    for index in range(n_lost):
-        block, mark = load(lost + (index << 4)), load(lost + (index << 4) + 8)
-        entry = find_alias_of_block(context, column, block)
-        if entry >= 0 and load(entries + (entry << 4)) == mark:
-            remove_alias(context, column, block)
-            store(lost + (n_left << 3), block)
-            n_left += 1
-    return n_left
-
-
-@kernel()
-def uncover_listed(context: int, column: int, blocks: int, n_blocks: int) -> None:
-    """Remove a column from the holders of the listed blocks, within a change; unused names are removed after it."""
-    index = 0
-    while index < n_blocks:
-        first = load(blocks + (index << 3))
-        run = run_of(context, first)
-        start = field(context, run, RUN_START)
-        limit = min(n_blocks - index, start + field(context, run, RUN_LENGTH) - first)
-        same = 1
-        while same < limit and load(blocks + ((index + same) << 3)) == first + same:
-            same += 1
-        uncover(context, run, first - start, same, column)
-        index += same
+    return last
 
 
 # -- phantoms: placeholders for parents whose records have not been read yet -----------------------------
 
 
 @kernel()
-def first_phantom(context: int, names: int, n_blocks: int) -> int:
+def first_phantom(context: int, sequence: int, n_blocks: int) -> int:
     """Index of the first of these new blocks that replaces a phantom; `n_blocks` if none does."""
     filter_bits = get(context, PHANTOM_BITS)
     for index in range(n_blocks):
-        name = load(names + (index << 3))
-        if test_bit(filter_bits, tag_of(context, name) & (PHANTOM_FILTER_BITS - 1)):
-            block = find_name(context, name)
-            if block >= 0 and field(context, run_of(context, block), RUN_CAPACITY) == PHANTOM:
+        own = load(sequence + (index << 3))
+        if test_bit(filter_bits, tag_of(context, own) & (PHANTOM_FILTER_BITS - 1)):
+            block = find_block(context, own)
+            if block >= 0 and is_phantom(context, block):
                 return index
     return n_blocks
 
 
 @kernel()
-def new_phantom(context: int, name: int) -> int:
-    """Add a placeholder for a block of which only the name is known; returns its run."""
+def new_phantom(context: int, sequence: int) -> int:
+    """Add a placeholder for a block of which only the sequence hash is known; returns its run."""
     start, size = new_span(context, 1, 1)
     free_span(context, start + 1, size - 1)
     store(get(context, LOCAL) + (start << 3), 0)
-    store(get(context, NAME) + (start << 3), name)
+    store(get(context, SEQUENCE) + (start << 3), sequence)
     run = new_run(context)
     line = run_address(context, run)
     store32(line + RUN_START, start)
@@ -776,12 +456,12 @@ def new_phantom(context: int, name: int) -> int:
     store32(line + RUN_SIBLING, 0)
     clear_coverage(context, run)
     mark_start(context, run)
-    insert_id(context, NAMES, tag_of(context, name), start)
+    insert_id(context, BY_SEQUENCE, tag_of(context, sequence), start)
     filter_bits = get(context, PHANTOM_BITS)
     if get(context, N_PHANTOMS) == 0:
         for word in range(PHANTOM_FILTER_BITS >> 6):
             store(filter_bits + (word << 3), 0)
-    set_bit(filter_bits, tag_of(context, name) & (PHANTOM_FILTER_BITS - 1))
+    set_bit(filter_bits, tag_of(context, sequence) & (PHANTOM_FILTER_BITS - 1))
     add(context, N_PHANTOMS, 1)
     return run
 
@@ -790,8 +470,8 @@ def new_phantom(context: int, name: int) -> int:
 def replace_phantom(context: int, phantom: int, block: int) -> None:
     """Replace a phantom by a new block, the last of its run, within a change: the phantom's children move to it."""
     start = field(context, phantom, RUN_START)
-    tag = tag_of(context, name_at(context, start))
-    store(find_id(context, NAMES, tag, start), (tag << 32) | (block + 1))
+    tag = tag_of(context, sequence_at(context, start))
+    store(find_id(context, BY_SEQUENCE, tag, start), (tag << 32) | (block + 1))
     run = run_of(context, block)
     trim_spare(context, run)
     direct = field(context, phantom, RUN_DIRECT)
