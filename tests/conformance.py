@@ -41,9 +41,9 @@ from streams.router_api.view import View
 from streams.router_api.wire import MoeQuery
 from streams.settings import Settings
 from tests.helpers.folded_index import FoldedIndex, apply_event
+from tests.helpers.holdings import batch
+from tests.helpers.table_logs import Record, commit, compacted, folded, recovered
 from tests.soak import FOLDS, INDEXES, FoldFactory
-from tests.unit.test_holdings import batch
-from tests.unit.test_table_properties import Record, commit, compacted, folded, recovered
 
 #: Our own cases, next to this file.
 OWN_CASES = Path(__file__).parent / "conformance_cases.jsonl"

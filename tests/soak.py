@@ -36,7 +36,7 @@ from streams.tables.records import (
 from tests.helpers.folded_index import CompiledIndex, FoldedIndex, PlainIndex
 from tests.helpers.reference import Member, overlap_of
 from tests.helpers.reference_index import Answer, IndexHistory, Query, RankGone, Step
-from tests.unit.test_table_properties import Record, State, compacted, random_log
+from tests.helpers.table_logs import Record, State, compacted, random_log
 
 #: Operations in one history: enough to fill and empty ranks many times, and few enough to repeat while debugging.
 HISTORY_OPERATIONS = 2_000

@@ -22,11 +22,9 @@ from streams.local.stack import Stack, facts, get_json
 from streams.settings import Settings
 from streams.topics import topics
 from streams.waiting import wait_for
+from tests.helpers.holdings import RANK, batch, chunks, heartbeat, names, run, stored, u64
 from tests.helpers.reference import chain_hashes
 from tests.helpers.support import VISIBLE_TIMEOUT_S, dead_letters
-from tests.unit.test_holdings import RANK, batch, names, stored, u64
-from tests.unit.test_maintenance import heartbeat
-from tests.unit.test_restatement import chunks, run
 
 
 class Bridge:

@@ -24,7 +24,7 @@ from streams.router_api.answering_loop import AnsweringLoop
 from streams.router_api.outbox import BUSY_RECORDS_PER_S, BUSY_SEND_INTERVAL_S, SEND_INTERVAL_S, Outbox
 from streams.waiting import wait_for
 from tests.helpers.api import PATIENCE_S, rank_of
-from tests.unit.test_loads_sync import TOPIC, World, booking
+from tests.helpers.shared_loads import TOPIC, World, booking
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from streams.core.workers import AVOID_MS_MAX, Avoidance, Role, Worker, WorkerSt
 from streams.errors import BadRecord, NoEligibleWorker
 from streams.router_api.avoidances import AVOIDANCES_MAX, Avoidances
 from streams.router_api.view import View
-from tests.unit.test_router_choices import ask, router_of
-from tests.unit.test_view_predictions import BLOCK_SIZE, Clock, rank, register, view_of
+from tests.helpers.routers import ask, router_of
+from tests.helpers.views import BLOCK_SIZE, Clock, rank, register, view_of
 
 TTL_MS = 5_000
 EVERY_RANK = WorkerFilter("m", block_size=BLOCK_SIZE)

@@ -9,8 +9,8 @@ from streams.errors import NoEligibleWorker, UnknownModel
 from streams.router_api.router import Router
 from streams.router_api.wire import parse_route_query
 from tests.helpers.api import TOKENS, packed, rank_of
-from tests.unit.test_loads_sync import World, booking
-from tests.unit.test_router_choices import ask, router_of
+from tests.helpers.routers import ask, router_of
+from tests.helpers.shared_loads import World, booking
 
 
 def active(router: Router) -> int:

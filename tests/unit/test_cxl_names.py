@@ -28,8 +28,8 @@ from streams.engines.publisher import KvEventPublisher
 from streams.errors import BadRecord
 from streams.settings import Settings
 from streams.topics import EVENT_BYTES_MAX
+from tests.helpers.holdings import u64
 from tests.helpers.recording_producer import RecordingProducer
-from tests.unit.test_holdings import u64
 
 LOCAL, TRANSIT, POOLED, EVICTED = CxlMemoryState
 

@@ -40,7 +40,7 @@ from streams.sim.lab.recorded import replay
 from streams.sim.trace import dump, parse_trace
 from tests.helpers.api import packed
 from tests.helpers.recording_producer import RecordingProducer
-from tests.unit.test_router_choices import router_of
+from tests.helpers.routers import router_of
 
 KEYS = family_keys("salt")
 PROMPT = list(range(5000, 5000 + 1100))

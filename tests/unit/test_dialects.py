@@ -38,8 +38,8 @@ from streams.errors import BadRecord
 from streams.settings import Settings
 from streams.waiting import wait_for
 from tests.helpers.engine_double import EngineDouble, offload_placeholder
+from tests.helpers.holdings import u64
 from tests.helpers.recording_producer import RecordingProducer
-from tests.unit.test_holdings import u64
 
 BLOCK = 4
 RANK = RankId(WorkerId(7), DpRank(0))

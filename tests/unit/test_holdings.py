@@ -11,81 +11,27 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streams.codec import encode_batch
 from streams.core.events import (
     BEFORE_FIRST,
     AllBlocksCleared,
     BlocksRemoved,
-    BlocksStored,
-    EngineBatch,
-    EngineEvents,
     FeedState,
-    Heartbeat,
     KvEvent,
     MoeLabels,
-    RestatementChunk,
-    WorkerRemoved,
 )
-from streams.core.ids import DpRank, EngineHash, Epoch, HashArray, Incarnation, RankId, SequenceHash, Tier, WorkerId
+from streams.core.ids import Epoch, HashArray, Incarnation, SequenceHash, Tier, WorkerId
 from streams.core.reducer.holdings import Changes, Holdings, PlainHoldings, plain_holdings
 from streams.core.reducer.ordering import Health, Progress, Verdict
 from streams.core.reducer.run_store import PlainRunStore, unchanged
 from streams.core.runs import RUN_BLOCKS_MAX, Run, RunKey
-from tests.helpers.reference import Member, ReferenceFleet, ReferenceInput, Silence, chain_hashes, input_history
+from tests.helpers.holdings import OTHER_WORKER, RANK, SIBLING, batch, check, judge, members, names, stored, u64
+from tests.helpers.reference import ReferenceFleet, chain_hashes, input_history
 
-RANK = RankId(WorkerId(7), DpRank(0))
-SIBLING = RankId(WorkerId(7), DpRank(1))
-OTHER_WORKER = RankId(WorkerId(8), DpRank(0))
 ALL_TOMBSTONES = 1_000_000
-
-
-def judge(holdings: PlainHoldings, batch: ReferenceInput) -> Verdict | None:
-    """Apply one batch to the holdings, as the agent does; returns None for a silence, which is not a record."""
-    if isinstance(batch, Silence):
-        holdings.mark_silent(batch.rank)
-        return None
-    if isinstance(batch.body, WorkerRemoved):
-        if batch.body.seen_sequence is not None:
-            return holdings.expire_worker(batch, batch.body.seen_sequence)
-        return holdings.remove_worker(batch.rank.worker_id, batch.incarnation)
-    if isinstance(batch.body, Heartbeat):
-        return holdings.renew(batch, batch.body)
-    if isinstance(batch.body, RestatementChunk):
-        return holdings.restate(batch, encode_batch(batch))
-    assert isinstance(batch.body, EngineEvents)
-    return holdings.apply(batch, batch.body.events)
-
-
-def check(holdings: PlainHoldings) -> None:
-    holdings.runs.check()
-
-
-def members(holdings: PlainHoldings) -> set[Member]:
-    return {(rank, tier, int(block)) for rank, tier, block in holdings.members()}
-
-
-def u64(*values: int) -> HashArray:
-    return np.array(values, dtype=np.uint64)
-
-
-def names(n: int, first: int = 1000) -> HashArray:
-    return np.arange(first, first + n, dtype=np.uint64)
 
 
 def locals_(n: int, first: int = 1) -> HashArray:
     return np.arange(first, first + n, dtype=np.uint64)
-
-
-def stored(engine: HashArray, local: HashArray, parent: int | None = None, tier: Tier = Tier.DEVICE) -> BlocksStored:
-    return BlocksStored(None if parent is None else EngineHash(parent), engine, local, tier)
-
-
-def batch(
-    sequence: int, *events: KvEvent, rank: RankId = RANK, incarnation: int = 1, n_unindexed: int = 0
-) -> EngineBatch:
-    return EngineBatch(
-        rank, "m", 16, Incarnation(incarnation), sequence, sequence + 100, 0, EngineEvents(events), n_unindexed
-    )
 
 
 class Fleet:

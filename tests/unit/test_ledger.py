@@ -35,10 +35,10 @@ from streams.engines.restatements import ANSWERED_FOR_S, CHUNK_BYTES_MAX, RESTAT
 from streams.sim.engine_messages import KvRemoved, KvReused, KvStored
 from streams.sim.event_publisher import WireForm
 from streams.sim.model import EngineModel
+from tests.helpers.holdings import RANK, batch, check, judge, stored, u64
 from tests.helpers.reference import chain_hashes, random_history
-from tests.unit.test_holdings import RANK, batch, check, judge, stored, u64
-from tests.unit.test_sim_model import BLOCK as SIM_BLOCK
-from tests.unit.test_sim_model import CROWDED, FOREVER, Asked, ask, requests_
+from tests.helpers.sim_requests import BLOCK as SIM_BLOCK
+from tests.helpers.sim_requests import CROWDED, FOREVER, Asked, ask, requests_
 
 LedgerEvent = tuple[str, int | None, list[int], list[int]]
 

@@ -10,8 +10,8 @@ from streams.core.loads.bookings import ActiveLoads, BookingId
 from streams.core.loads.log_clock import LogClock
 from streams.core.loads.observations import Forecast, OutputObserved, PrefillObserved
 from tests.helpers.api import rank_of
+from tests.helpers.shared_loads import Replica, World, booking
 from tests.replicas import Loads
-from tests.unit.test_loads_sync import Replica, World, booking
 
 FOUR_S = Forecast(3_000_000, 4_000, 60_000)  # both are less than the TTL of these routers' bookings
 RANK = rank_of(1)

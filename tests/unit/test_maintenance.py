@@ -8,22 +8,30 @@ from typing import Any
 
 import pytest
 
-from streams.core.events import BEFORE_FIRST, EngineBatch, Heartbeat, ResyncRequest, WorkerRemoved
+from streams.core.events import BEFORE_FIRST, EngineBatch, ResyncRequest, WorkerRemoved
 from streams.core.ids import Epoch, Incarnation, RankId, WorkerId
 from streams.core.reducer.holdings import PlainHoldings, plain_holdings
 from streams.core.reducer.leases import EXPIRY_RETRY_MS, RankLeases
 from streams.core.reducer.maintenance import MAINTENANCE_TICK_MS, SILENT, MaintenanceActions, RankMaintenance
 from streams.core.reducer.ordering import Health, Progress, Verdict
 from streams.core.reducer.resync import ATTEMPTS_MAX, RESYNC_BACKOFF_MS, RESYNCS_PER_TICK_MAX, ResyncSchedule
-from tests.unit.test_holdings import OTHER_WORKER, RANK, SIBLING, batch, judge, members, names, stored, u64
-from tests.unit.test_restatement import chunks, run
+from tests.helpers.holdings import (
+    LEASE_MS,
+    OTHER_WORKER,
+    RANK,
+    SIBLING,
+    batch,
+    chunks,
+    heartbeat,
+    judge,
+    members,
+    names,
+    run,
+    stored,
+    u64,
+)
 
-LEASE_MS = 3000
 GRACE_MS = 10_000
-
-
-def heartbeat(sequence: int, rank: RankId = RANK, incarnation: int = 1, lease_ms: int = LEASE_MS) -> EngineBatch:
-    return replace(batch(sequence, rank=rank, incarnation=incarnation), body=Heartbeat("b", lease_ms))
 
 
 class Partition:

@@ -14,10 +14,8 @@ from streams.errors import InvalidRequest, NoEligibleWorker
 from streams.router_api.router import Router
 from streams.router_api.wire import RouteRequest, parse_route_query
 from tests.helpers.api import TOKENS, packed
-from tests.unit.test_router_choices import ask, router_of
-from tests.unit.test_router_supplementary import QUERY, hosts, label, put
-from tests.unit.test_supplementary import rank
-from tests.unit.test_view_predictions import BLOCK_SIZE, hold, register
+from tests.helpers.routers import QUERY, ask, hosts, label, put, router_of
+from tests.helpers.views import BLOCK_SIZE, hold, rank, register
 
 LOCAL = local_hashes(TOKENS, BLOCK_SIZE)
 

@@ -14,7 +14,7 @@ from streams.core.loads.bookings import BookingId, BookingPhase
 from streams.load_records import time_written_ms
 from streams.router_api import attempts as attempts_module
 from tests.helpers.api import rank_of
-from tests.unit.test_loads_sync import TOPIC, TTL_MS, Replica, World, booking, live, read_all
+from tests.helpers.shared_loads import TOPIC, TTL_MS, Replica, World, booking, live, read_all
 
 #: Kernels leave ids as short as the first one to Python.
 ids = pytest.mark.parametrize("request_id", ["r", "request-1"])

@@ -6,7 +6,7 @@ import pytest
 
 from streams.router_api.router import ASKED_S
 from streams.tables.pacing import BATCH_WAIT_FACTOR_MAX, TRANSACTIONS_PER_SECOND_MAX, Pacer, interval_s
-from tests.unit.test_router_choices import ask, router_of
+from tests.helpers.routers import ask, router_of
 
 N_PARTITIONS = 8
 

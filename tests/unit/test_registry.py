@@ -28,8 +28,8 @@ from streams.tables.index_reducer import IndexReducer
 from streams.tables.records import encode_progress, progress_key
 from streams.tables.reducer import SourceRecord
 from tests.helpers.api import TOKENS, packed
-from tests.unit.test_router_choices import ask, router_of
-from tests.unit.test_view_predictions import BLOCK_SIZE, LOCAL, Clock, hold, rank, register, view_of
+from tests.helpers.routers import ask, router_of
+from tests.helpers.views import BLOCK_SIZE, LOCAL, Clock, hold, rank, register, view_of
 
 EVERY_RANK = WorkerFilter("m", block_size=BLOCK_SIZE)
 

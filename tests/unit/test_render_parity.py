@@ -47,7 +47,7 @@ from streams.sim.openai import ServedModels
 from streams.tables.records import encode_progress, progress_key
 from tests.helpers.http_double import HttpDouble
 from tests.helpers.local_router import local_router
-from tests.unit.test_view_predictions import BLOCK_SIZE, Clock, register, view_of
+from tests.helpers.views import BLOCK_SIZE, Clock, register, view_of
 
 EQUAL = RenderResult(RenderOutcome.EQUAL)
 DIFFERS = RenderResult(RenderOutcome.DIFFERS, part=RenderPart.CHAT, from_token=3)

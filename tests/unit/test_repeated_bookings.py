@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from streams.core.loads.bookings import BookingPhase
 from streams.router_api import attempts as attempts_module
 from tests.helpers.api import rank_of
-from tests.unit.test_loads_sync import TTL_MS, World, booking, live, read_all
+from tests.helpers.shared_loads import TTL_MS, World, booking, live, read_all
 
 #: Kernels leave ids as short as the first one to Python.
 ids = pytest.mark.parametrize("request_id", ["r", "request-1"])

@@ -41,7 +41,7 @@ from streams.engines.restatements import chunks
 from streams.errors import BadRecord
 from streams.tables.records import decode_run
 from streams.tables.run_table import RunTable
-from tests.unit.test_holdings import RANK, batch, judge, u64
+from tests.helpers.holdings import RANK, batch, judge, u64
 
 CompiledHoldings = Holdings[Iterable[KvEvent], tuple[bytes, bytes | None]]
 

@@ -17,7 +17,7 @@ from streams.core.events import (
     RestatedRun,
     RestatementChunk,
 )
-from streams.core.ids import Epoch, Incarnation, SequenceHash, Tier, WorkerId
+from streams.core.ids import Epoch, Incarnation, Tier, WorkerId
 from streams.core.reducer import restatement
 from streams.core.reducer.holdings import PlainHoldings, plain_holdings
 from streams.core.reducer.ordering import Health, Verdict
@@ -28,31 +28,25 @@ from streams.tables.index_reducer import IndexReducer
 from streams.tables.records import PARKED_PREFIX
 from streams.tables.reducer import SourceRecord
 from streams.topics import topics
-from tests.helpers.reference import chain_hashes
-from tests.unit.test_holdings import RANK, SIBLING, batch, check, judge, members, names, stored, u64
-from tests.unit.test_table_properties import compacted, folded, recovered, state_of_holdings, state_of_view, written
+from tests.helpers.holdings import (
+    CHAIN,
+    RANK,
+    SIBLING,
+    batch,
+    check,
+    chunks,
+    judge,
+    members,
+    names,
+    run,
+    stored,
+    u64,
+)
+from tests.helpers.table_logs import compacted, folded, recovered, state_of_holdings, state_of_view, written
 
-CHAIN = chain_hashes([1, 2, 3, 4])
 
-
-def run(first: int, last: int) -> RestatedRun:
-    """Return blocks of CHAIN, from one index to another."""
-    parent = SequenceHash(CHAIN[first - 1]) if first else None
-    local = np.arange(first + 1, last + 2, dtype=np.uint64)
-    return RestatedRun(first, parent, local + np.uint64(1000), local, Tier.DEVICE)
-
-
-def chunks(
-    sequence: int, *pieces: RestatedRun, exact: bool = True, incarnation: int = 1, restatement_id: int = 9
-) -> list[EngineBatch]:
-    """Return a restatement that is complete up to a sequence, with one chunk per run."""
-    return [
-        replace(
-            batch(sequence, incarnation=incarnation),
-            body=RestatementChunk(restatement_id, number, len(pieces), exact, (piece,)),
-        )
-        for number, piece in enumerate(pieces)
-    ]
+def blocks(holdings: PlainHoldings) -> set[int]:
+    return {block for _, _, block in members(holdings)}
 
 
 def degraded() -> PlainHoldings:
@@ -61,10 +55,6 @@ def degraded() -> PlainHoldings:
     judge(holdings, batch(0, stored(names(1), u64(50))))
     assert judge(holdings, batch(5)) is Verdict.GAP
     return holdings
-
-
-def blocks(holdings: PlainHoldings) -> set[int]:
-    return {block for _, _, block in members(holdings)}
 
 
 @pytest.mark.parametrize("exact", [True, False])

@@ -42,20 +42,8 @@ from streams.settings import Settings
 from streams.tables.records import encode_progress, progress_key
 from streams.waiting import wait_for
 from tests.helpers.api import PATIENCE_S, TOKENS, packed
-from tests.unit.test_view_predictions import BLOCK_SIZE, hold, rank, register, report
-
-
-def router_of(n_workers: int = 3, **knobs: Any) -> Router:
-    router = Router(Settings(**{"router_replica_sync": False, **knobs}))
-    router.feeds.pending = dict  # type: ignore[method-assign]  # as if all were read
-    for worker_id in range(1, n_workers + 1):
-        register(router.view, worker_id, kv_total_blocks=100)
-    return router
-
-
-def ask(router: Router, name: str = "r", tokens: Sequence[int] = tuple(TOKENS), **fields: Any) -> dict[str, Any]:
-    query = {"request_id": name, **{key: str(value) for key, value in fields.items()}}
-    return answer_json(router.route(parse_route_query(query), packed(tokens)))
+from tests.helpers.routers import ask, router_of
+from tests.helpers.views import BLOCK_SIZE, hold, rank, register, report
 
 
 def test_without_events_a_prompt_goes_where_it_went() -> None:

@@ -11,13 +11,11 @@ import pytest
 from streams.core.block_facts import fact_sets as block_sets
 from streams.core.cxl_memory import CxlMemoryState
 from streams.core.events import FeedState, MoeLabels
-from streams.core.hashing import local_hashes, sequence_hashes
-from streams.core.ids import EngineHash, Incarnation, SequenceHash, WorkerId
+from streams.core.ids import EngineHash, WorkerId
 from streams.core.reducer.ordering import Health
 from streams.core.routing.trust import AnswerMode
 from streams.cxl import pooled_view
-from streams.cxl.events import CxlPool
-from streams.cxl.records import BlockKey, BlockRow, Placement, block_key, encode_block, encode_pool, pool_key
+from streams.cxl.records import BlockKey, BlockRow, block_key, encode_block
 from streams.errors import BadRecord, InvalidRequest, NoEligibleWorker
 from streams.kafka import partition_of
 from streams.router_api.router import Router
@@ -35,18 +33,9 @@ from streams.tables.records import (
     run_key,
 )
 from tests.helpers.api import TOKENS, packed
-from tests.unit.test_router_choices import router_of
-from tests.unit.test_supplementary import rank, run_of
-from tests.unit.test_view_predictions import BLOCK_SIZE, caught_up, hold, register
-
-LOCAL = local_hashes(TOKENS, BLOCK_SIZE)
-CHAIN = [SequenceHash(block) for block in sequence_hashes(LOCAL).tolist()]
-PLACED = Placement(CxlMemoryState.CXL_POOLED, "p", 0, (), "m", Incarnation(1), 0)
-QUERY = {"layer_id": 2, "expert_ids": [7], "expert_group": 3}
-LABELS = MoeLabels(2, 7, 3)
-
-#: The owner of the pooled blocks, which is not registered.
-DEAD = 9
+from tests.helpers.routers import CHAIN, DEAD, LABELS, LOCAL, PLACED, QUERY, hosts, label, put, router_of
+from tests.helpers.runs import run_of
+from tests.helpers.views import BLOCK_SIZE, caught_up, hold, rank, register
 
 
 def alive(router: Router, worker_id: int, behind_ms: int = 0) -> None:
@@ -56,23 +45,6 @@ def alive(router: Router, worker_id: int, behind_ms: int = 0) -> None:
     record = PartitionRecord(partition, 0, "test", (source,))
     router.view.fold_index(partition_key(partition), encode_partition(record))
     caught_up(router.view, partition)
-
-
-def put(router: Router, *positions: int, placement: Placement = PLACED, owner: int = DEAD) -> None:
-    """Blocks of the request are pooled; by default their owner is a removed worker."""
-    for at in positions:
-        row = BlockRow(placement, CHAIN[at - 1] if at else None, at, EngineHash(at))
-        router.view.fold_pooled(block_key(BlockKey(CHAIN[at], rank(owner), "p")), encode_block(row))
-
-
-def hosts(router: Router, *workers: int) -> None:
-    pool = CxlPool("p", members=tuple(map(WorkerId, workers)))
-    router.view.fold_worker(pool_key("p"), encode_pool(pool))
-
-
-def label(router: Router, worker_id: int, first: int, last: int, labels: MoeLabels = LABELS) -> None:
-    run = run_of(LOCAL, rank(worker_id), first, last, moe=dict.fromkeys(range(last - first), labels))
-    router.view.fold_index(run_key(run.key), encode_run(run))
 
 
 def ask(router: Router, override: dict[str, Any] | None = None, **fields: Any) -> dict[str, Any]:

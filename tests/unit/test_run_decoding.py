@@ -46,8 +46,8 @@ from streams.tables.records import (
     run_key,
 )
 from streams.tables.run_decoding import decode, decode_runs, join, labels_of
-from tests.unit.test_holdings import batch, names, stored, u64
-from tests.unit.test_table_properties import Record, commit, compacted, folded, random_log, state_of_view
+from tests.helpers.holdings import batch, names, stored, u64
+from tests.helpers.table_logs import Record, commit, compacted, folded, random_log, state_of_view
 
 HEADER = b"\xc3\x01" + codec("prefix-index-run").fingerprint
 

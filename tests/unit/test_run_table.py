@@ -33,8 +33,8 @@ from streams.errors import BadRecord
 from streams.tables.event_decoding import EventRows, decode_events, rows_of
 from streams.tables.records import decode_run, encode_run, run_key
 from streams.tables.run_table import RunTable
+from tests.helpers.holdings import RANK, batch, names, stored, u64
 from tests.helpers.reference import random_history
-from tests.unit.test_holdings import RANK, batch, names, stored, u64
 
 ALL = 1 << 30
 

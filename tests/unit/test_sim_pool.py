@@ -17,7 +17,7 @@ from streams.errors import InvalidRequest, KvStreamsError
 from streams.sim.engine_messages import EngineStats, Finished, FirstToken, KvRemoved, KvStored, Output, PoolAsked
 from streams.sim.model import EngineModel
 from streams.sim.pool import CxlChanged, EnginePoolBlocks, PoolConfig, PoolEvent, PoolLoad, SharedPool
-from tests.unit.test_sim_model import CONFIG, FOREVER, Asked, ask, only, requests_, submit_all
+from tests.helpers.sim_requests import CONFIG, FOREVER, Asked, ask, only, requests_, submit_all
 
 IN_TRANSIT, POOLED, EVICTED, PLAIN_STATE = (
     CxlMemoryState.IN_TRANSIT,

@@ -11,7 +11,7 @@ from streams.errors import InvalidRequest
 from streams.sim.engine_messages import FirstToken, PoolAsked
 from streams.sim.kv_transfer import NO_TRANSFER, KvTransfer, answered_transfer, parse_transfer
 from streams.sim.model import EngineModel
-from tests.unit.test_sim_model import CONFIG, FOREVER, ask, only
+from tests.helpers.sim_requests import CONFIG, FOREVER, ask, only
 
 ANSWERED = answered_transfer("engine-1", "http://127.0.0.1:8101", 3)
 

@@ -15,7 +15,7 @@ from streams.core.block_facts.moe_labels import MoeSelector
 from streams.core.cxl_memory import CxlMemoryState
 from streams.core.events import MoeLabels
 from streams.core.hashing import sequence_hashes
-from streams.core.ids import DpRank, EngineHash, Epoch, HashArray, Incarnation, RankId, SequenceHash, Tier, WorkerId
+from streams.core.ids import EngineHash, Epoch, HashArray, Incarnation, RankId, SequenceHash, Tier, WorkerId
 from streams.core.index.interface import Candidates
 from streams.core.index.run_fold import RunFold
 from streams.core.reducer.ordering import Health, Progress
@@ -28,6 +28,8 @@ from streams.router_api import view as view_module
 from streams.router_api.view import View
 from streams.settings import Settings
 from streams.tables.records import encode_progress, encode_run, progress_key, run_key
+from tests.helpers.runs import FIRST, run_of
+from tests.helpers.views import rank
 from tests.soak import FOLDS
 
 LABELS = [
@@ -37,7 +39,6 @@ LABELS = [
     MoeLabels(None, None, 3),
     MoeLabels(1, None, 3),
 ]
-FIRST = Epoch(Incarnation(1), 0)
 WANTED = [
     MoeSelector(2, frozenset({7}), 3),
     MoeSelector(2),
@@ -46,36 +47,6 @@ WANTED = [
     MoeSelector(9),
     MoeSelector(),
 ]
-
-
-def rank(worker_id: int, dp_rank: int = 0) -> RankId:
-    return RankId(WorkerId(worker_id), DpRank(dp_rank))
-
-
-def run_of(
-    local: HashArray,
-    of: RankId,
-    first: int,
-    last: int,
-    *,
-    present: int = -1,
-    epoch: Epoch = FIRST,
-    tier: Tier = Tier.DEVICE,
-    moe: dict[int, MoeLabels] | None = None,
-) -> Run:
-    """The record of blocks `first` to `last` - 1 of a chain."""
-    sequence = sequence_hashes(local).tolist()
-    return Run(
-        key=RunKey(of, tier, SequenceHash(sequence[first])),
-        epoch=epoch,
-        start=first,
-        parent=SequenceHash(sequence[first - 1]) if first else None,
-        local=local[first:last].tolist(),
-        engine=sequence[first:last],
-        sequence=sequence[first:last],
-        present=present & ((1 << (last - first)) - 1),
-        moe=moe or {},
-    )
 
 
 def register(view: View, worker_id: int, model: str = "m", dp_size: int = 1) -> None:
