@@ -58,7 +58,7 @@ def _running(partitions: int, directory: Path | None, changes: Mapping[str, obje
     with tempfile.TemporaryDirectory(prefix="kvstreams-bench-", dir=directory) as folder:
         root = Path(folder)
         # By default, brokers allow no session timeout below 6 s, which is ours.
-        broker = LocalKafka(LocalKafkaConfig(root / "kafka", class_archive=False, optimized=True))
+        broker = LocalKafka(LocalKafkaConfig(root / "kafka", optimized=True))
         state = broker.up()
         try:
             settings = Settings(
@@ -72,7 +72,7 @@ def _running(partitions: int, directory: Path | None, changes: Mapping[str, obje
             with Children() as children:
                 yield Machinery(Stack(settings, root, children), settings, root / "kafka" / "data", state.pid)
         finally:
-            broker.kill()
+            broker.down()
 
 
 def cpu_seconds(pid: int) -> float:

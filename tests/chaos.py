@@ -244,9 +244,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     seed = random.SystemRandom().randrange(1 << 32) if options.seed is None else options.seed
     directory = Path(tempfile.mkdtemp(prefix="kvstreams-chaos-"))
     print(f"seed {seed}, {options.events} events, {options.kills} kills, in {directory}", flush=True)
-    broker = LocalKafka(
-        LocalKafkaConfig(directory / "kafka", {"group.min.session.timeout.ms": "1000"}, class_archive=False)
-    )
+    broker = LocalKafka(LocalKafkaConfig(directory / "kafka", {"group.min.session.timeout.ms": "1000"}))
     began = time.monotonic()
     try:
         settings = settings_of(broker.up().bootstrap)

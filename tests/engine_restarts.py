@@ -99,7 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     seed = random.SystemRandom().randrange(1 << 32) if options.seed is None else options.seed
     directory = Path(tempfile.mkdtemp(prefix="kvstreams-restarts-"))
     print(f"seed {seed}, {options.seconds:g} s, in {directory}", flush=True)
-    broker = LocalKafka(LocalKafkaConfig(directory / "kafka", class_archive=False))
+    broker = LocalKafka(LocalKafkaConfig(directory / "kafka"))
     try:
         settings = Settings(kafka=broker.up().bootstrap, partitions=4, data_dir=str(directory / "state"))
         ensure_topics(settings, topics(settings).all())

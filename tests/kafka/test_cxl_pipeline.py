@@ -27,7 +27,7 @@ from streams.cxl.records import encode_transition
 from streams.engines.publisher import KvEventPublisher
 from streams.errors import InvalidEvent
 from streams.kafka import ensure_topics, partition_of, producer
-from streams.local.kafka import LocalKafka, LocalKafkaConfig
+from streams.local.kafka import LocalKafkaConfig
 from streams.local.processes import Children
 from streams.local.stack import RouterProcess, Stack, facts, get_json
 from streams.settings import Settings, as_environ, tables_path
@@ -36,6 +36,7 @@ from streams.tables.store import PartitionStore
 from streams.tables.transactions import scope_of
 from streams.topics import topics
 from streams.waiting import wait_for
+from tests.helpers.broker import BreakableKafka
 from tests.helpers.engine_double import EngineDouble
 from tests.helpers.pages import blocks
 from tests.helpers.support import VISIBLE_TIMEOUT_S, dead_letters
@@ -186,9 +187,7 @@ def test_rows_outlive_kill_9_a_deleted_disk_and_are_the_same_on_every_router(sta
 def test_rows_outlive_a_broker_that_is_killed(scope: Settings, tmp_path: Path) -> None:
     """The broker restarts from its disk; a worker that was running meanwhile and one started later both continue."""
     # This test needs its own broker, since it kills it.
-    broker = LocalKafka(
-        LocalKafkaConfig(tmp_path / "kafka", {"group.min.session.timeout.ms": "1000"}, class_archive=False)
-    )
+    broker = BreakableKafka(LocalKafkaConfig(tmp_path / "kafka", {"group.min.session.timeout.ms": "1000"}))
     seed = random.randrange(1 << 16)
     print(f"seed {seed}")
     try:

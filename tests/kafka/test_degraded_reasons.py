@@ -24,14 +24,13 @@ from streams.core.reducer.ordering import Progress
 from streams.cxl.pooled_view import PooledView
 from streams.cxl.records import BlockKey, BlockRow, Placement, block_key, encode_block
 from streams.kafka import partition_of, producer
-from streams.local.kafka import LocalKafka
 from streams.settings import Settings
 from streams.sim.held_chains import runs_of_chain
 from streams.tables.records import encode_progress, encode_run, progress_key, run_key
 from streams.topics import topics
 from streams.waiting import wait_for
 from tests.helpers.api import BLOCK_SIZE, PATIENCE_S, TOKENS, Agents, Api, rank_of, served
-from tests.helpers.broker import broker_config
+from tests.helpers.broker import BreakableKafka, broker_config
 
 MODEL = "m"
 CHAIN = [SequenceHash(block) for block in sequence_hashes(local_hashes(TOKENS, BLOCK_SIZE)).tolist()]
@@ -169,15 +168,15 @@ def test_pooled_blocks_that_a_router_could_not_take_make_answers_degraded(
 
 
 @pytest.fixture
-def own_kafka(tmp_path: Path) -> Iterator[LocalKafka]:
+def own_kafka(tmp_path: Path) -> Iterator[BreakableKafka]:
     """Give a broker that the test may pause."""
-    broker = LocalKafka(broker_config(tmp_path / "kafka"))
+    broker = BreakableKafka(broker_config(tmp_path / "kafka"))
     yield broker
     broker.down()
 
 
 @pytest.mark.first_ring("approximate", "bookings_not_in_sync")
-def test_answers_say_that_bookings_are_not_in_sync_while_kafka_does_not_answer(own_kafka: LocalKafka) -> None:
+def test_answers_say_that_bookings_are_not_in_sync_while_kafka_does_not_answer(own_kafka: BreakableKafka) -> None:
     """A router without events has nothing else to be degraded for."""
     settings = Settings(kafka=own_kafka.up().bootstrap, partitions=2, kv_events=False, stale_after_ms=500)
     with served(settings) as api:

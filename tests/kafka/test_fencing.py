@@ -23,7 +23,7 @@ from streams.core.events import EngineBatch, WorkerRemoved
 from streams.core.ids import Incarnation
 from streams.engines.publisher import KvEventPublisher
 from streams.kafka import Record, partition_of
-from streams.local.kafka import LocalKafka, LocalKafkaConfig
+from streams.local.kafka import LocalKafkaConfig
 from streams.local.processes import Child, Children
 from streams.local.stack import RouterProcess, Stack, facts
 from streams.settings import Settings
@@ -38,6 +38,7 @@ from streams.tables.transactions import (
 )
 from streams.topics import topics
 from streams.waiting import wait_for
+from tests.helpers.broker import BreakableKafka
 from tests.helpers.support import VISIBLE_TIMEOUT_S
 from tests.helpers.truth import Engines, assert_equal
 from tests.kafka.test_pipeline import owners
@@ -196,9 +197,7 @@ def test_nothing_is_lost_when_a_broker_pauses_for_longer_than_the_transaction_ti
     seed = random.randrange(1 << 32)
     print(f"seed {seed}")
     # A separate broker, since pausing the shared one would affect other tests.
-    broker = LocalKafka(
-        LocalKafkaConfig(tmp_path / "kafka", {"group.min.session.timeout.ms": "1000"}, class_archive=False)
-    )
+    broker = BreakableKafka(LocalKafkaConfig(tmp_path / "kafka", {"group.min.session.timeout.ms": "1000"}))
     settings = replace(scope, kafka=broker.up().bootstrap, transaction_timeout_ms=2000)
     try:
         stack = Stack(settings, tmp_path, children)

@@ -14,14 +14,15 @@ from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 
 from streams.errors import LocalKafkaError
-from streams.local import KAFKA_VERSION, LocalKafka, LocalKafkaConfig, kafka
+from streams.local import KAFKA_VERSION, LocalKafkaConfig, kafka
+from tests.helpers.broker import BreakableKafka
 
 
 @pytest.fixture(scope="module")
-def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalKafka]:
+def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BreakableKafka]:
     """Give a broker's directory; each test calls `up`, which starts the broker only if the previous test ended it."""
     overrides = {"broker.session.timeout.ms": "1000"}  # what `up` waits for after `kill`
-    local = LocalKafka(LocalKafkaConfig(tmp_path_factory.mktemp("kafka") / "a café", overrides=overrides))
+    local = BreakableKafka(LocalKafkaConfig(tmp_path_factory.mktemp("kafka") / "a café", overrides=overrides))
     yield local
     local.down()
     assert brokers_of(local.directory) == []
@@ -69,7 +70,7 @@ def consume(bootstrap: str, topic: str, *, in_group: bool = False) -> bytes:
 # -- start and stop -------------------------------------------------------------------------------------------------
 
 
-def test_a_message_goes_through_a_new_broker(broker: LocalKafka) -> None:
+def test_a_message_goes_through_a_new_broker(broker: BreakableKafka) -> None:
     """A new broker takes a message from one client and gives it to another, and prints nothing."""
     state = broker.up()
     assert not state.reused
@@ -83,25 +84,25 @@ def test_a_message_goes_through_a_new_broker(broker: LocalKafka) -> None:
     assert "RUNNING" in (broker.directory / "server.log").read_text()
 
 
-def test_a_second_up_finds_the_running_broker(broker: LocalKafka) -> None:
+def test_a_second_up_finds_the_running_broker(broker: BreakableKafka) -> None:
     """If a broker runs, `up` returns it, even from another object, and `status` returns the same."""
     first = broker.up()
-    again = LocalKafka(broker.config).up()
+    again = BreakableKafka(broker.config).up()
     assert again.reused
     assert (again.pid, again.bootstrap) == (first.pid, first.bootstrap)
     assert broker.status() == again
     assert broker.answers()
 
 
-def test_up_with_other_properties_notes_that_it_changed_nothing(broker: LocalKafka) -> None:
+def test_up_with_other_properties_notes_that_it_changed_nothing(broker: BreakableKafka) -> None:
     """A running broker is not restarted for other overrides; the result has a note about it."""
     first = broker.up()
-    other = LocalKafka(LocalKafkaConfig(broker.directory, overrides={"num.io.threads": "3"})).up()
+    other = BreakableKafka(LocalKafkaConfig(broker.directory, overrides={"num.io.threads": "3"})).up()
     assert other.pid == first.pid
     assert len(other.notes) == 1
 
 
-def test_a_killed_broker_comes_back_with_its_data_and_port(broker: LocalKafka) -> None:
+def test_a_killed_broker_comes_back_with_its_data_and_port(broker: BreakableKafka) -> None:
     """A message that was acknowledged before SIGKILL can be read after the next `up`, at the same address."""
     before = broker.up()
     create_topic(before.bootstrap, "survivor")
@@ -116,7 +117,7 @@ def test_a_killed_broker_comes_back_with_its_data_and_port(broker: LocalKafka) -
     assert consume(after.bootstrap, "survivor") == b"still here"
 
 
-def test_a_paused_broker_runs_and_does_not_answer(broker: LocalKafka, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_paused_broker_runs_and_does_not_answer(broker: BreakableKafka, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between `pause` and `resume`, the process exists, `answers` is false, and the error of `up` gives the reason."""
     monkeypatch.setattr(kafka, "ANSWER_TIMEOUT_S", 0.3)
     state = broker.up()
@@ -132,7 +133,7 @@ def test_a_paused_broker_runs_and_does_not_answer(broker: LocalKafka, monkeypatc
     assert broker.up().pid == state.pid
 
 
-def test_down_leaves_no_process_and_may_be_repeated(broker: LocalKafka) -> None:
+def test_down_leaves_no_process_and_may_be_repeated(broker: BreakableKafka) -> None:
     """`down` ends even a paused broker and returns whether there was one; `kill` then fails because none runs."""
     broker.up()
     broker.pause()
@@ -145,16 +146,16 @@ def test_down_leaves_no_process_and_may_be_repeated(broker: LocalKafka) -> None:
         broker.kill()
 
 
-def test_two_ups_at_once_start_one_broker(broker: LocalKafka) -> None:
+def test_two_ups_at_once_start_one_broker(broker: BreakableKafka) -> None:
     """Of two simultaneous calls, one starts the broker and the other finds it."""
     broker.down()
     with ThreadPoolExecutor(2) as threads:
-        states = list(threads.map(lambda _: LocalKafka(broker.config).up(), range(2)))
+        states = list(threads.map(lambda _: BreakableKafka(broker.config).up(), range(2)))
     assert sorted(state.reused for state in states) == [False, True]
     assert brokers_of(broker.directory) == [states[0].pid] == [states[1].pid]
 
 
-def test_a_port_that_another_server_has_taken_is_replaced(broker: LocalKafka) -> None:
+def test_a_port_that_another_server_has_taken_is_replaced(broker: BreakableKafka) -> None:
     """If another server uses the saved port, the broker starts on a new one, with its data and a note about it."""
     before = broker.up()
     broker.down()
@@ -186,7 +187,7 @@ def test_the_error_of_a_broker_that_cannot_start_has_the_reason(
     file = tmp_path / "file"
     file.touch()
     overrides = {key: value.format(file=file) for key, value in overrides.items()}
-    local = LocalKafka(LocalKafkaConfig(tmp_path / "kafka", overrides=overrides, class_archive=False))
+    local = BreakableKafka(LocalKafkaConfig(tmp_path / "kafka", overrides=overrides))
     with pytest.raises(LocalKafkaError, match=reason) as caught:
         local.up()
     assert remedy in caught.value.remedy
@@ -194,25 +195,25 @@ def test_the_error_of_a_broker_that_cannot_start_has_the_reason(
     assert local.status() is None
 
 
-def test_a_start_that_takes_too_long_is_ended(broker: LocalKafka) -> None:
+def test_a_start_that_takes_too_long_is_ended(broker: BreakableKafka) -> None:
     """A broker that does not answer within `start_timeout_s` is killed, and the error says so."""
     broker.down()
-    local = LocalKafka(LocalKafkaConfig(broker.directory, start_timeout_s=0.1))
+    local = BreakableKafka(LocalKafkaConfig(broker.directory, start_timeout_s=0.1))
     with pytest.raises(LocalKafkaError, match=r"did not answer within 0\.1 s"):
         local.up()
     assert brokers_of(broker.directory) == []
     assert not local.down()
 
 
-def test_an_interrupted_start_leaves_no_broker(broker: LocalKafka, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_start_leaves_no_broker(broker: BreakableKafka, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C while `up` waits kills the broker that `up` has just started."""
     broker.down()
 
-    def interrupted(_: LocalKafka, saved: object) -> bool:
+    def interrupted(_: BreakableKafka, saved: object) -> bool:
         assert len(brokers_of(broker.directory)) == 1
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(LocalKafka, "_answers", interrupted)
+    monkeypatch.setattr(BreakableKafka, "_answers", interrupted)
     with pytest.raises(KeyboardInterrupt):
         broker.up()
     assert brokers_of(broker.directory) == []

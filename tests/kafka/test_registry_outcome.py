@@ -14,7 +14,7 @@ from confluent_kafka import Consumer, Message
 from streams.engines.publisher import KvEventPublisher
 from streams.errors import KvStreamsError
 from streams.kafka import admin, consume, producer
-from streams.local.kafka import LocalKafka, LocalKafkaConfig
+from streams.local.kafka import LocalKafkaConfig
 from streams.local.ports import free_port
 from streams.router_api import topic_readers
 from streams.router_api.registry import DELIVERY_TIMEOUT_MS, PUBLISH_TIMEOUT_S
@@ -22,15 +22,16 @@ from streams.settings import Settings, as_environ
 from streams.topics import topics
 from streams.waiting import wait_for
 from tests.helpers.api import PATIENCE_S, Answer, Api, served
+from tests.helpers.broker import BreakableKafka
 from tests.helpers.commands import Run, Start
 
 AUTO_CREATE = {"auto.create.topics.enable": "true"}
 
 
 @pytest.fixture(scope="module")
-def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalKafka]:
+def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BreakableKafka]:
     """Give a broker of this module alone, which creates topics on demand; tests pause it and kill it."""
-    own = LocalKafka(LocalKafkaConfig(tmp_path_factory.mktemp("kafka"), AUTO_CREATE, class_archive=False))
+    own = BreakableKafka(LocalKafkaConfig(tmp_path_factory.mktemp("kafka"), AUTO_CREATE))
     own.up()
     yield own
     own.down()
@@ -51,7 +52,7 @@ def at_once(api: Api, calls: list[tuple[str, str]]) -> list[Answer]:
     return [answers[at] for at in range(len(calls))]
 
 
-def test_a_change_that_kafka_does_not_confirm_has_an_unknown_outcome(broker: LocalKafka, scope: Settings) -> None:
+def test_a_change_that_kafka_does_not_confirm_has_an_unknown_outcome(broker: BreakableKafka, scope: Settings) -> None:
     """The answer is 503 with `outcome` unknown. Repeated when Kafka is back, the call succeeds; none comes late."""
     settings = replace(scope, kafka=broker.up().bootstrap)
     with served(settings) as api:
@@ -102,7 +103,7 @@ def test_a_deleted_worker_does_not_come_back_while_the_router_reads_late(
 
 
 def test_a_removal_that_took_effect_unconfirmed_is_confirmed_by_the_repeated_call(
-    broker: LocalKafka, scope: Settings
+    broker: BreakableKafka, scope: Settings
 ) -> None:
     """The broker takes the tombstone while its answer is late: the repeated call is answered with 200."""
     settings = replace(scope, kafka=broker.up().bootstrap)
@@ -126,7 +127,7 @@ def names(settings: Settings) -> set[str]:
 
 
 def test_no_client_creates_a_topic_on_a_broker_that_creates_them_on_demand(
-    broker: LocalKafka, scope: Settings, start: Start, run: Run
+    broker: BreakableKafka, scope: Settings, start: Start, run: Run
 ) -> None:
     """With a mistyped prefix, neither a bridge, a router, a reset nor a publisher leaves a topic behind."""
     settings = replace(scope, kafka=broker.up().bootstrap, topic_prefix="mistyped-", port=free_port())

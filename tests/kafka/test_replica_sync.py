@@ -11,27 +11,28 @@ from pathlib import Path
 
 import pytest
 
-from streams.local.kafka import LocalKafka, LocalKafkaConfig
+from streams.local.kafka import LocalKafkaConfig
 from streams.local.processes import Children
 from streams.local.stack import Stack
 from streams.settings import Settings
 from streams.waiting import wait_for
 from tests.helpers.api import PATIENCE_S, TOKENS, metrics, served
+from tests.helpers.broker import BreakableKafka
 from tests.replicas import CLEANER, Replicas, settings_of
 
 SEED = 11
 
 
 @pytest.fixture
-def broker(tmp_path: Path) -> Iterator[LocalKafka]:
+def broker(tmp_path: Path) -> Iterator[BreakableKafka]:
     """A broker that the test may stop."""
-    own = LocalKafka(LocalKafkaConfig(tmp_path / "kafka", CLEANER, class_archive=False))
+    own = BreakableKafka(LocalKafkaConfig(tmp_path / "kafka", CLEANER))
     yield own
     own.down()
 
 
 def test_routers_agree_whatever_happens_to_them_and_to_kafka(
-    broker: LocalKafka, tmp_path: Path, children: Children
+    broker: BreakableKafka, tmp_path: Path, children: Children
 ) -> None:
     """After a killed router, a paused Kafka, a compacted topic and a late start, all have the loads of the log."""
     settings = settings_of(broker.up().bootstrap, stale_after_ms=500)

@@ -23,13 +23,14 @@ from streams.core.events import BlocksStored
 from streams.core.ids import EngineHash
 from streams.engines.publisher import KvEventPublisher
 from streams.kafka import delete_topics, ensure_topics, partition_of
-from streams.local.kafka import LocalKafka, LocalKafkaConfig
+from streams.local.kafka import LocalKafkaConfig
 from streams.local.processes import Children
 from streams.local.stack import RouterProcess, Stack, get_json
 from streams.settings import Settings
 from streams.topics import TopicSpec, topics
 from streams.waiting import wait_for
 from tests.helpers.api import Api
+from tests.helpers.broker import BreakableKafka
 from tests.helpers.trust import PATIENCE_S, WATCH_EVERY_S, Sample
 
 BLOCK_SIZE = 16
@@ -111,7 +112,7 @@ class Watched:
 class Rig:
     """A broker that tests may stop, one worker without a router, and one router."""
 
-    def __init__(self, broker: LocalKafka, stack: Stack) -> None:
+    def __init__(self, broker: BreakableKafka, stack: Stack) -> None:
         self.broker = broker
         self.stack = stack
         self.worker = stack.worker("owner", router=False)
@@ -176,8 +177,8 @@ class Rig:
 def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
     """Start a broker, a worker and a router of their own, since these tests stop them."""
     directory = tmp_path_factory.mktemp("owners")
-    config = LocalKafkaConfig(directory / "kafka", {"group.min.session.timeout.ms": "1000"}, class_archive=False)
-    broker = LocalKafka(config)
+    config = LocalKafkaConfig(directory / "kafka", {"group.min.session.timeout.ms": "1000"})
+    broker = BreakableKafka(config)
     settings = Settings(
         kafka=broker.up().bootstrap,
         topic_prefix="owners-",

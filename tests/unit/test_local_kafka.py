@@ -13,7 +13,8 @@ import psutil
 import pytest
 
 from streams.errors import LocalKafkaError
-from streams.local import KAFKA_VERSION, LocalKafka, LocalKafkaConfig, kafka
+from streams.local import KAFKA_VERSION, LocalKafkaConfig, kafka
+from tests.helpers.broker import BreakableKafka
 
 
 @pytest.mark.parametrize("version", ["3.9.1", "5.0.0", "4.99.0"])
@@ -22,7 +23,7 @@ def test_data_of_another_kafka_is_refused(tmp_path: Path, version: str) -> None:
     saved = kafka._Saved(version, "AAAAAAAAAAAAAAAAAAAAAA", broker_port=20_001, controller_port=20_002)
     (tmp_path / "state.json").write_text(json.dumps(asdict(saved)))
     with pytest.raises(LocalKafkaError, match=rf"Kafka {version}, and this is Kafka {KAFKA_VERSION}") as caught:
-        LocalKafka(LocalKafkaConfig(tmp_path)).up()
+        BreakableKafka(LocalKafkaConfig(tmp_path)).up()
     assert "another directory" in caught.value.remedy
     assert not (tmp_path / "data").exists()
 
@@ -34,7 +35,7 @@ def test_a_reused_pid_is_neither_mistaken_nor_killed(tmp_path: Path) -> None:
             process = kafka._Process(other.pid, psutil.Process(other.pid).create_time() - 60, "17", "")
             saved = kafka._Saved(KAFKA_VERSION, "AAAAAAAAAAAAAAAAAAAAAA", 20_001, 20_002, process)
             (tmp_path / "state.json").write_text(json.dumps(asdict(saved)))
-            local = LocalKafka(LocalKafkaConfig(tmp_path))
+            local = BreakableKafka(LocalKafkaConfig(tmp_path))
             assert local.status() is None
             with pytest.raises(LocalKafkaError, match="No broker runs"):
                 local.kill()
@@ -48,7 +49,7 @@ def test_a_reused_pid_is_neither_mistaken_nor_killed(tmp_path: Path) -> None:
 def test_an_unreadable_state_is_reported_and_kept(tmp_path: Path, text: str) -> None:
     """With an invalid state.json, every call raises an error that names the file, and the file stays as it is."""
     (tmp_path / "state.json").write_text(text)
-    local = LocalKafka(LocalKafkaConfig(tmp_path))
+    local = BreakableKafka(LocalKafkaConfig(tmp_path))
     for call in (local.up, local.down, local.status, local.kill):
         with pytest.raises(LocalKafkaError, match=r"state\.json cannot be read"):
             call()
@@ -58,7 +59,7 @@ def test_an_unreadable_state_is_reported_and_kept(tmp_path: Path, text: str) -> 
 def test_a_directory_that_cannot_be_created_is_reported(tmp_path: Path) -> None:
     """A file in place of the parent directory gives an error, and `status` and `down` find no broker."""
     (tmp_path / "file").touch()
-    local = LocalKafka(LocalKafkaConfig(tmp_path / "file" / "kafka"))
+    local = BreakableKafka(LocalKafkaConfig(tmp_path / "file" / "kafka"))
     assert local.status() is None
     assert not local.down()
     with pytest.raises(LocalKafkaError, match="cannot be used"):
@@ -68,7 +69,7 @@ def test_a_directory_that_cannot_be_created_is_reported(tmp_path: Path) -> None:
 def test_a_directory_with_a_comma_is_refused(tmp_path: Path) -> None:
     """Kafka would read the name as two directories and store its data elsewhere."""
     with pytest.raises(LocalKafkaError, match="comma"):
-        LocalKafka(LocalKafkaConfig(tmp_path / "a, b")).up()
+        BreakableKafka(LocalKafkaConfig(tmp_path / "a, b")).up()
     assert not list(tmp_path.iterdir())
 
 
