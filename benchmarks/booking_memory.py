@@ -29,7 +29,7 @@ from streams.core.hashing import pack_hashes
 from streams.core.ids import DpRank, RankId, WorkerId
 from streams.core.loads.bookings import Booking, BookingPhase
 from streams.interpreter import exempt_from_collection
-from streams.local.stack import get_json
+from streams.lab.stack import get_json
 from streams.router_api.router import Router
 from streams.settings import Settings
 from streams.waiting import wait_for

@@ -50,7 +50,7 @@ from streams.engines.publisher import RankWriter, event_producer
 from streams.engines.replay import END_MARKER, SEQUENCE
 from streams.interpreter import exempt_from_collection
 from streams.kafka import admin, reader
-from streams.local.processes import Child
+from streams.lab.processes import Child
 from streams.settings import as_environ
 from streams.topics import topics
 from streams.waiting import wait_for

@@ -1,7 +1,7 @@
 """`python -m benchmarks.calibrate [TRACE]`: the laboratory next to NVIDIA Dynamo's own replay of the same trace.
 
 What lives here: both sets of figures side by side, and how far apart they may be. What must not: the simulation
-(streams.sim.lab). Exits 1 if any figure is further apart than its limit.
+(streams.lab.simulation). Exits 1 if any figure is further apart than its limit.
 
 Dynamo's replay runs in a Python of its own, which --dynamo names (`make calibrate DYNAMO=.venv-dynamo/bin/python`):
 
@@ -27,10 +27,10 @@ import numpy as np
 from rich.table import Table
 
 from benchmarks.report import wide_console
-from streams.sim.lab.engine_config import default_engine
-from streams.sim.lab.experiment import load_workload, run_policy
-from streams.sim.lab.fleet import FleetConfig
-from streams.sim.trace import ChatShape, dump, generate
+from streams.lab.simulation.experiment import load_workload, run_policy
+from streams.lab.simulation.fleet import FleetConfig
+from streams.lab.simulation.lab_engine_config import default_engine
+from streams.lab.trace import ChatShape, dump, generate
 
 STORED = Path(__file__).with_name("calibration.json")
 

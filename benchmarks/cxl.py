@@ -32,10 +32,10 @@ from streams.core.ids import DpRank, EngineHash, HashArray, Incarnation, RankId,
 from streams.core.workers import Worker
 from streams.cxl.events import CxlPool
 from streams.cxl.records import BlockKey, BlockRow, Placement, block_key, encode_block, encode_pool, pool_key
+from streams.lab.engines.held_chains import runs_of_chain
 from streams.router_api.router import Router
 from streams.router_api.wire import RouteRequest
 from streams.settings import Settings
-from streams.sim.held_chains import runs_of_chain
 from streams.tables.records import encode_run, run_key
 
 SEED = 7

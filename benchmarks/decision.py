@@ -37,10 +37,10 @@ from streams.core.routing.selection import RouterMode
 from streams.core.routing.trust import AnswerMode
 from streams.core.workers import BridgeLease, Worker
 from streams.kafka import worker_key
+from streams.lab.engines.held_chains import FIRST_EPOCH, runs_of_chain
 from streams.router_api.router import Router
 from streams.router_api.wire import ConfigOverride, RouteRequest, answer_json
 from streams.settings import Settings
-from streams.sim.held_chains import FIRST_EPOCH, runs_of_chain
 from streams.tables.applied_until import SourceOffset
 from streams.tables.records import (
     PartitionRecord,

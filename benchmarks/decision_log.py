@@ -39,8 +39,8 @@ from benchmarks.http_load import Connection, ask, connect, request
 from benchmarks.machinery import Machinery, machinery
 from benchmarks.report import OURS, Bar, Report, Samples, installed, wide_console
 from streams.core.routing.selection import RouterMode
-from streams.local.processes import Children
-from streams.local.stack import Stack, get_bytes, wait_workers
+from streams.lab.processes import Children
+from streams.lab.stack import Stack, get_bytes, wait_workers
 from streams.topics import topics
 
 BLOCK_SIZE = 16

@@ -45,10 +45,10 @@ from benchmarks.machinery import machinery
 from benchmarks.report import OURS, Bar, Report, Samples, installed, wide_console
 from benchmarks.token_engine import ARRIVAL, STAMP, STAMP_DIGITS
 from streams.interpreter import run_soon_after_waking
-from streams.local.ports import free_port
-from streams.local.processes import Child
-from streams.local.stack import RouterProcess, Stack, get_json, wait_workers
-from streams.sim.chat_template import tokenizer_files
+from streams.lab.engines.chat_template import tokenizer_files
+from streams.lab.kafka.ports import free_port
+from streams.lab.processes import Child
+from streams.lab.stack import RouterProcess, Stack, get_json, wait_workers
 from streams.waiting import wait_for
 
 MODEL = "m"

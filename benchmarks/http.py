@@ -46,9 +46,9 @@ from benchmarks.wire_engines import (
     expected_overlap,
 )
 from streams.kafka import reader
-from streams.local.ports import free_port, free_ports_in_a_row
-from streams.local.processes import Child, Children
-from streams.local.stack import RouterProcess, get_json, wait_workers
+from streams.lab.kafka.ports import free_port, free_ports_in_a_row
+from streams.lab.processes import Child, Children
+from streams.lab.stack import RouterProcess, get_json, wait_workers
 from streams.settings import as_environ
 from streams.topics import topics
 from streams.waiting import wait_for

@@ -17,9 +17,9 @@ from pathlib import Path
 import psutil
 
 from streams.kafka import ensure_topics
-from streams.local.kafka import LocalKafka, LocalKafkaConfig
-from streams.local.processes import Children
-from streams.local.stack import Stack
+from streams.lab.kafka.broker import LocalKafka, LocalKafkaConfig
+from streams.lab.processes import Children
+from streams.lab.stack import Stack
 from streams.settings import Settings
 from streams.topics import topics
 

@@ -2,7 +2,7 @@
 
 What lives here: engines of two classes of models in real time, killed at a context of 32,768 tokens, with everything in
 a pool, without a pool, and with a backup that reads the pool in place; and a stall. What must not: the processes
-(streams.local.moving).
+(streams.lab.demo.pooled_fleet).
 
 The engine stalls at a token first, until the router knows every block, so that the kill meets a stream of which
 everything is pooled. The time is that of the client: from SIGKILL to the next token. It consists of the detection,
@@ -33,12 +33,12 @@ import numpy as np
 from benchmarks.machinery import machinery
 from benchmarks.report import OURS, Bar, Report, Row, Samples, wide_console
 from streams.client import EngineOptions, KvRouterClient
-from streams.local.moving import Place, PooledFleet, Streamed, read_stream
-from streams.local.stack import FrontProcess, RouterProcess, Stack
-from streams.sim.engine_config import EngineConfig
-from streams.sim.pool import PoolConfig
-from streams.sim.speeds import DEVICES, MODELS, ModelClass
-from streams.sim.synthetic_tokens import greedy_tokens, unpack_tokens
+from streams.lab.demo.pooled_fleet import Place, PooledFleet, Streamed, read_stream
+from streams.lab.engines.engine_config import EngineConfig
+from streams.lab.engines.pool import PoolConfig
+from streams.lab.engines.speeds import DEVICES, MODELS, ModelClass
+from streams.lab.engines.synthetic_tokens import greedy_tokens, unpack_tokens
+from streams.lab.stack import FrontProcess, RouterProcess, Stack
 from streams.waiting import wait_for
 
 BLOCK = 16

@@ -32,7 +32,7 @@ from streams.core.events import EngineBatch, EngineEvents
 from streams.core.ids import DpRank, HashArray, Incarnation, RankId, WorkerId
 from streams.core.workers import Worker
 from streams.kafka import producer
-from streams.local.stack import get_json
+from streams.lab.stack import get_json
 from streams.topics import topics
 
 MODEL = "m"

@@ -1,8 +1,9 @@
 """`python -m benchmarks.quality [TRACE]`: the tables of docs/quality.md, and what must hold of `expected-time`.
 
 What lives here: which runs are compared, and the limits of their ratios. What must not: the simulation
-(streams.sim.lab). Prints Markdown and exits 1 if a limit is exceeded. All of it takes about twenty minutes of one core;
---only runs one part, --demo compares the demo's live runs with the laboratory, and --plots draws (quality_plots).
+(streams.lab.simulation). Prints Markdown and exits 1 if a limit is exceeded. All of it takes about twenty minutes of
+one core; --only runs one part, --demo compares the demo's live runs with the laboratory, and --plots draws
+(quality_plots).
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from typing import Any
 
 import click
 
-from streams.sim.lab.engine_config import default_engine
-from streams.sim.lab.experiment import Row, load_workload, run_policy
-from streams.sim.lab.fleet import Failure, FleetConfig
-from streams.sim.lab.pool import LabPoolConfig
-from streams.sim.lab.workload import RawRequest, Workload, build
+from streams.lab.simulation.experiment import Row, load_workload, run_policy
+from streams.lab.simulation.fleet import Failure, FleetConfig
+from streams.lab.simulation.lab_engine_config import default_engine
+from streams.lab.simulation.lab_pool import LabPoolConfig
+from streams.lab.simulation.workload import RawRequest, Workload, build
 
 N_WORKERS = 8
 ENGINE = default_engine()

@@ -1,8 +1,8 @@
 """`python -m benchmarks.queueing`: what it costs that several routers queue, each by itself.
 
 What lives here: the times to first token of simulated engines behind one router and behind four, with queues and
-without. What must not: the simulation (streams.sim.lab). Exits 1 if four routers that queue take more than RATIO_MAX
-times as long as one, over all traces.
+without. What must not: the simulation (streams.lab.simulation). Exits 1 if four routers that queue take more than
+RATIO_MAX times as long as one, over all traces.
 
 Everything is simulated, so the results do not depend on the machine. Bookings reach the other routers after a delay
 that is exponential and whose p99 is PROPAGATION_MS, the time that the product waits for them.
@@ -24,13 +24,13 @@ from benchmarks.report import wide_console
 from streams.core.routing.admission import PROPAGATION_MS
 from streams.core.routing.decision import RoutePolicy
 from streams.core.routing.queue import QUEUE_BACKLOG_MS, QueuePolicy
-from streams.sim.engine_config import EngineConfig
-from streams.sim.lab.fleet import FleetConfig, run
-from streams.sim.lab.router import LabQueue, LabRouter
-from streams.sim.lab.router_group import RouterGroup
-from streams.sim.lab.trace_runs import workload_of
-from streams.sim.lab.workload import Workload
-from streams.sim.trace import ChatShape, generate
+from streams.lab.engines.engine_config import EngineConfig
+from streams.lab.simulation.fleet import FleetConfig, run
+from streams.lab.simulation.router import LabQueue, LabRouter
+from streams.lab.simulation.router_group import RouterGroup
+from streams.lab.simulation.trace_runs import workload_of
+from streams.lab.simulation.workload import Workload
+from streams.lab.trace import ChatShape, generate
 
 N_ENGINES = 8
 N_ROUTERS = 4

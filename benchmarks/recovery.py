@@ -25,7 +25,7 @@ from streams.core.events import BlocksStored, EngineBatch, EngineEvents
 from streams.core.ids import DpRank, EngineHash, Incarnation, RankId, WorkerId
 from streams.core.reducer.holdings import Holdings
 from streams.kafka import partition_of
-from streams.local.stack import RouterProcess, get_json
+from streams.lab.stack import RouterProcess, get_json
 from streams.tables.records import Change, encode_progress, progress_key
 from streams.tables.run_backend import run_backend
 from streams.tables.transactions import table_producer

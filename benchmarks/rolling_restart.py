@@ -25,7 +25,7 @@ from benchmarks.machinery import machinery
 from benchmarks.report import OURS, Bar, Report, Samples, wide_console
 from streams.client import Booking, KvRouterClient
 from streams.errors import KvStreamsError
-from streams.local.stack import READY_TIMEOUT_S, RouterProcess, get_json, is_ready
+from streams.lab.stack import READY_TIMEOUT_S, RouterProcess, get_json, is_ready
 
 MODEL = "m"
 BLOCK_SIZE = 16

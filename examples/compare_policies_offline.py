@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from streams.sim.engine_config import EngineConfig
-from streams.sim.lab.trace_runs import simulate
-from streams.sim.trace import generate
+from streams.lab.engines.engine_config import EngineConfig
+from streams.lab.simulation.trace_runs import simulate
+from streams.lab.trace import generate
 
 N_REQUESTS, N_ENGINES, SEED = 200, 4, 1
 

@@ -16,13 +16,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from streams.kafka import delete_topics
-from streams.local.moving import FOUR_PLACES, Move, PooledFleet, killed_midway
-from streams.local.processes import Children
-from streams.local.stack import FrontProcess, Stack
+from streams.lab.demo.pooled_fleet import FOUR_PLACES, Move, PooledFleet, killed_midway
+from streams.lab.engines.engine_config import EngineConfig
+from streams.lab.engines.pool import PoolConfig
+from streams.lab.engines.synthetic_tokens import greedy_tokens, unpack_tokens
+from streams.lab.processes import Children
+from streams.lab.stack import FrontProcess, Stack
 from streams.settings import load
-from streams.sim.engine_config import EngineConfig
-from streams.sim.pool import PoolConfig
-from streams.sim.synthetic_tokens import greedy_tokens, unpack_tokens
 from streams.topics import topics
 from streams.warming import WORKER, warm
 

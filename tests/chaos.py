@@ -29,9 +29,9 @@ from confluent_kafka import Consumer, TopicPartition
 from streams.errors import KvStreamsError
 from streams.faults import FAULT_ENV
 from streams.kafka import Record, ensure_topics, log_end
-from streams.local.kafka import LocalKafka, LocalKafkaConfig
-from streams.local.processes import Children
-from streams.local.stack import RouterProcess, Stack
+from streams.lab.kafka.broker import LocalKafka, LocalKafkaConfig
+from streams.lab.processes import Children
+from streams.lab.stack import RouterProcess, Stack
 from streams.settings import Settings
 from streams.tables.changelog import read_to_end
 from streams.tables.records import PARTITION_PREFIX, decode_partition

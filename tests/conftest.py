@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from streams.local import ports
-from streams.local.kafka import LocalKafka
-from streams.local.processes import Children
+from streams.lab.kafka import ports
+from streams.lab.kafka.broker import LocalKafka
+from streams.lab.processes import Children
 from tests.helpers.broker import DIRECTORY_ENV, broker_config
 from tests.helpers.commands import PATIENCE_S, Run, Start, start_command
 from tests.helpers.order import dealt

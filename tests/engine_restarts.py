@@ -21,11 +21,11 @@ from pathlib import Path
 
 from streams.errors import KvStreamsError
 from streams.kafka import ensure_topics
-from streams.local.kafka import LocalKafka, LocalKafkaConfig
-from streams.local.processes import Children
-from streams.local.stack import Engine, RouterProcess, Stack, get_json, wait_workers
+from streams.lab.engines.engine_config import EngineConfig
+from streams.lab.kafka.broker import LocalKafka, LocalKafkaConfig
+from streams.lab.processes import Children
+from streams.lab.stack import Engine, RouterProcess, Stack, get_json, wait_workers
 from streams.settings import Settings
-from streams.sim.engine_config import EngineConfig
 from streams.topics import topics
 from tests.helpers.support import assert_known
 

@@ -1,6 +1,6 @@
 """`python -m tests.migrations`: streams under load whose engines fail at random points, and what must hold of each.
 
-What lives here: the clients, the failures, and the checks. What must not: how processes are started (streams.local).
+What lives here: the clients, the failures, and the checks. What must not: how processes start (streams.lab.stack).
 Everything is real: a Kafka, a worker with its router, a bridge, a pool, engines and a front, each a process. Engines
 are killed with SIGKILL from outside and on command at a random token, stall, and refuse a stream; they are started
 again, with an empty cache. One is away at a time, and another one refuses streams meanwhile, so that streams move more
@@ -10,8 +10,8 @@ with fewer engines, a stream may have none left.)
 Checked: every stream is complete, and has every token exactly once, equal to those of an undisturbed engine; no booking
 is left; every prefill of a resumed stream computed exactly the tokens that neither the engine nor its pool held; and
 what the front says about tokens that were prefilled again is what the engines did. The last two follow from the
-journals of engines and pool (streams.sim.journal), not from what the front or the router believe. A thousand migrations
-take about ten minutes of two cores.
+journals of engines and pool (streams.lab.engines.journal), not from what the front or the router believe. A thousand
+migrations take about ten minutes of two cores.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ import click
 import numpy as np
 
 from streams.core.hashing import local_hashes, sequence_hashes
-from streams.local.kafka import LocalKafka
-from streams.local.moving import FOUR_PLACES, Place, PooledFleet, Streamed, read_stream
-from streams.local.processes import Children
-from streams.local.stack import FrontProcess, RouterProcess, Stack, get_bytes
+from streams.lab.demo.pooled_fleet import FOUR_PLACES, Place, PooledFleet, Streamed, read_stream
+from streams.lab.engines.chat_template import render
+from streams.lab.engines.engine_config import EngineConfig
+from streams.lab.engines.faults import FaultKind
+from streams.lab.engines.journal import CacheHistory
+from streams.lab.engines.pool import PoolConfig
+from streams.lab.engines.synthetic_tokens import answer_tokens, greedy_tokens, unpack_tokens
+from streams.lab.kafka.broker import LocalKafka
+from streams.lab.processes import Children
+from streams.lab.stack import FrontProcess, RouterProcess, Stack, get_bytes
 from streams.settings import Settings
-from streams.sim.chat_template import render
-from streams.sim.engine_config import EngineConfig
-from streams.sim.faults import FaultKind
-from streams.sim.journal import CacheHistory
-from streams.sim.pool import PoolConfig
-from streams.sim.synthetic_tokens import answer_tokens, greedy_tokens, unpack_tokens
 from streams.waiting import wait_for
 from streams.warming import WORKER, warm
 from tests.helpers.broker import broker_config

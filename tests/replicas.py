@@ -34,9 +34,9 @@ from streams.core.ids import RankId
 from streams.core.loads.bookings import Booking, BookingId, BookingPhase
 from streams.errors import KvStreamsError
 from streams.kafka import Record, admin, ensure_topics
-from streams.local.kafka import LocalKafka, LocalKafkaConfig
-from streams.local.processes import Children
-from streams.local.stack import READY_TIMEOUT_S, RouterProcess, Stack, is_ready
+from streams.lab.kafka.broker import LocalKafka, LocalKafkaConfig
+from streams.lab.processes import Children
+from streams.lab.stack import READY_TIMEOUT_S, RouterProcess, Stack, is_ready
 from streams.settings import Settings
 from streams.tables.changelog import read_to_end
 from streams.topics import topics

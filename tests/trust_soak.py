@@ -3,9 +3,10 @@
 What lives here: the load, the faults, and the check at the end. What must not: single faults with their expected
 answers (tests/trust).
 
-Simulated engines keep journals of their caches (streams/sim/journal.py), which survive SIGKILL. Clients ask two routers
-and record every answer. An answer whose `chosen_mode` is exact is wrong if the chosen engine held as many leading
-blocks of the prompt as the answer says at no moment from one second before the request until the answer arrived.
+Simulated engines keep journals of their caches (streams/lab/engines/journal.py), which survive SIGKILL. Clients ask two
+routers and record every answer. An answer whose `chosen_mode` is exact is wrong if the chosen engine held as many
+leading blocks of the prompt as the answer says at no moment from one second before the request until the answer
+arrived.
 
     python -m tests.trust_soak --minutes 60
 """
@@ -31,16 +32,17 @@ import aiohttp
 import numpy as np
 import orjson
 
+from streams.core.request_trace import TraceRequest
 from streams.kafka import ensure_topics
-from streams.local.kafka import LocalKafka, LocalKafkaConfig
-from streams.local.ports import free_port
-from streams.local.processes import Child, Children
-from streams.local.stack import READY_TIMEOUT_S, RouterProcess, Stack, is_ready, wait_workers
+from streams.lab.engines.engine_messages import hash_prompt
+from streams.lab.engines.journal import CacheHistory
+from streams.lab.engines.synthetic_tokens import unpack_tokens
+from streams.lab.kafka.broker import LocalKafka, LocalKafkaConfig
+from streams.lab.kafka.ports import free_port
+from streams.lab.processes import Child, Children
+from streams.lab.stack import READY_TIMEOUT_S, RouterProcess, Stack, is_ready, wait_workers
+from streams.lab.trace import ChatShape, generate, tokens_for
 from streams.settings import Settings, as_environ
-from streams.sim.engine_messages import hash_prompt
-from streams.sim.journal import CacheHistory
-from streams.sim.synthetic_tokens import unpack_tokens
-from streams.sim.trace import ChatShape, TraceRequest, generate, tokens_for
 from streams.topics import topics
 from streams.waiting import wait_for
 

@@ -12,8 +12,8 @@ from streams.cli.options import GroupedCommand
 from streams.cli.output import console
 
 if TYPE_CHECKING:
-    from streams.compare.estimates import Estimate, Outcome
-    from streams.compare.variants import Variant
+    from streams.lab.compare.estimates import Estimate, Outcome
+    from streams.lab.compare.variants import Variant
 
 
 @click.command(cls=GroupedCommand)
@@ -91,12 +91,12 @@ def compare(
     import orjson
     from rich.console import Console
 
-    from streams.compare.estimates import evaluate, n_complete_rounds
-    from streams.compare.plan import make_plan
-    from streams.compare.report import in_words, report
-    from streams.compare.traffic import RUNS_MAX, Measured, TrafficConfig, run
-    from streams.compare.variants import parse_variants
     from streams.errors import SettingsError
+    from streams.lab.compare.estimates import evaluate, n_complete_rounds
+    from streams.lab.compare.plan import make_plan
+    from streams.lab.compare.report import in_words, report
+    from streams.lab.compare.traffic import RUNS_MAX, Measured, TrafficConfig, run
+    from streams.lab.compare.variants import parse_variants
     from streams.progress import shown
     from streams.security.files import read_secret
 
@@ -143,7 +143,7 @@ def _requests(trace: Path | None, n_requests: int, prompt_max: int, output_max: 
     import numpy as np
 
     from streams.errors import SettingsError
-    from streams.sim.trace import generate, parse_trace
+    from streams.lab.trace import generate, parse_trace
 
     if trace is None:
         requests = generate(n_requests or 4000, np.random.default_rng(seed))

@@ -18,8 +18,8 @@ from streams.settings import Resolved
 if TYPE_CHECKING:
     from streams.decision_log.reading import ReadLog
     from streams.decision_log.trace import Recording
-    from streams.sim.lab.engine_config import LabEngineConfig
-    from streams.sim.lab.recorded import Replay
+    from streams.lab.simulation.lab_engine_config import LabEngineConfig
+    from streams.lab.simulation.recorded import Replay
 
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 _AGO = re.compile(r"(\d+(?:\.\d+)?)([smhd])")
@@ -155,13 +155,13 @@ def replay_decisions(
 
     from streams.decision_log.reading import read_log
     from streams.decision_log.trace import recording_of
+    from streams.lab.simulation.experiment import WITH_QUEUE, check_policy, run_policy
+    from streams.lab.simulation.fleet import FleetConfig
+    from streams.lab.simulation.lab_engine_config import default_engine, engine_from_toml
+    from streams.lab.simulation.recorded import replay
+    from streams.lab.simulation.workload import RawRequest, build
+    from streams.lab.trace import TRACE_BLOCK_TOKENS, dump
     from streams.progress import shown
-    from streams.sim.lab.engine_config import default_engine, engine_from_toml
-    from streams.sim.lab.experiment import WITH_QUEUE, check_policy, run_policy
-    from streams.sim.lab.fleet import FleetConfig
-    from streams.sim.lab.recorded import replay
-    from streams.sim.lab.workload import RawRequest, build
-    from streams.sim.trace import TRACE_BLOCK_TOKENS, dump
 
     names = [each.strip() for each in policies.split(",") if each.strip()]
     for name in names:  # before anything is read

@@ -51,7 +51,7 @@ def kafka_up(directory: Path, overrides: tuple[str, ...], secure: bool) -> None:
     for note in state.notes:
         click.echo(note)
     if secure:
-        from streams.local.kafka import SECURE_FOLDER
+        from streams.lab.kafka.broker import SECURE_FOLDER
 
         # A variable takes precedence over the file.
         names = (ENV_PREFIX + name.upper() for name in state.settings)
@@ -68,7 +68,7 @@ def kafka_up(directory: Path, overrides: tuple[str, ...], secure: bool) -> None:
 @_directory
 def kafka_down(directory: Path) -> None:
     """Stop Kafka. Its data and ports are kept for the next start."""
-    from streams.local.kafka import LocalKafka, LocalKafkaConfig
+    from streams.lab.kafka.broker import LocalKafka, LocalKafkaConfig
 
     was_running = LocalKafka(LocalKafkaConfig(directory)).down()
     click.echo("Kafka is down" if was_running else "no Kafka was running here")
@@ -78,7 +78,7 @@ def kafka_down(directory: Path) -> None:
 @_directory
 def kafka_status(directory: Path) -> None:
     """Print whether Kafka is running, and its address. The exit status is 1 if it is not running."""
-    from streams.local.kafka import LocalKafka, LocalKafkaConfig
+    from streams.lab.kafka.broker import LocalKafka, LocalKafkaConfig
 
     local = LocalKafka(LocalKafkaConfig(directory))
     state = local.status()
@@ -91,7 +91,7 @@ def kafka_status(directory: Path) -> None:
 
 def start_kafka(directory: Path, overrides: dict[str, str] | None = None, *, secure: bool = False) -> Any:
     """Start the local Kafka and return its KafkaState. Shows progress during the download of its jars and the start."""
-    from streams.local.kafka import LocalKafka, LocalKafkaConfig
+    from streams.lab.kafka.broker import LocalKafka, LocalKafkaConfig
     from streams.progress import shown
 
     local = LocalKafka(LocalKafkaConfig(directory, overrides or {}, secure=secure))

@@ -14,8 +14,8 @@ from streams.cli.output import console
 _F = TypeVar("_F", bound=Callable[..., None])
 
 if TYPE_CHECKING:
-    from streams.sim.lab.experiment import Row
-    from streams.sim.lab.fleet import FleetConfig
+    from streams.lab.simulation.experiment import Row
+    from streams.lab.simulation.fleet import FleetConfig
 
 
 def _numbers(text: str, of: type[int] | type[float]) -> list[float]:
@@ -111,9 +111,9 @@ def fleet_of(
     engine_file: Path | None,
 ) -> FleetConfig:
     """The fleet that these options describe. Raises SettingsError."""
-    from streams.sim.lab.engine_config import default_engine, engine_from_toml
-    from streams.sim.lab.fleet import Failure, FleetConfig
-    from streams.sim.lab.pool import LabPoolConfig
+    from streams.lab.simulation.fleet import Failure, FleetConfig
+    from streams.lab.simulation.lab_engine_config import default_engine, engine_from_toml
+    from streams.lab.simulation.lab_pool import LabPoolConfig
 
     engine = default_engine() if engine_file is None else engine_from_toml(engine_file.read_text(encoding="utf-8"))
     shared = None
@@ -172,8 +172,8 @@ def simulate(
     import orjson
     from rich.console import Console
 
+    from streams.lab.simulation.experiment import load_workload, run_policy
     from streams.progress import shown
-    from streams.sim.lab.experiment import load_workload, run_policy
 
     fleet = fleet_of(**fleet_settings)
     n_workers = fleet.n_workers
@@ -198,7 +198,7 @@ def simulate(
         }
         json_file.write_bytes(orjson.dumps(record, option=orjson.OPT_INDENT_2) + b"\n")
     if plots is not None:
-        from streams.sim.lab.plots import write_plots
+        from streams.lab.simulation.plots import write_plots
 
         for path in write_plots(rows, plots):
             click.echo(str(path))
@@ -259,9 +259,9 @@ def tune(
     from rich.table import Table
 
     from streams.errors import SettingsError
+    from streams.lab.simulation import tuning
+    from streams.lab.simulation.experiment import load_workload
     from streams.progress import shown
-    from streams.sim.lab import tuning
-    from streams.sim.lab.experiment import load_workload
 
     ranges = dict(map(_range, sweep)) or dict(tuning.RANGES.get(policy, {}))
     if not ranges:

@@ -73,7 +73,7 @@ def demo(
     kafka_directory: Path,
 ) -> None:
     """Compare routing policies on this machine, with simulated engines and a real Kafka."""
-    from streams.local.demo import DEMO_POLICIES, DemoConfig, require_extra, run_demo
+    from streams.lab.demo.run import DEMO_POLICIES, DemoConfig, require_extra, run_demo
     from streams.warming import WORKER
     from streams.warming import warm as warm_kernels
 
@@ -115,7 +115,7 @@ def demo(
 @_kafka_directory
 def up(workers: int, directory: Path, kafka_directory: Path) -> None:
     """Run everything on this machine in the foreground, to try the HTTP API."""
-    from streams.local.demo import require_extra, run_up
+    from streams.lab.demo.run import require_extra, run_up
     from streams.warming import WORKER
     from streams.warming import warm as warm_kernels
 

@@ -14,9 +14,9 @@ from streams.core.kernels.available import do_without_kernels
 from streams.settings import Settings
 
 if TYPE_CHECKING:
-    from streams.sim.event_publisher import EventDialect
-    from streams.sim.server import PoolReads, PoolWrites
-    from streams.sim.speeds import DeviceClass, ModelClass
+    from streams.lab.engines.event_publisher import EventDialect
+    from streams.lab.engines.server import PoolReads, PoolWrites
+    from streams.lab.engines.speeds import DeviceClass, ModelClass
 
 
 @click.command(cls=GroupedCommand)
@@ -161,10 +161,10 @@ def sim(
     # half the time, and after SIGKILL its connections close sooner, since the kernel frees its memory first.
     do_without_kernels()
     from streams.core.events import MoeLabels
-    from streams.sim.engine_config import EngineConfig
-    from streams.sim.faults import Fault, FaultKind
-    from streams.sim.server import SimServerConfig, run
-    from streams.sim.speeds import MODELS
+    from streams.lab.engines.engine_config import EngineConfig
+    from streams.lab.engines.faults import Fault, FaultKind
+    from streams.lab.engines.server import SimServerConfig, run
+    from streams.lab.engines.speeds import MODELS
 
     log.configure(Settings())
     speed = EngineConfig() if model_class is None else MODELS[model_class]
@@ -271,9 +271,9 @@ def sim_pool(
 ) -> None:
     """Run a CXL pool that simulated engines share."""
     do_without_kernels()
-    from streams.sim.pool import PoolConfig
-    from streams.sim.pool_server import PoolServerConfig, run
-    from streams.sim.speeds import DEVICES, MODELS
+    from streams.lab.engines.pool import PoolConfig
+    from streams.lab.engines.pool_server import PoolServerConfig, run
+    from streams.lab.engines.speeds import DEVICES, MODELS
 
     log.configure(Settings())
     usual = PoolConfig()

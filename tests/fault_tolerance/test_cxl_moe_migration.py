@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from examples import cxl_migration
-from streams.local.moving import (
+from streams.lab.demo.pooled_fleet import (
     SHARED_BLOCKS,
     STRICT_MOE_QUERY,
     PooledFleet,
@@ -28,9 +28,9 @@ from streams.local.moving import (
     call,
     read_stream,
 )
-from streams.local.processes import Children
-from streams.local.stack import READY_TIMEOUT_S, FrontProcess, RouterProcess, Stack, get_json
-from streams.sim.synthetic_tokens import greedy_tokens, unpack_tokens
+from streams.lab.engines.synthetic_tokens import greedy_tokens, unpack_tokens
+from streams.lab.processes import Children
+from streams.lab.stack import READY_TIMEOUT_S, FrontProcess, RouterProcess, Stack, get_json
 from streams.waiting import wait_for
 from tests.helpers.scopes import ScopeFactory
 from tests.helpers.support import VISIBLE_TIMEOUT_S

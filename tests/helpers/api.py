@@ -26,11 +26,11 @@ from streams.core.hashing import local_hashes, sequence_hashes
 from streams.core.ids import DpRank, Epoch, HashArray, Incarnation, RankId, Tier, WorkerId
 from streams.core.reducer.ordering import Health, Progress
 from streams.kafka import ensure_topics, partition_of, producer
-from streams.local.ports import free_port
-from streams.local.stack import READY_TIMEOUT_S, is_ready
+from streams.lab.engines.held_chains import runs_of_chain
+from streams.lab.kafka.ports import free_port
+from streams.lab.stack import READY_TIMEOUT_S, is_ready
 from streams.router_api.server import serve
 from streams.settings import Settings
-from streams.sim.held_chains import runs_of_chain
 from streams.tables.records import (
     PartitionRecord,
     SourceProgress,

@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 
 from streams.errors import LocalKafkaError
-from streams.local.kafka import LocalKafka, LocalKafkaConfig
+from streams.lab.kafka.broker import LocalKafka, LocalKafkaConfig
 from streams.waiting import wait_for
 
 #: Environment variable with the broker's folder; the worker processes of pytest-xdist inherit it.

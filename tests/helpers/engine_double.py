@@ -20,7 +20,7 @@ import zmq
 from streams.core.hashing import local_hashes
 from streams.core.ids import Tier
 from streams.engines.replay import END_MARKER, SEQUENCE
-from streams.local.ports import free_port
+from streams.lab.kafka.ports import free_port
 from tests.helpers.reference import chain_hashes
 
 BLOCK_SIZE = 16

@@ -21,12 +21,12 @@ from streams.core.workers import Worker
 from streams.http_server import HttpServer
 from streams.interpreter import prefer_request_threads
 from streams.kafka import worker_key
-from streams.local.ports import free_port
+from streams.lab.engines.held_chains import FIRST_EPOCH, runs_of_chain
+from streams.lab.kafka.ports import free_port
 from streams.router_api.router import Router
 from streams.router_api.server import api_runner, tick_forever
 from streams.security.access import Access
 from streams.settings import Settings
-from streams.sim.held_chains import FIRST_EPOCH, runs_of_chain
 from streams.tables.records import encode_progress, encode_run, progress_key, run_key
 from tests.helpers.api import Api
 

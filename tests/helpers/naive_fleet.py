@@ -12,13 +12,14 @@ from streams.core.hashing import pack_hashes
 from streams.core.ids import DpRank, RankId, WorkerId
 from streams.core.index.interface import OverlapScores
 from streams.core.loads.bookings import ActiveLoads, BookingId
+from streams.core.request_trace import TraceRequest
 from streams.core.routing.decision import Chooser, RoutePolicy, booking_of
 from streams.core.routing.selection import Rng
-from streams.sim.engine_config import EngineConfig
-from streams.sim.engine_messages import Finished, FirstToken, ModelRequest, PromptHashes, hash_prompt
-from streams.sim.lab.results import RequestOutcome
-from streams.sim.model import EngineModel
-from streams.sim.trace import TraceRequest, tokens_for
+from streams.lab.engines.engine_config import EngineConfig
+from streams.lab.engines.engine_messages import Finished, FirstToken, ModelRequest, PromptHashes, hash_prompt
+from streams.lab.engines.model import EngineModel
+from streams.lab.simulation.results import RequestOutcome
+from streams.lab.trace import tokens_for
 
 
 class NaiveFleet:

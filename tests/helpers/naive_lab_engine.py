@@ -1,4 +1,4 @@
-"""The rules of a laboratory engine, one step and one block at a time: the reference for streams.sim.lab.engine.
+"""The rules of a laboratory engine, one step and one block at a time: the reference for simulation.lab_engine.
 
 It lists every block and every token, and is therefore slow.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from streams.sim.lab.engine_config import LabEngineConfig
+from streams.lab.simulation.lab_engine_config import LabEngineConfig
 
 
 @dataclass

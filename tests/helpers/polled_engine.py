@@ -14,7 +14,7 @@ from typing import Any, Self
 
 from aiohttp import web
 
-from streams.local.ports import free_port
+from streams.lab.kafka.ports import free_port
 
 
 class PolledEngine:

@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 
 from streams.kafka import admin
-from streams.local.kafka import KafkaState, LocalKafka
-from streams.local.processes import Children
-from streams.local.stack import Stack
+from streams.lab.kafka.broker import KafkaState, LocalKafka
+from streams.lab.processes import Children
+from streams.lab.stack import Stack
 from streams.settings import Settings
 from streams.topics import topics
 from tests.helpers.broker import DIRECTORY_ENV, broker_config

@@ -27,8 +27,8 @@ from confluent_kafka.admin import (  # type: ignore[attr-defined]
 )
 
 from streams.kafka import admin
-from streams.local.kafka import SECURE_FOLDER, KafkaState, LocalKafka, LocalKafkaConfig
-from streams.local.secure_files import SecureFiles
+from streams.lab.kafka.broker import SECURE_FOLDER, KafkaState, LocalKafka, LocalKafkaConfig
+from streams.lab.kafka.secure_files import SecureFiles
 from streams.security.acls import Acl
 from streams.settings import SaslMechanism, Settings
 

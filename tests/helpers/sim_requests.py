@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from streams.sim.engine_config import EngineConfig
-from streams.sim.engine_messages import (
+from streams.lab.engines.engine_config import EngineConfig
+from streams.lab.engines.engine_messages import (
     ModelRequest,
     Output,
 )
-from streams.sim.model import EngineModel
+from streams.lab.engines.model import EngineModel
 
 BLOCK = 4
 FOREVER = 1e15

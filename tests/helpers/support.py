@@ -8,7 +8,7 @@ from confluent_kafka import OFFSET_BEGINNING, KafkaError, TopicPartition
 
 from streams.errors import KvStreamsError
 from streams.kafka import reader
-from streams.local.stack import Engine, RouterProcess, held_blocks, known_blocks
+from streams.lab.stack import Engine, RouterProcess, held_blocks, known_blocks
 from streams.settings import Settings
 from streams.topics import topics
 from streams.waiting import wait_for

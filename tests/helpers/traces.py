@@ -1,6 +1,6 @@
 """Where the published trace is, on machines that have it.
 
-What lives here: its path. What must not: reading it (streams.sim.trace, streams.sim.lab.traces).
+What lives here: its path. What must not: reading it (streams.lab.trace, streams.lab.simulation.trace_files).
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from http.client import HTTPException
 from typing import Any
 
-from streams.local.processes import Child, Children
-from streams.local.stack import RouterProcess, Stack
+from streams.lab.processes import Child, Children
+from streams.lab.stack import RouterProcess, Stack
 from streams.settings import as_environ
 from streams.waiting import wait_for
 from tests.helpers.api import Answer, Api

@@ -21,7 +21,7 @@ from streams.core.ids import DpRank, Incarnation, RankId, Tier, WorkerId
 from streams.core.runs import Run
 from streams.errors import BadRecord, KvStreamsError
 from streams.kafka import Record, partition_of, producer
-from streams.local.stack import Fact, facts, get_json
+from streams.lab.stack import Fact, facts, get_json
 from streams.settings import Settings
 from streams.tables.changelog import read_to_end
 from streams.tables.index_reducer import prefix_index_table

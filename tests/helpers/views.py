@@ -13,9 +13,9 @@ from streams.core.index.run_fold import PlainRunFold
 from streams.core.reducer.ordering import Health, Progress
 from streams.core.workers import Worker
 from streams.kafka import partition_of
+from streams.lab.engines.held_chains import FIRST_EPOCH, runs_of_chain
 from streams.router_api.view import View
 from streams.settings import Settings
-from streams.sim.held_chains import FIRST_EPOCH, runs_of_chain
 from streams.tables.records import (
     PartitionRecord,
     encode_partition,

@@ -11,9 +11,9 @@ import msgpack
 import pytest
 import zmq
 
-from streams.local.ports import free_port
-from streams.local.stack import Engine, RouterProcess, Stack, get_json, wait_workers
-from streams.sim.engine_config import EngineConfig
+from streams.lab.engines.engine_config import EngineConfig
+from streams.lab.kafka.ports import free_port
+from streams.lab.stack import Engine, RouterProcess, Stack, get_json, wait_workers
 from streams.waiting import wait_for
 from tests.helpers.support import VISIBLE_TIMEOUT_S, assert_known, dead_letters
 

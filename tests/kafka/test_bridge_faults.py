@@ -24,10 +24,10 @@ from streams.core.ids import DpRank, Incarnation, RankId, Tier, WorkerId
 from streams.core.reducer.holdings import plain_holdings
 from streams.core.workers import Worker
 from streams.kafka import Record, ensure_topics, partition_of, producer
-from streams.local.processes import Child
-from streams.local.stack import Engine, RouterProcess, Stack, get_json, known_blocks, wait_workers
+from streams.lab.engines.engine_config import EngineConfig
+from streams.lab.processes import Child
+from streams.lab.stack import Engine, RouterProcess, Stack, get_json, known_blocks, wait_workers
 from streams.settings import Settings
-from streams.sim.engine_config import EngineConfig
 from streams.tables.changelog import read_to_end
 from streams.topics import topics
 from streams.waiting import wait_for

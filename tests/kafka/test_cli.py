@@ -10,7 +10,7 @@ import pytest
 from confluent_kafka.admin import NewTopic  # type: ignore[attr-defined]
 
 from streams.kafka import admin, describe_topics, ensure_topics
-from streams.local.ports import free_port
+from streams.lab.kafka.ports import free_port
 from streams.settings import Settings, as_environ
 from streams.topics import topics
 from streams.waiting import wait_for

@@ -19,10 +19,10 @@ import pytest
 from streams.client import EngineOptions, KvPushRouter, KvRouter, KvRouterClient
 from streams.client.payloads import pack_tokens, unpack_tokens
 from streams.errors import InvalidRequest, NotReady, QueueTimeout, UnknownModel
-from streams.local.processes import Children
-from streams.local.stack import READY_TIMEOUT_S, Engine, RouterProcess, Stack, get_json, is_ready, wait_workers
+from streams.lab.engines.synthetic_tokens import greedy_tokens
+from streams.lab.processes import Children
+from streams.lab.stack import READY_TIMEOUT_S, Engine, RouterProcess, Stack, get_json, is_ready, wait_workers
 from streams.settings import Settings
-from streams.sim.synthetic_tokens import greedy_tokens
 from streams.waiting import wait_for
 from tests.helpers.pages import blocks
 from tests.helpers.scopes import ScopeFactory

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from streams.local.processes import Children
-from streams.local.stack import RouterProcess, Stack, get_bytes, get_json, wait_workers
-from streams.sim.engine_config import EngineConfig
+from streams.lab.engines.engine_config import EngineConfig
+from streams.lab.processes import Children
+from streams.lab.stack import RouterProcess, Stack, get_bytes, get_json, wait_workers
 from streams.waiting import wait_for
 from tests.helpers.commands import Run
 from tests.helpers.scopes import ScopeFactory

@@ -27,9 +27,9 @@ from streams.cxl.records import encode_transition
 from streams.engines.publisher import KvEventPublisher
 from streams.errors import InvalidEvent
 from streams.kafka import ensure_topics, partition_of, producer
-from streams.local.kafka import LocalKafkaConfig
-from streams.local.processes import Children
-from streams.local.stack import RouterProcess, Stack, facts, get_json
+from streams.lab.kafka.broker import LocalKafkaConfig
+from streams.lab.processes import Children
+from streams.lab.stack import RouterProcess, Stack, facts, get_json
 from streams.settings import Settings, as_environ, tables_path
 from streams.tables.cxl_reducer import partition_plan
 from streams.tables.store import PartitionStore

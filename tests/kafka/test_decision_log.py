@@ -13,8 +13,8 @@ from click.testing import CliRunner
 from streams.cli import cli
 from streams.decision_log.reading import read_log
 from streams.kafka import ensure_topics, producer
-from streams.local.processes import Children
-from streams.local.stack import Stack, wait_workers
+from streams.lab.processes import Children
+from streams.lab.stack import Stack, wait_workers
 from streams.settings import Settings, as_environ
 from streams.topics import topics
 from streams.waiting import wait_for

@@ -24,8 +24,8 @@ from streams.core.reducer.ordering import Progress
 from streams.cxl.pooled_view import PooledView
 from streams.cxl.records import BlockKey, BlockRow, Placement, block_key, encode_block
 from streams.kafka import partition_of, producer
+from streams.lab.engines.held_chains import runs_of_chain
 from streams.settings import Settings
-from streams.sim.held_chains import runs_of_chain
 from streams.tables.records import encode_progress, encode_run, progress_key, run_key
 from streams.topics import topics
 from streams.waiting import wait_for

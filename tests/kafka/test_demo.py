@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from streams.core.routing.selection import RouterMode
-from streams.local.demo import DemoConfig, run_demo
-from streams.local.kafka import KafkaState
+from streams.lab.demo.run import DemoConfig, run_demo
+from streams.lab.kafka.broker import KafkaState
 from tests.helpers.commands import Start
 
 

@@ -35,12 +35,12 @@ from streams.core.workers import BridgeLease, Worker
 from streams.doctor.findings import Group
 from streams.doctor.run import Order, examine
 from streams.kafka import admin, delete_topics, ensure_topics, partition_of, producer, worker_key
-from streams.local.ports import free_port
-from streams.local.processes import Children
-from streams.local.stack import RouterProcess, Stack, get_json, is_ready, wait_workers
+from streams.lab.engines.chat_template import CHAT_TEMPLATE, tokenizer_files
+from streams.lab.engines.engine_config import EngineConfig
+from streams.lab.kafka.ports import free_port
+from streams.lab.processes import Children
+from streams.lab.stack import RouterProcess, Stack, get_json, is_ready, wait_workers
 from streams.settings import Settings, as_environ
-from streams.sim.chat_template import CHAT_TEMPLATE, tokenizer_files
-from streams.sim.engine_config import EngineConfig
 from streams.tables.records import PartitionRecord, SourceProgress, encode_partition, partition_key
 from streams.topics import topics
 from streams.waiting import wait_for

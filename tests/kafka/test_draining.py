@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from streams.local.processes import Children
-from streams.local.stack import RouterProcess, Stack, get_json, is_ready, wait_workers
+from streams.lab.engines.engine_config import EngineConfig
+from streams.lab.processes import Children
+from streams.lab.stack import RouterProcess, Stack, get_json, is_ready, wait_workers
 from streams.settings import Settings
-from streams.sim.engine_config import EngineConfig
 from streams.waiting import wait_for
 from tests.helpers.api import Api, metrics
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from streams.local.stack import Stack, wait_workers
+from streams.lab.stack import Stack, wait_workers
 from tests.engine_restarts import CACHE, restart_under_load
 
 

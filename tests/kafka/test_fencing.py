@@ -23,9 +23,9 @@ from streams.core.events import EngineBatch, WorkerRemoved
 from streams.core.ids import Incarnation
 from streams.engines.publisher import KvEventPublisher
 from streams.kafka import Record, partition_of
-from streams.local.kafka import LocalKafkaConfig
-from streams.local.processes import Child, Children
-from streams.local.stack import RouterProcess, Stack, facts
+from streams.lab.kafka.broker import LocalKafkaConfig
+from streams.lab.processes import Child, Children
+from streams.lab.stack import RouterProcess, Stack, facts
 from streams.settings import Settings
 from streams.tables.changelog import read_to_end
 from streams.tables.records import decode_partition, partition_key

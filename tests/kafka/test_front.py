@@ -16,9 +16,9 @@ from openai.types.chat import ChatCompletionMessageParam, ChatCompletionToolPara
 
 from streams.client import KvRouterClient
 from streams.client.matches import WorkerRank
-from streams.local.processes import Children
-from streams.local.stack import Engine, RouterProcess, Stack, get_bytes, get_json, wait_workers
-from streams.sim.chat_template import render, tokenizer_files
+from streams.lab.engines.chat_template import render, tokenizer_files
+from streams.lab.processes import Children
+from streams.lab.stack import Engine, RouterProcess, Stack, get_bytes, get_json, wait_workers
 from streams.waiting import wait_for
 from tests.helpers.scopes import ScopeFactory
 from tests.helpers.support import VISIBLE_TIMEOUT_S

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from streams.local.stack import Stack
+from streams.lab.stack import Stack
 from streams.waiting import wait_for
 from tests.helpers.api import PATIENCE_S, TOKENS, Api, metrics
 

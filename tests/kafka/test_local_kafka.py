@@ -14,7 +14,8 @@ from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 
 from streams.errors import LocalKafkaError
-from streams.local import KAFKA_VERSION, LocalKafkaConfig, kafka
+from streams.lab.kafka import KAFKA_VERSION, LocalKafkaConfig
+from streams.lab.kafka import broker as kafka
 from tests.helpers.broker import BreakableKafka
 
 

@@ -19,12 +19,12 @@ from typing import Any
 import pytest
 
 from streams.kafka import describe_topics
-from streams.local.kafka import LocalKafka
-from streams.local.ports import free_port
-from streams.local.processes import Children
-from streams.local.stack import Stack, get_bytes, get_json, is_ready, wait_workers
+from streams.lab.engines.engine_config import EngineConfig
+from streams.lab.kafka.broker import LocalKafka
+from streams.lab.kafka.ports import free_port
+from streams.lab.processes import Children
+from streams.lab.stack import Stack, get_bytes, get_json, is_ready, wait_workers
 from streams.settings import Settings, as_environ
-from streams.sim.engine_config import EngineConfig
 from streams.topics import topics
 from streams.waiting import wait_for
 from streams.worker import create_app

@@ -16,10 +16,10 @@ from pathlib import Path
 
 import pytest
 
-from streams.local.kafka import KafkaState
-from streams.local.ports import free_ports
-from streams.local.stack import Engine, Stack
-from streams.sim.engine_config import EngineConfig
+from streams.lab.engines.engine_config import EngineConfig
+from streams.lab.kafka.broker import KafkaState
+from streams.lab.kafka.ports import free_ports
+from streams.lab.stack import Engine, Stack
 from tests.helpers.commands import environment
 from tests.helpers.pages import ROOT, blocks_of
 

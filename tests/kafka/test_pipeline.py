@@ -21,7 +21,7 @@ from streams.core.events import BlocksStored, EngineBatch, EngineEvents
 from streams.core.ids import DpRank, EngineHash, Incarnation, RankId, Tier, WorkerId
 from streams.engines.publisher import KvEventPublisher
 from streams.kafka import ensure_topics, partition_of, producer
-from streams.local.stack import RouterProcess, Stack, facts, get_json
+from streams.lab.stack import RouterProcess, Stack, facts, get_json
 from streams.topics import topics
 from streams.waiting import wait_for
 from tests.helpers.support import VISIBLE_TIMEOUT_S, dead_letters

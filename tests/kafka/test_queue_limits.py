@@ -12,8 +12,8 @@ import pytest
 
 from streams.errors import BadRecord
 from streams.kafka import ensure_topics
-from streams.local.processes import Children
-from streams.local.stack import Stack
+from streams.lab.processes import Children
+from streams.lab.stack import Stack
 from streams.settings import Settings
 from streams.tables.index_reducer import prefix_index_table
 from streams.tables.partition import TablePartition

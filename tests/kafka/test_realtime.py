@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from streams.local.processes import Child, Children
-from streams.local.stack import Stack
+from streams.lab.processes import Child, Children
+from streams.lab.stack import Stack
 from streams.settings import Settings
 from streams.waiting import wait_for
 from tests.helpers.api import PATIENCE_S

@@ -14,8 +14,8 @@ from confluent_kafka import Consumer, Message
 from streams.engines.publisher import KvEventPublisher
 from streams.errors import KvStreamsError
 from streams.kafka import admin, consume, producer
-from streams.local.kafka import LocalKafkaConfig
-from streams.local.ports import free_port
+from streams.lab.kafka.broker import LocalKafkaConfig
+from streams.lab.kafka.ports import free_port
 from streams.router_api import topic_readers
 from streams.router_api.registry import DELIVERY_TIMEOUT_MS, PUBLISH_TIMEOUT_S
 from streams.settings import Settings, as_environ

@@ -14,10 +14,10 @@ from confluent_kafka import OFFSET_BEGINNING, TopicPartition
 from streams.codec import render_key
 from streams.core.ids import WorkerId
 from streams.kafka import assign, reader
-from streams.local.processes import Children
-from streams.local.stack import Engine, FrontProcess, RouterProcess, Stack, get_bytes, get_json, wait_workers
+from streams.lab.engines.chat_template import tokenizer_files
+from streams.lab.processes import Children
+from streams.lab.stack import Engine, FrontProcess, RouterProcess, Stack, get_bytes, get_json, wait_workers
 from streams.settings import Settings
-from streams.sim.chat_template import tokenizer_files
 from streams.topics import topics
 from streams.waiting import wait_for
 from tests.helpers.api import Api

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from streams.local.kafka import LocalKafkaConfig
-from streams.local.processes import Children
-from streams.local.stack import Stack
+from streams.lab.kafka.broker import LocalKafkaConfig
+from streams.lab.processes import Children
+from streams.lab.stack import Stack
 from streams.settings import Settings
 from streams.waiting import wait_for
 from tests.helpers.api import PATIENCE_S, TOKENS, metrics, served

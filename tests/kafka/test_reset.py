@@ -11,7 +11,7 @@ import pytest
 from streams.engines.publisher import KvEventPublisher
 from streams.errors import ScopeInUse
 from streams.kafka import describe_topics, group_members
-from streams.local.stack import RouterProcess, Stack, facts, get_json
+from streams.lab.stack import RouterProcess, Stack, facts, get_json
 from streams.reset import reset_scope
 from streams.settings import Settings, as_environ, tables_path
 from streams.topics import topics

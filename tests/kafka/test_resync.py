@@ -18,8 +18,8 @@ from streams.codec import decode_batch, decode_resync
 from streams.core.events import RestatementChunk, ResyncRequest
 from streams.faults import FAULT_ENV
 from streams.kafka import Record, admin, ensure_topics, log_end, partition_of
-from streams.local.processes import Child
-from streams.local.stack import RouterProcess, Stack, get_json, known_blocks, wait_workers
+from streams.lab.processes import Child
+from streams.lab.stack import RouterProcess, Stack, get_json, known_blocks, wait_workers
 from streams.settings import Settings
 from streams.tables.changelog import read_to_end
 from streams.tables.records import PARKED_PREFIX, decode_partition, partition_key

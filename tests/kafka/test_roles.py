@@ -14,11 +14,11 @@ import aiohttp
 import orjson
 import pytest
 
-from streams.local.processes import Children
-from streams.local.stack import Engine, FrontProcess, RouterProcess, Stack, get_bytes, get_json, wait_workers
+from streams.lab.engines.engine_config import EngineConfig
+from streams.lab.engines.pool import PoolConfig
+from streams.lab.processes import Children
+from streams.lab.stack import Engine, FrontProcess, RouterProcess, Stack, get_bytes, get_json, wait_workers
 from streams.settings import KvTransfer
-from streams.sim.engine_config import EngineConfig
-from streams.sim.pool import PoolConfig
 from streams.waiting import wait_for
 from tests.helpers.scopes import ScopeFactory
 from tests.helpers.support import VISIBLE_TIMEOUT_S

@@ -26,7 +26,7 @@ from streams.core.reducer.ordering import Health
 from streams.core.routing.selection import RouterMode
 from streams.errors import NotReady
 from streams.kafka import Record, ensure_topics, producer
-from streams.local.ports import free_port
+from streams.lab.kafka.ports import free_port
 from streams.router_api import registry as registry_module
 from streams.router_api.handlers import FACT, Handlers, error_shape
 from streams.router_api.router import Router

@@ -19,14 +19,14 @@ from streams.core.reducer.ordering import Health, Progress
 from streams.engines.bridge_metrics import BRIDGE_METRICS
 from streams.errors import BadRecord
 from streams.kafka import dead_letter_headers, partition_of, producer
-from streams.local.ports import free_port
-from streams.local.stack import READY_TIMEOUT_S, Stack, get_bytes, get_json, wait_workers
+from streams.lab.engines.engine_config import EngineConfig
+from streams.lab.kafka.ports import free_port
+from streams.lab.stack import READY_TIMEOUT_S, Stack, get_bytes, get_json, wait_workers
 from streams.metrics import Metric
 from streams.process_metrics import PROCESS_METRICS
 from streams.router_api.dead_letters import ENGINE, OTHER, PAIRS_MAX, REASON_CHARS_MAX, DeadLetterCounts
 from streams.router_api.metrics import ROUTER_METRICS
 from streams.settings import Settings, as_environ
-from streams.sim.engine_config import EngineConfig
 from streams.tables.records import encode_progress, progress_key
 from streams.topics import topics
 from streams.waiting import wait_for

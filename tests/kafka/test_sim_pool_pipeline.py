@@ -7,8 +7,8 @@ import urllib.request
 import orjson
 import pytest
 
-from streams.local.stack import Engine, Stack, get_json, wait_workers
-from streams.sim.pool import PoolConfig
+from streams.lab.engines.pool import PoolConfig
+from streams.lab.stack import Engine, Stack, get_json, wait_workers
 from streams.waiting import wait_for
 from tests.helpers.support import VISIBLE_TIMEOUT_S
 from tests.kafka.test_bridge import SMALL

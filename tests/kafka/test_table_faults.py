@@ -16,7 +16,7 @@ from confluent_kafka import KafkaException
 
 from streams.errors import KvStreamsError, TableError
 from streams.kafka import Record, delete_topics, ensure_topics
-from streams.local.stack import RouterProcess, Stack
+from streams.lab.stack import RouterProcess, Stack
 from streams.settings import Settings, tables_path
 from streams.tables.changelog import read_to_end
 from streams.tables.index_reducer import prefix_index_table

@@ -17,8 +17,8 @@ from streams.codec import decode_resync, encode_batch
 from streams.core.events import BEFORE_FIRST, EngineBatch, EngineEvents, ResyncRequest
 from streams.core.ids import WorkerId
 from streams.kafka import partition_of, producer, reader
-from streams.local.processes import Children
-from streams.local.stack import Stack, facts, get_json
+from streams.lab.processes import Children
+from streams.lab.stack import Stack, facts, get_json
 from streams.settings import Settings
 from streams.topics import topics
 from streams.waiting import wait_for

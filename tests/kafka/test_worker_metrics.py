@@ -12,7 +12,7 @@ from streams.codec import encode_metrics
 from streams.core.engine_metrics import MetricsReport, WorkerMetrics
 from streams.core.routing.selection import RouterMode
 from streams.kafka import producer
-from streams.local.stack import Engine, Stack
+from streams.lab.stack import Engine, Stack
 from streams.settings import Settings
 from streams.topics import topics
 from streams.waiting import wait_for

@@ -15,11 +15,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from streams.local.ports import free_port
-from streams.local.processes import Children
-from streams.local.stack import RouterProcess, Stack, get_bytes, is_ready, wait_workers
+from streams.lab.engines.engine_config import EngineConfig
+from streams.lab.kafka.ports import free_port
+from streams.lab.processes import Children
+from streams.lab.stack import RouterProcess, Stack, get_bytes, is_ready, wait_workers
 from streams.settings import Settings, as_environ
-from streams.sim.engine_config import EngineConfig
 from streams.waiting import wait_for
 from tests.helpers.api import PATIENCE_S, Api
 from tests.helpers.commands import environment

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from streams import __version__
-from streams.local.ports import free_port
+from streams.lab.kafka.ports import free_port
 from streams.settings import Settings
 from streams.waiting import wait_for
 from tests.helpers.commands import PATIENCE_S, Run, Start, assert_one_line, environment

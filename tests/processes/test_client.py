@@ -36,11 +36,11 @@ from streams.errors import (
 )
 from streams.http_server import HttpServer, Startup, starting_app
 from streams.kafka import worker_key
-from streams.local.ports import free_port
+from streams.lab.engines.engine_config import EngineConfig
+from streams.lab.engines.server import SimServer, SimServerConfig, serve
+from streams.lab.engines.synthetic_tokens import greedy_tokens
+from streams.lab.kafka.ports import free_port
 from streams.settings import Settings
-from streams.sim.engine_config import EngineConfig
-from streams.sim.server import SimServer, SimServerConfig, serve
-from streams.sim.synthetic_tokens import greedy_tokens
 from tests.helpers.api import metrics
 from tests.helpers.local_router import LocalRouter, hold, local_router, rank
 

@@ -31,9 +31,9 @@ from streams.frontend.tokenizer import ModelTokenizer
 from streams.frontend.tokenizer_process import TokenizerProcess
 from streams.http_server import HttpServer
 from streams.kafka import worker_key
+from streams.lab.engines.chat_template import tokenizer_files
 from streams.security.access import Access
 from streams.settings import Settings
-from streams.sim.chat_template import tokenizer_files
 from tests.helpers.local_router import LocalRouter, local_router
 from tests.helpers.scripted_engine import Script, ScriptedEngine, answer_bytes, scripted_engines
 

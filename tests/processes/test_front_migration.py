@@ -23,11 +23,11 @@ from streams.core.reducer.ordering import Health, Progress
 from streams.core.workers import Worker
 from streams.frontend.tracing import TracedSpans
 from streams.kafka import worker_key
-from streams.local.processes import Children
-from streams.local.stack import Engine, Stack
+from streams.lab.engines.chat_template import tokenizer_files
+from streams.lab.engines.engine_config import EngineConfig
+from streams.lab.processes import Children
+from streams.lab.stack import Engine, Stack
 from streams.settings import Settings
-from streams.sim.chat_template import tokenizer_files
-from streams.sim.engine_config import EngineConfig
 from streams.tables.records import encode_progress, progress_key
 from tests.helpers.byte_engine import CHAT_PROMPT, ByteEngine, Plan
 from tests.helpers.local_router import LocalRouter, local_router, rank

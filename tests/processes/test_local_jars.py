@@ -15,8 +15,8 @@ import pytest
 import trustme
 
 from streams.errors import LocalKafkaError
-from streams.local import jars
-from streams.local.jars import KAFKA_VERSION, Jar, ensure_jars, file_lock, pinned_jars
+from streams.lab.kafka import jars
+from streams.lab.kafka.jars import KAFKA_VERSION, Jar, ensure_jars, file_lock, pinned_jars
 
 CONTENTS = {"alpha": b"first " * 500, "beta": b"second", "gamma": b"third"}
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from streams.local.ports import free_port
-from streams.local.stack import get_json
+from streams.lab.kafka.ports import free_port
+from streams.lab.stack import get_json
 from streams.waiting import wait_for
 from tests.helpers.commands import PATIENCE_S, Start, assert_one_line, environment
 

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from streams.local.ports import free_port
+from streams.lab.kafka.ports import free_port
 from tests.helpers.commands import PATIENCE_S, environment
 from tests.helpers.pages import ROOT, blocks
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from streams.local.ports import free_port
+from streams.lab.kafka.ports import free_port
 from tests.helpers.commands import PATIENCE_S, assert_one_line, environment
 from tests.helpers.pages import ROOT
 

@@ -26,14 +26,14 @@ from streams.engines.cxl_names import CxlNames
 from streams.engines.dialects.vllm import VLLM, decode_payload
 from streams.engines.ledger import Ledger
 from streams.errors import SettingsError
-from streams.local.processes import Children
-from streams.local.stack import Stack
+from streams.lab.engines import pool_client, pool_server
+from streams.lab.engines.pool import PoolConfig
+from streams.lab.engines.pool_server import PoolServer, PoolServerConfig
+from streams.lab.engines.pool_server import serve as serve_pool
+from streams.lab.engines.server import SimServerConfig, serve
+from streams.lab.processes import Children
+from streams.lab.stack import Stack
 from streams.settings import Settings
-from streams.sim import pool_client, pool_server
-from streams.sim.pool import PoolConfig
-from streams.sim.pool_server import PoolServer, PoolServerConfig
-from streams.sim.pool_server import serve as serve_pool
-from streams.sim.server import SimServerConfig, serve
 from tests.processes.test_sim_server import ENGINE, FAST, PATIENCE_S, PROMPT, Client, prompt_hashes, started
 
 #: 1 ms of model time per block in either direction, and 0.5 ms per transfer.

@@ -23,10 +23,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from streams.core.hashing import local_hashes, sequence_hashes
 from streams.errors import SettingsError
-from streams.sim import openai
-from streams.sim.engine_config import EngineConfig
-from streams.sim.event_publisher import BlockEvent, EventPublisher
-from streams.sim.server import SimServer, SimServerConfig, serve
+from streams.lab.engines import openai
+from streams.lab.engines.engine_config import EngineConfig
+from streams.lab.engines.event_publisher import BlockEvent, EventPublisher
+from streams.lab.engines.server import SimServer, SimServerConfig, serve
 
 ENGINE = EngineConfig(block_size=4, n_blocks=256)
 #: 1,000 model ms per wall ms: an answer of one model second is complete in one step.
@@ -695,7 +695,7 @@ def test_a_chat_is_answered_in_openais_shape() -> None:
 def test_run_serves_until_sigterm() -> None:
     """`run` calls back once with the server, blocks, and ends the process with status 0 on SIGTERM."""
     program = (
-        "from streams.sim.server import SimServerConfig, run\n"
+        "from streams.lab.engines.server import SimServerConfig, run\n"
         "run(SimServerConfig(), lambda server: print(server.http_url, flush=True))\n"
     )
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as process:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from streams.cli.top import SAMPLES_SHOWN, WORKERS_SHOWN_MAX, shown
-from streams.local.ports import free_port
+from streams.lab.kafka.ports import free_port
 from streams.router_api import live
 from streams.settings import Settings
 from streams.waiting import wait_for

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from streams.local.processes import Children
-from streams.local.stack import RouterProcess, Stack
+from streams.lab.processes import Children
+from streams.lab.stack import RouterProcess, Stack
 from tests.helpers.scopes import ScopeFactory, kafka, new_scope, scope, stack
 from tests.helpers.trust import TrustFleet
 

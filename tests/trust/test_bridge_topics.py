@@ -11,8 +11,8 @@ from streams.core.ids import WorkerId
 from streams.core.workers import Worker
 from streams.engines.registry_reader import RegistryReader
 from streams.kafka import delete_topics, ensure_topics, partition_of, producer, worker_key
-from streams.local.processes import Children
-from streams.local.stack import Stack
+from streams.lab.processes import Children
+from streams.lab.stack import Stack
 from streams.settings import Settings
 from streams.topics import topics
 from streams.waiting import wait_for

@@ -8,7 +8,7 @@ import urllib.request
 import msgpack
 import pytest
 
-from streams.local.ports import free_port
+from streams.lab.kafka.ports import free_port
 from tests.helpers.engine_double import BLOCK_SIZE, EngineDouble
 from tests.helpers.event_mutations import Mutator, payloads
 from tests.helpers.trust import TrustFleet, engine_option

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from streams.engines.link_delay import LATE_S
-from streams.local.ports import free_port
+from streams.lab.kafka.ports import free_port
 from streams.waiting import wait_for
 from tests.helpers.engine_double import BLOCK_SIZE, EngineDouble
 from tests.helpers.slow_link import slow_link

@@ -15,8 +15,8 @@ from streams.core.events import EngineBatch, Heartbeat
 from streams.core.hashing import local_hashes, sequence_hashes
 from streams.core.ids import DpRank, Incarnation, RankId, WorkerId
 from streams.kafka import partition_of, producer, worker_key
-from streams.local.stack import get_json
-from streams.sim.engine_config import EngineConfig
+from streams.lab.engines.engine_config import EngineConfig
+from streams.lab.stack import get_json
 from streams.topics import topics
 from streams.waiting import wait_for
 from tests.helpers.engine_double import BLOCK_SIZE, EngineDouble

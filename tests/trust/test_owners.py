@@ -23,9 +23,9 @@ from streams.core.events import BlocksStored
 from streams.core.ids import EngineHash
 from streams.engines.publisher import KvEventPublisher
 from streams.kafka import delete_topics, ensure_topics, partition_of
-from streams.local.kafka import LocalKafkaConfig
-from streams.local.processes import Children
-from streams.local.stack import RouterProcess, Stack, get_json
+from streams.lab.kafka.broker import LocalKafkaConfig
+from streams.lab.processes import Children
+from streams.lab.stack import RouterProcess, Stack, get_json
 from streams.settings import Settings
 from streams.topics import TopicSpec, topics
 from streams.waiting import wait_for

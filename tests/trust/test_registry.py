@@ -13,11 +13,11 @@ import pytest
 
 from streams.engines.publisher import KvEventPublisher, event_producer
 from streams.errors import BlockSizeContradicted
-from streams.local.processes import Child, Children
-from streams.local.stack import Engine, Stack
+from streams.lab.engines.engine_config import EngineConfig
+from streams.lab.processes import Child, Children
+from streams.lab.stack import Engine, Stack
 from streams.model_registry import registered_models
 from streams.settings import as_environ
-from streams.sim.engine_config import EngineConfig
 from streams.waiting import wait_for
 from tests.helpers.api import Api, metrics
 from tests.helpers.engine_double import BLOCK_SIZE, EngineDouble

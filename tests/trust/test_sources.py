@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from streams.engines.address import worker_id_of
-from streams.local.processes import Child, Children
+from streams.lab.processes import Child, Children
 from streams.settings import as_environ
 from streams.waiting import wait_for
 from tests.helpers.engine_double import BLOCK_SIZE, EngineDouble

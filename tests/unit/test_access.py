@@ -24,7 +24,7 @@ from cryptography.hazmat.primitives import serialization
 
 from streams.errors import SettingsError
 from streams.http_server import HttpServer, Startup, monitoring_app, starting_app
-from streams.local.ports import free_port
+from streams.lab.kafka.ports import free_port
 from streams.metrics import MetricsRegistry, gauge
 from streams.router_api.calls import CALLS
 from streams.security.access import Access

@@ -28,7 +28,7 @@ from streams.engines.ledger import Ledger
 from streams.engines.publisher import RankWriter
 from streams.engines.recovery import RecoveredRank
 from streams.engines.socket_watch import SocketWatch
-from streams.local.ports import free_port
+from streams.lab.kafka.ports import free_port
 from streams.settings import Settings
 from tests.helpers.engine_double import EngineDouble
 from tests.helpers.recording_producer import RecordingProducer

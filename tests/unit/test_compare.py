@@ -8,12 +8,12 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from streams.compare.estimates import Sample, evaluate, n_complete_rounds
-from streams.compare.plan import make_plan
-from streams.compare.report import in_words, warnings
-from streams.compare.traffic import Measured
-from streams.compare.variants import Variant, parse_variants
 from streams.errors import SettingsError
+from streams.lab.compare.estimates import Sample, evaluate, n_complete_rounds
+from streams.lab.compare.plan import make_plan
+from streams.lab.compare.report import in_words, warnings
+from streams.lab.compare.traffic import Measured
+from streams.lab.compare.variants import Variant, parse_variants
 
 TWO = [Variant("first"), Variant("second")]
 

@@ -29,15 +29,15 @@ from streams.decision_log.kernels.note import note_decision
 from streams.decision_log.records import FleetSize, LoggedBatch, LoggedDecision, Report, decode_batch
 from streams.decision_log.trace import OUTPUT_TOKENS_DEFAULT, recording_of
 from streams.errors import BadRecord, InvalidRequest, SettingsError
+from streams.lab.simulation.experiment import load_workload, run_policy
+from streams.lab.simulation.fleet import FleetConfig
+from streams.lab.simulation.lab_engine_config import default_engine
+from streams.lab.simulation.recorded import replay
+from streams.lab.trace import dump, parse_trace
 from streams.router_api import decision_recorder
 from streams.router_api.decision_recorder import DecisionRecorder
 from streams.router_api.router import Router
 from streams.router_api.wire import RouteRequest, answer_json, parse_route, parse_route_query
-from streams.sim.lab.engine_config import default_engine
-from streams.sim.lab.experiment import load_workload, run_policy
-from streams.sim.lab.fleet import FleetConfig
-from streams.sim.lab.recorded import replay
-from streams.sim.trace import dump, parse_trace
 from tests.helpers.api import packed
 from tests.helpers.recording_producer import RecordingProducer
 from tests.helpers.routers import router_of

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from streams.errors import SettingsError
-from streams.local.demo import DemoConfig, run_demo
-from streams.local.report import mean_figures
+from streams.lab.demo.figures import mean_figures
+from streams.lab.demo.run import DemoConfig, run_demo
 
 
 def test_a_missing_trace_is_reported_before_anything_starts(tmp_path: Path) -> None:

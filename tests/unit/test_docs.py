@@ -33,11 +33,11 @@ from streams.errors import (
     KvStreamsError,
     api_error,
 )
+from streams.lab.engines.pool_server import PoolServer, PoolServerConfig
+from streams.lab.engines.server import SimServer, SimServerConfig
 from streams.router_api.handlers import Handlers
 from streams.router_api.router import Router
 from streams.settings import Settings
-from streams.sim.pool_server import PoolServer, PoolServerConfig
-from streams.sim.server import SimServer, SimServerConfig
 from tests.helpers.pages import ROOT, blocks
 
 SHOWN = "# -> "

@@ -13,7 +13,7 @@ import zmq
 import zmq.asyncio
 
 from streams.engines.connection import Change, EventConnection
-from streams.local.ports import free_port
+from streams.lab.kafka.ports import free_port
 
 PATIENCE_S = 20.0
 

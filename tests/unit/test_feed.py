@@ -44,7 +44,7 @@ from streams.engines.ledger import Ledger
 from streams.engines.publisher import RankWriter
 from streams.engines.recovery import RecoveredRank
 from streams.engines.wiring import EngineWiring
-from streams.local.ports import free_port
+from streams.lab.kafka.ports import free_port
 from streams.settings import Settings
 from tests.helpers.engine_double import EngineDouble
 from tests.helpers.recording_producer import RecordingProducer

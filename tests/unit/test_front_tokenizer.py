@@ -26,9 +26,9 @@ from streams.frontend.loop_tokenizer import (
 )
 from streams.frontend.requests import Kind
 from streams.frontend.tokenizer import ENTRY_BYTES, ModelTokenizer, TokenCache
-from streams.sim import openai
-from streams.sim.chat_template import tokenizer_files
-from streams.sim.openai import ServedModels
+from streams.lab.engines import openai
+from streams.lab.engines.chat_template import tokenizer_files
+from streams.lab.engines.openai import ServedModels
 
 CACHE_BYTES = 1 << 20
 SERVED = ServedModels("m", (), n_tokens_max=1 << 20)

@@ -21,7 +21,7 @@ from streams.http_server import (
     monitoring_server,
     starting_app,
 )
-from streams.local.ports import free_port
+from streams.lab.kafka.ports import free_port
 from streams.metrics import MetricsRegistry, gauge
 
 REGISTRY = MetricsRegistry((gauge("kvstreams_x", "X", float),), lambda: 7)

@@ -14,15 +14,15 @@ from click.testing import CliRunner
 from benchmarks import calibrate
 from streams.cli import cli
 from streams.errors import InvalidRequest, SettingsError
+from streams.lab.simulation.experiment import Row, known_policies, load_workload, run_policy, split_name
+from streams.lab.simulation.fleet import Failure, FleetConfig
+from streams.lab.simulation.generators import PARAMETERS
+from streams.lab.simulation.lab_engine_config import default_engine
+from streams.lab.simulation.lab_pool import LabPool, LabPoolConfig
+from streams.lab.simulation.trace_files import read_workload, sessions_workload
+from streams.lab.simulation.tuning import Objective, loss_of
+from streams.lab.simulation.workload import NO_REQUEST, RawRequest, Workload, build
 from streams.settings import load
-from streams.sim.lab.engine_config import default_engine
-from streams.sim.lab.experiment import Row, known_policies, load_workload, run_policy, split_name
-from streams.sim.lab.fleet import Failure, FleetConfig
-from streams.sim.lab.generators import PARAMETERS
-from streams.sim.lab.pool import LabPool, LabPoolConfig
-from streams.sim.lab.traces import read_workload, sessions_workload
-from streams.sim.lab.tuning import Objective, loss_of
-from streams.sim.lab.workload import NO_REQUEST, RawRequest, Workload, build
 from tests.helpers.traces import REAL_TRACE
 
 ENGINE = default_engine()

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streams.errors import SettingsError
-from streams.sim.lab.engine import LabEngine, LabRequest
-from streams.sim.lab.engine_config import LabEngineConfig, default_engine, engine_from_toml
+from streams.lab.simulation.lab_engine import LabEngine, LabRequest
+from streams.lab.simulation.lab_engine_config import LabEngineConfig, default_engine, engine_from_toml
 from tests.helpers.naive_lab_engine import NaiveEngine, NaiveRequest
 
 #: A small engine, so that blocks run out, requests wait and answers are preempted.

@@ -12,14 +12,14 @@ from streams.core.ids import DpRank, RankId, WorkerId
 from streams.core.routing.decision import RoutePolicy
 from streams.core.routing.queue import QUEUE_BACKLOG_MS, QueuePolicy
 from streams.core.routing.selection import RouterMode
-from streams.sim.engine_config import EngineConfig
-from streams.sim.lab.fleet import Failure, FleetConfig, run
-from streams.sim.lab.results import RunResult
-from streams.sim.lab.router import LabQueue, LabRouter, RoutedRequest
-from streams.sim.lab.router_group import RouterGroup
-from streams.sim.lab.trace_runs import workload_of
-from streams.sim.lab.workload import Workload
-from streams.sim.trace import ChatShape, generate
+from streams.lab.engines.engine_config import EngineConfig
+from streams.lab.simulation.fleet import Failure, FleetConfig, run
+from streams.lab.simulation.results import RunResult
+from streams.lab.simulation.router import LabQueue, LabRouter, RoutedRequest
+from streams.lab.simulation.router_group import RouterGroup
+from streams.lab.simulation.trace_runs import workload_of
+from streams.lab.simulation.workload import Workload
+from streams.lab.trace import ChatShape, generate
 
 ENGINE = EngineConfig()
 

@@ -9,18 +9,19 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from streams.core.request_trace import TraceRequest
 from streams.core.routing.decision import RoutePolicy
 from streams.core.routing.selection import RouterMode
 from streams.errors import SettingsError
-from streams.sim.engine_config import EngineConfig
-from streams.sim.lab.engine_config import LabEngineConfig, default_engine
-from streams.sim.lab.experiment import run_policy
-from streams.sim.lab.fleet import Failure, FleetConfig, Lateness
-from streams.sim.lab.pool import LabPoolConfig
-from streams.sim.lab.recorded import replay
-from streams.sim.lab.results import RequestOutcome
-from streams.sim.lab.trace_runs import LiveRun, LiveTimes, repeat_choices, simulate, workload_of
-from streams.sim.trace import TraceRequest, generate, infinite_cache_hit_share
+from streams.lab.engines.engine_config import EngineConfig
+from streams.lab.simulation.experiment import run_policy
+from streams.lab.simulation.fleet import Failure, FleetConfig, Lateness
+from streams.lab.simulation.lab_engine_config import LabEngineConfig, default_engine
+from streams.lab.simulation.lab_pool import LabPoolConfig
+from streams.lab.simulation.recorded import replay
+from streams.lab.simulation.results import RequestOutcome
+from streams.lab.simulation.trace_runs import LiveRun, LiveTimes, repeat_choices, simulate, workload_of
+from streams.lab.trace import generate, infinite_cache_hit_share
 from tests.helpers.naive_fleet import simulate_naively
 
 #: Small caches, so that blocks are evicted.

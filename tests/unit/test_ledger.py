@@ -32,9 +32,9 @@ from streams.engines.dialects.interface import BlocksCopied
 from streams.engines.dialects.vllm import VLLM, decode_payload
 from streams.engines.ledger import Ledger
 from streams.engines.restatements import ANSWERED_FOR_S, CHUNK_BYTES_MAX, RESTATE_EVERY_S, Restatements, chunks
-from streams.sim.engine_messages import KvRemoved, KvReused, KvStored
-from streams.sim.event_publisher import WireForm
-from streams.sim.model import EngineModel
+from streams.lab.engines.engine_messages import KvRemoved, KvReused, KvStored
+from streams.lab.engines.event_publisher import WireForm
+from streams.lab.engines.model import EngineModel
 from tests.helpers.holdings import RANK, batch, check, judge, stored, u64
 from tests.helpers.reference import chain_hashes, random_history
 from tests.helpers.sim_requests import BLOCK as SIM_BLOCK

@@ -23,8 +23,8 @@ from streams.core.loads.bookings import ENDED_BOOKING_BYTES, BookingId, BookingP
 from streams.core.loads.observations import NO_FORECAST, Forecast
 from streams.errors import BookingConflict
 from streams.kafka import producer
+from streams.lab.kafka.ports import free_port
 from streams.load_records import request_partition
-from streams.local.ports import free_port
 from streams.router_api import outbox as outbox_module
 from streams.router_api.loads_sync import BUFFERED_CALL_TTL_MS, QUIET_MS, LoadsSync
 from streams.settings import Settings

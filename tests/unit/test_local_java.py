@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from streams.errors import LocalKafkaError
-from streams.local.java import find_java
+from streams.lab.kafka.java import find_java
 
 
 def fake_java(home: Path, version: str) -> Path:

@@ -13,7 +13,8 @@ import psutil
 import pytest
 
 from streams.errors import LocalKafkaError
-from streams.local import KAFKA_VERSION, LocalKafkaConfig, kafka
+from streams.lab.kafka import KAFKA_VERSION, LocalKafkaConfig
+from streams.lab.kafka import broker as kafka
 from tests.helpers.broker import BreakableKafka
 
 

@@ -8,7 +8,7 @@ from collections import deque
 import pytest
 
 from streams.errors import KvStreamsError
-from streams.local import ports
+from streams.lab.kafka import ports
 
 
 def test_a_port_is_not_given_again_while_its_server_may_not_listen_yet() -> None:

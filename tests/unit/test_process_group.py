@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from streams.errors import ProcessError, SettingsError
-from streams.local.ports import free_port
+from streams.lab.kafka.ports import free_port
 from streams.metrics import Metric, MetricsRegistry, counter, gauge, histogram
 from streams.router_api import process_group
 from streams.router_api.process_group import ENDS_MAX, ProcessGroup, ProcessPlace, check_ports

@@ -37,13 +37,13 @@ from streams.frontend.metrics import FrontCounts
 from streams.frontend.parity import PROMPTS, Rendered, judge
 from streams.frontend.parity_probes import ParityProbes
 from streams.frontend.tokenizing import Tokenizing
+from streams.lab.engines import openai
+from streams.lab.engines.chat_template import tokenizer_files
+from streams.lab.engines.openai import ServedModels
 from streams.router_api import fleet_view
 from streams.router_api.view import View
 from streams.router_api.wire import parse_render, render_json
 from streams.settings import Settings
-from streams.sim import openai
-from streams.sim.chat_template import tokenizer_files
-from streams.sim.openai import ServedModels
 from streams.tables.records import encode_progress, progress_key
 from tests.helpers.http_double import HttpDouble
 from tests.helpers.local_router import local_router

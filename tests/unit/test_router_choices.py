@@ -26,7 +26,7 @@ from streams.core.workers import Role, WorkerState
 from streams.errors import AllWorkersBusy, InvalidRequest, NoEligibleWorker, NotReady, SettingsError
 from streams.kafka import Record
 from streams.kafka_log import CLIENT_LOGGER
-from streams.local.ports import free_port
+from streams.lab.kafka.ports import free_port
 from streams.router_api import prompt_matches
 from streams.router_api.prompt_matches import UNMATCHED_DECISIONS
 from streams.router_api.router import Router

@@ -13,10 +13,10 @@ from streams.engines.dialects.auto import AutoDecoder
 from streams.engines.dialects.registry import DIALECTS
 from streams.engines.ledger import Ledger
 from streams.errors import BadRecord, SettingsError
-from streams.sim.engine_config import EngineConfig
-from streams.sim.engine_messages import KvCleared, KvReused, KvStored, ModelRequest
-from streams.sim.event_publisher import BlockEvent, EventDialect, EventPublisher, WireForm, damaged
-from streams.sim.model import EngineModel
+from streams.lab.engines.engine_config import EngineConfig
+from streams.lab.engines.engine_messages import KvCleared, KvReused, KvStored, ModelRequest
+from streams.lab.engines.event_publisher import BlockEvent, EventDialect, EventPublisher, WireForm, damaged
+from streams.lab.engines.model import EngineModel
 from tests.helpers.reference import chain_hashes
 
 BLOCK = 4

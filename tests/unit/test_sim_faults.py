@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from streams.errors import InvalidRequest
-from streams.sim.faults import Fault, FaultKind, Faults, parse_fault
+from streams.lab.engines.faults import Fault, FaultKind, Faults, parse_fault
 
 
 def test_the_first_stream_that_reaches_the_number_of_tokens_meets_the_fault_once() -> None:

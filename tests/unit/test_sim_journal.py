@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 
 from streams.core.ids import EngineHash
-from streams.sim.engine_messages import KvCleared, KvRemoved, KvStored
-from streams.sim.journal import CacheHistory, Journal
+from streams.lab.engines.engine_messages import KvCleared, KvRemoved, KvStored
+from streams.lab.engines.journal import CacheHistory, Journal
 
 
 def line(at_ns: int, **change: object) -> dict[str, object]:

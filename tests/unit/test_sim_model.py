@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from streams.core.hashing import local_hashes, sequence_hashes
 from streams.errors import InvalidRequest, SettingsError
-from streams.sim.engine_config import EngineConfig
-from streams.sim.engine_messages import (
+from streams.lab.engines.engine_config import EngineConfig
+from streams.lab.engines.engine_messages import (
     Finished,
     FirstToken,
     KvCleared,
@@ -26,8 +26,8 @@ from streams.sim.engine_messages import (
     Rejected,
     hash_prompt,
 )
-from streams.sim.model import EngineModel
-from streams.sim.synthetic_tokens import answer_tokens
+from streams.lab.engines.model import EngineModel
+from streams.lab.engines.synthetic_tokens import answer_tokens
 from tests.helpers.sim_requests import (
     BLOCK,
     CONFIG,

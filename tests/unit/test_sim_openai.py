@@ -14,14 +14,14 @@ from prometheus_client.parser import text_string_to_metric_families
 from streams.core.cxl_memory import CxlMemoryState
 from streams.core.ids import EngineHash
 from streams.errors import InvalidRequest, UnknownModel
-from streams.sim import openai
-from streams.sim.engine_config import EngineConfig
-from streams.sim.engine_messages import EngineStats, KvStored, ModelRequest
-from streams.sim.event_publisher import EventDialect, WireForm
-from streams.sim.metrics import EngineFigures, EngineMetrics
-from streams.sim.openai import ServedModels, parse_body, parse_completion
-from streams.sim.pool import CxlChanged
-from streams.sim.synthetic_tokens import unpack_tokens
+from streams.lab.engines import openai
+from streams.lab.engines.engine_config import EngineConfig
+from streams.lab.engines.engine_messages import EngineStats, KvStored, ModelRequest
+from streams.lab.engines.event_publisher import EventDialect, WireForm
+from streams.lab.engines.openai import ServedModels, parse_body, parse_completion
+from streams.lab.engines.pool import CxlChanged
+from streams.lab.engines.prometheus_page import EngineFigures, EngineMetrics
+from streams.lab.engines.synthetic_tokens import unpack_tokens
 
 SERVED = ServedModels("m", ("tuned",), n_tokens_max=64)
 

@@ -14,9 +14,17 @@ from hypothesis import strategies as st
 from streams.core.cxl_memory import CxlMemoryMetadata, CxlMemoryState
 from streams.cxl.states import NOT_POOLED, Refused, transition
 from streams.errors import InvalidRequest, KvStreamsError
-from streams.sim.engine_messages import EngineStats, Finished, FirstToken, KvRemoved, KvStored, Output, PoolAsked
-from streams.sim.model import EngineModel
-from streams.sim.pool import CxlChanged, EnginePoolBlocks, PoolConfig, PoolEvent, PoolLoad, SharedPool
+from streams.lab.engines.engine_messages import (
+    EngineStats,
+    Finished,
+    FirstToken,
+    KvRemoved,
+    KvStored,
+    Output,
+    PoolAsked,
+)
+from streams.lab.engines.model import EngineModel
+from streams.lab.engines.pool import CxlChanged, EnginePoolBlocks, PoolConfig, PoolEvent, PoolLoad, SharedPool
 from tests.helpers.sim_requests import CONFIG, FOREVER, Asked, ask, only, requests_, submit_all
 
 IN_TRANSIT, POOLED, EVICTED, PLAIN_STATE = (

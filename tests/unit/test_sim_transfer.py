@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from streams.errors import InvalidRequest
-from streams.sim.engine_messages import FirstToken, PoolAsked
-from streams.sim.kv_transfer import NO_TRANSFER, KvTransfer, answered_transfer, parse_transfer
-from streams.sim.model import EngineModel
+from streams.lab.engines.engine_messages import FirstToken, PoolAsked
+from streams.lab.engines.kv_transfer import NO_TRANSFER, KvTransfer, answered_transfer, parse_transfer
+from streams.lab.engines.model import EngineModel
 from tests.helpers.sim_requests import CONFIG, FOREVER, ask, only
 
 ANSWERED = answered_transfer("engine-1", "http://127.0.0.1:8101", 3)

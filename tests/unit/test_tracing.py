@@ -22,7 +22,7 @@ from streams.core.ids import WorkerId
 from streams.core.workers import Worker
 from streams.errors import SettingsError
 from streams.kafka import worker_key
-from streams.local.ports import free_port
+from streams.lab.kafka.ports import free_port
 from streams.router_api import tracing
 from streams.router_api.server import make_router
 from streams.router_api.tracing import SERVICE_NAME, TracedRouter

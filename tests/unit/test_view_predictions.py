@@ -17,8 +17,8 @@ from streams.core.routing.trust import AnswerMode, DegradedReason
 from streams.core.workers import BridgeLease, Worker
 from streams.errors import BadRecord
 from streams.kafka import partition_of
+from streams.lab.engines.held_chains import FIRST_EPOCH
 from streams.router_api import engine_reports, rank_trust
-from streams.sim.held_chains import FIRST_EPOCH
 from streams.tables.records import (
     PartitionRecord,
     encode_partition,

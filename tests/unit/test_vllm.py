@@ -31,8 +31,8 @@ from streams.engines.dialects.vllm import (
 from streams.engines.ledger import Ledger
 from streams.engines.recovery import ledger_of
 from streams.errors import WRONG_BLOCK_SIZE, BadRecord
-from streams.sim.engine_messages import KvCleared, KvRemoved, KvReused, KvStored
-from streams.sim.event_publisher import BlockEvent, EventDialect, HashDialect, WireForm
+from streams.lab.engines.engine_messages import KvCleared, KvRemoved, KvReused, KvStored
+from streams.lab.engines.event_publisher import BlockEvent, EventDialect, HashDialect, WireForm
 
 BLOCK = 4
 TOKENS = list(range(1, 13))

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import assert_never
 
-#: Time per prompt token: that of an 8B model on one A100, or of a 70B model on 4 H100 (sim.engine_config has the sums).
+#: Time per prompt token: that of an 8B model on one A100, or of a 70B model on 4 H100 (EngineConfig has the sums).
 PREFILL_US_PER_TOKEN = 100.0
 
 #: A rank with a longer backlog is closed to waiting requests. docs/queue.md has the measurements.

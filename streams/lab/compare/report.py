@@ -1,0 +1,124 @@
+"""The report of a comparison: JSON, and what a reader must know about its figures (pure).
+
+What lives here: the shape of `--json`, and warnings. What must not: a terminal.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from streams.lab.compare.estimates import METRICS, Estimate, Outcome
+from streams.lab.compare.plan import ROUNDS_SOUND, Plan
+from streams.lab.compare.traffic import Measured, TrafficConfig
+from streams.lab.compare.variants import Variant
+
+#: More failures than this share of a mode's requests may change its figures: those that failed are missing from them.
+_FAILED_SHARE = 0.01
+
+
+def report(
+    variants: Sequence[Variant], plan: Plan, config: TrafficConfig, measured: Measured, outcome: Outcome, n_rounds: int
+) -> dict[str, Any]:
+    """The report as JSON. `against_first` is a ratio to the first mode, or a difference for `hit_share`."""
+    n_counted = Counter(each.variant for each in measured.samples)
+    failed: Counter[int] = Counter()
+    for (number, _), n in measured.failures.items():
+        failed[number] += n
+    rows = []
+    for number, variant in enumerate(variants):
+        row: dict[str, Any] = {"mode": variant.name, "requests": n_counted[number], "failed": failed[number]}
+        row |= {name: each.as_json() for name, each in outcome.values[number].items()}
+        if number:
+            row["against_first"] = {name: each.as_json() for name, each in outcome.against[number - 1].items()}
+        rows.append(row)
+    return {
+        "rows": rows,
+        "rounds": n_rounds,
+        "block_requests": plan.block_requests,
+        "washout_requests": plan.washout_requests,
+        "concurrency": config.concurrency,
+        "speedup": config.speedup,
+        "requests_sent": measured.n_ended,
+        "in_flight_max": measured.in_flight_max,
+        "hit_share_from": "router" if measured.n_unreported else "engine",
+        "failures": [
+            {"mode": variants[number].name, "message": message, "requests": n}
+            for (number, message), n in measured.failures.most_common(10)
+        ],
+        "warnings": warnings(variants, plan, measured, n_rounds),
+        "blocks": _blocks(variants, measured),
+    }
+
+
+def warnings(variants: Sequence[Variant], plan: Plan, measured: Measured, n_rounds: int) -> list[str]:
+    """What limits the figures, as sentences."""
+    found = []
+    if n_rounds < ROUNDS_SOUND:
+        found.append(
+            f"There are only {n_rounds} rounds, so the intervals are too narrow. Send at least "
+            f"{ROUNDS_SOUND * len(variants) * plan.block_requests:,} requests, or make blocks shorter."
+        )
+    if measured.in_flight_max > plan.washout_requests:
+        found.append(
+            f"Up to {measured.in_flight_max} requests ran at the same time, but only {plan.washout_requests} of each "
+            "block do not count, so a mode is measured while requests of another one still run. Use a longer wash-out."
+        )
+    n_failed = sum(measured.failures.values())
+    if n_failed > _FAILED_SHARE * max(1, measured.n_ended):
+        [(_, message), _] = measured.failures.most_common(1)[0]
+        found.append(f"{n_failed} of {measured.n_ended} requests failed, most often because of: {message}")
+    if measured.n_unreported:
+        found.append(
+            "The engines do not report how many tokens they had cached, so the hit share is what the router expected. "
+            "vLLM reports them with --enable-prompt-tokens-details."
+        )
+    if measured.n_held_back:
+        found.append(
+            f"{measured.n_held_back} requests waited for others in this process: the fleet is slower than the trace."
+        )
+    return found
+
+
+def in_words(variants: Sequence[Variant], outcome: Outcome) -> list[str]:
+    """Each mode against the first one, as a sentence per figure that differs, and one for the others."""
+    sentences = []
+    for variant, against in zip(variants[1:], outcome.against, strict=True):
+        same = []
+        for metric in METRICS:
+            each, none = against[metric.name], 0.0 if metric.is_share else 1.0
+            title = metric.name.replace("_", " ")
+            if each.low <= none <= each.high:
+                same.append(title)
+                continue
+            sentences.append(f"{variant.name} against {variants[0].name}: {title} {_amount(each, metric.is_share)}")
+        if same:
+            sentences.append(f"{variant.name} against {variants[0].name}: no difference is shown in {', '.join(same)}")
+    return sentences
+
+
+def _amount(each: Estimate, is_share: bool) -> str:
+    if is_share:
+        return f"{each.value * 100:+.1f} points ({each.low * 100:+.1f} to {each.high * 100:+.1f})"
+    return f"{each.value:.3f} times as high ({each.low:.3f} to {each.high:.3f})"
+
+
+def _blocks(variants: Sequence[Variant], measured: Measured) -> list[dict[str, Any]]:
+    """The figures of each block, for plots over time."""
+    blocks = []
+    for round_, variant in sorted({(each.round, each.variant) for each in measured.samples}):
+        these = [each for each in measured.samples if (each.round, each.variant) == (round_, variant)]
+        prompts = sum(each.prompt_tokens for each in these)
+        blocks.append(
+            {
+                "round": round_,
+                "mode": variants[variant].name,
+                "requests": len(these),
+                "ttft_ms_mean": round(float(np.mean([each.ttft_ms for each in these])), 3),
+                "hit_share": round(sum(each.cached_tokens for each in these) / prompts, 5),
+            }
+        )
+    return blocks

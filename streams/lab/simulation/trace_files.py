@@ -1,0 +1,104 @@
+"""Reading traces from files: Mooncake's format, and recorded sessions of agents.
+
+What lives here: the two formats. What must not: simulation. These are the only functions of the laboratory that read
+files.
+
+Mooncake (kvcache-ai/Mooncake, FAST'25): JSON lines with `timestamp` in ms, `input_length`, `output_length` and
+`hash_ids`, one per 512 tokens. Sessions: JSON objects with `requests`, a list of `{t, in, out, hash_ids}` with `t` in
+seconds; one object per file of a folder, one per line of a file, or a list of objects in one file. `block_size` (64) is
+the tokens of an id. The ids of a session are its own (`hash_id_scope` is `local`), except those of its tools and system
+prompt if it says how long they are (`tool_tokens`, `system_tokens`), or global.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from streams.errors import InvalidRequest
+from streams.lab.simulation.workload import NO_REQUEST, RawRequest, Workload, build
+from streams.lab.trace import TRACE_BLOCK_TOKENS, parse_trace
+
+#: A pause within a session is cut to this: what a user did overnight is no load.
+PAUSE_S_MAX = 60.0
+
+#: Tokens of an id in sessions that do not say so.
+SESSION_ID_TOKENS = 64
+
+
+def read_workload(path: Path, block_size: int) -> Workload:
+    """Read a trace of either format. Raises InvalidRequest, SettingsError; OSError if it cannot be read."""
+    if path.is_dir():
+        files = sorted(path.glob("*.json")) + sorted(path.glob("*.jsonl"))
+        return sessions_workload(path.name, [each for file in files for each in _objects(file)], block_size)
+    with path.open(encoding="utf-8") as file:
+        head = file.read(1 << 16).lstrip()
+    if path.suffix == ".json" or head.startswith("[") or '"requests"' in head.partition("\n")[0]:
+        return sessions_workload(path.name, list(_objects(path)), block_size)
+    with path.open(encoding="utf-8") as lines:
+        requests = parse_trace(lines)
+    raw = (RawRequest(each.timestamp_ms, each.input_length, each.output_length, each.hash_ids) for each in requests)
+    return build(path.name, raw, TRACE_BLOCK_TOKENS, block_size)
+
+
+def sessions_workload(name: str, sessions: list[dict[str, Any]], block_size: int) -> Workload:
+    """Interleave sessions: they start evenly over their mean length, each at its `start` in seconds if it has one."""
+    parsed = [_session(number, each) for number, each in enumerate(sessions)]
+    if not parsed:
+        raise InvalidRequest(f"{name} has no sessions")
+    sizes = {ids_tokens for ids_tokens, _, _ in parsed}
+    if len(sizes) > 1:
+        raise InvalidRequest(f"the sessions of {name} have ids of different numbers of tokens: {sorted(sizes)}")
+    mean_ms = sum(requests[-1].at_ms for _, _, requests in parsed) / len(parsed)
+    raw: list[RawRequest] = []
+    for number, (_, start_ms, requests) in enumerate(parsed):
+        offset_ms = number * mean_ms / len(parsed) if start_ms is None else start_ms
+        previous = NO_REQUEST
+        for each in requests:
+            raw.append(each._replace(at_ms=each.at_ms + offset_ms, previous=previous))
+            previous = len(raw) - 1
+    return build(name, raw, sizes.pop(), block_size)
+
+
+def _session(number: int, session: dict[str, Any]) -> tuple[int, float | None, list[RawRequest]]:
+    """Return the tokens of an id, the start in ms if the session has one, and its requests from time 0."""
+    try:
+        ids_tokens = int(session.get("block_size", SESSION_ID_TOKENS))
+        start = session.get("start")
+        is_local = session.get("hash_id_scope", "global") == "local"
+        n_common = (int(session.get("tool_tokens", 0)) + int(session.get("system_tokens", 0))) // ids_tokens
+        common = f"{session.get('tool_tokens')}/{session.get('system_tokens')}"
+        requests: list[RawRequest] = []
+        last_s = at_s = 0.0
+        for each in session["requests"]:
+            at_s += min(max(0.0, float(each["t"]) - last_s), PAUSE_S_MAX) if requests else 0.0
+            last_s = float(each["t"])
+            ids = [int(value) for value in each["hash_ids"]]
+            if is_local:
+                ids = [hash((common if at < n_common else number, value)) for at, value in enumerate(ids)]
+            n_in = min(int(each["in"]), len(ids) * ids_tokens)
+            if n_in > 0:
+                requests.append(RawRequest(at_s * 1000.0, n_in, int(each["out"]), ids))
+    except (KeyError, TypeError, ValueError) as exc:
+        raise InvalidRequest(
+            f"session {number} is not an object with requests of t, in, out and hash_ids: {exc!r}"
+        ) from exc
+    if not requests:
+        raise InvalidRequest(f"session {number} has no requests")
+    return ids_tokens, None if start is None else float(start) * 1000.0, requests
+
+
+def _objects(path: Path) -> Iterator[dict[str, Any]]:
+    text = path.read_text(encoding="utf-8")
+    try:
+        whole = json.loads(text)
+        yield from whole if isinstance(whole, list) else whole.get("sessions", [whole])
+    except json.JSONDecodeError:
+        for number, line in enumerate(text.splitlines(), start=1):
+            if line.strip():
+                try:
+                    yield json.loads(line)
+                except json.JSONDecodeError as exc:
+                    raise InvalidRequest(f"line {number} of {path.name} is not JSON: {exc.msg}") from exc
