@@ -23,9 +23,9 @@ from streams.core.ids import WorkerId
 from streams.core.workers import Worker
 from streams.kafka import worker_key
 from streams.settings import Settings
+from tests.helpers.front_stage import IDS, Stage, on_stage
 from tests.helpers.local_router import local_router
 from tests.helpers.scripted_engine import Script, ScriptedEngine, answer_bytes, scripted_engines
-from tests.processes.test_front import IDS, Stage, on_stage
 
 #: Requests at a time.
 CONCURRENT = 32

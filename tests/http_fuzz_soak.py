@@ -10,8 +10,8 @@ import sys
 import time
 
 from tests.helpers.http_fuzz import Fuzzer, send_all
+from tests.helpers.http_state import SETTINGS, state_of
 from tests.helpers.local_router import local_router
-from tests.unit.test_http_fuzz import SETTINGS, state_of
 
 
 def main(n_requests: int = 100_000, seed: int = 0) -> None:

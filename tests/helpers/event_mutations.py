@@ -14,7 +14,7 @@ from typing import Any
 
 import msgpack
 
-from tests.unit import test_trtllm
+from tests.helpers import trtllm_events
 from tests.witness import GOLDEN
 
 #: Values that a field may have instead of its own.
@@ -52,17 +52,17 @@ _ODD_BYTES: tuple[Any, ...] = (b"", b"\xff" * 7, b"\x00" * 32, b"x" * 40)
 _TAGS = ("BlockStored", "BlockRemoved", "AllBlocksCleared", "CxlStateTransition", "BlockPondered", "")
 
 
-def payloads(block_size: int = test_trtllm.BLOCK) -> dict[str, list[bytes]]:
+def payloads(block_size: int = trtllm_events.BLOCK) -> dict[str, list[bytes]]:
     """Return undamaged payloads by dialect: every recorded version, and TensorRT-LLM's kinds of events."""
-    assert block_size == test_trtllm.BLOCK  # that of the recorded payloads
+    assert block_size == trtllm_events.BLOCK  # that of the recorded payloads
     found: dict[str, list[bytes]] = {}
     for each in json.loads(GOLDEN.read_text()):
         found.setdefault(each["engine"], []).append(bytes.fromhex(each["payload"]))
-    blocks = test_trtllm.prompt([1, 2, 3])
+    blocks = trtllm_events.prompt([1, 2, 3])
     found["trtllm"] = [
-        test_trtllm.pack(test_trtllm.created(), test_trtllm.stored(*blocks), test_trtllm.removed(3)),
-        test_trtllm.pack(
-            test_trtllm.created(), test_trtllm.stored(*blocks, attention_dp_rank=0), test_trtllm.updated(2, 0, 1)
+        trtllm_events.pack(trtllm_events.created(), trtllm_events.stored(*blocks), trtllm_events.removed(3)),
+        trtllm_events.pack(
+            trtllm_events.created(), trtllm_events.stored(*blocks, attention_dp_rank=0), trtllm_events.updated(2, 0, 1)
         ),
     ]
     return found

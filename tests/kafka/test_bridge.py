@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import struct
 import urllib.request
 from collections.abc import Callable
@@ -11,31 +10,11 @@ import msgpack
 import pytest
 import zmq
 
-from streams.lab.engines.engine_config import EngineConfig
 from streams.lab.kafka.ports import free_port
-from streams.lab.stack import Engine, RouterProcess, Stack, get_json, wait_workers
+from streams.lab.stack import Engine, Stack, get_json, wait_workers
 from streams.waiting import wait_for
+from tests.helpers.bridges import SMALL, complete, health, incarnation
 from tests.helpers.support import VISIBLE_TIMEOUT_S, assert_known, dead_letters
-
-SMALL = EngineConfig(block_size=16, n_blocks=64)
-
-
-def complete(engine: Engine, tokens: list[int], n_output_tokens: int = 2) -> None:
-    body = json.dumps({"model": "m", "prompt": tokens, "max_tokens": n_output_tokens}).encode()
-    request = urllib.request.Request(
-        f"{engine.url}/v1/completions", data=body, headers={"Content-Type": "application/json"}
-    )
-    with urllib.request.urlopen(request, timeout=30.0) as response:
-        assert response.status == 200
-
-
-def health(router: RouterProcess) -> dict[int, str]:
-    return {rank["worker_id"]: rank["health"] for rank in get_json(f"{router.url}/state")["ranks"]}
-
-
-def incarnation(router: RouterProcess, worker_id: int) -> int:
-    ranks = get_json(f"{router.url}/state")["ranks"]
-    return next(int(rank["incarnation"]) for rank in ranks if rank["worker_id"] == worker_id)
 
 
 @pytest.fixture

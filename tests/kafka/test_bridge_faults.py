@@ -5,83 +5,45 @@ from __future__ import annotations
 import signal
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
-from streams.codec import decode_batch, decode_worker, encode_resync
+from streams.codec import decode_worker, encode_resync
 from streams.core.events import (
     BEFORE_FIRST,
     EngineBatch,
-    EngineEvents,
     Heartbeat,
     RestatementChunk,
     ResyncRequest,
 )
 from streams.core.hashing import sequence_hashes
-from streams.core.ids import DpRank, Incarnation, RankId, Tier, WorkerId
-from streams.core.reducer.holdings import plain_holdings
+from streams.core.ids import Incarnation, Tier
 from streams.core.workers import Worker
 from streams.kafka import Record, ensure_topics, partition_of, producer
 from streams.lab.engines.engine_config import EngineConfig
 from streams.lab.processes import Child
-from streams.lab.stack import Engine, RouterProcess, Stack, get_json, known_blocks, wait_workers
+from streams.lab.stack import RouterProcess, Stack, get_json, known_blocks, wait_workers
 from streams.settings import Settings
 from streams.tables.changelog import read_to_end
 from streams.topics import topics
 from streams.waiting import wait_for
 from tests.helpers.api import Api
+from tests.helpers.bridges import (
+    LEASE_S,
+    RANK,
+    WORKER_ID,
+    KafkaLog,
+    await_log,
+    bridge_to,
+    complete,
+    health,
+    incarnation,
+    read_log,
+)
 from tests.helpers.engine_double import EngineDouble
 from tests.helpers.support import VISIBLE_TIMEOUT_S, assert_known
-from tests.kafka.test_bridge import complete, health, incarnation
-
-WORKER_ID = WorkerId(7)
-RANK = RankId(WORKER_ID, DpRank(0))
-
-#: Short, so that a rival takes over soon, but long enough for processes that share two cores with five others.
-LEASE_S = 3.0
-
-
-@dataclass
-class KafkaLog:
-    """The batches of one rank in kv-events, folded as an agent would fold the events among them."""
-
-    batches: list[EngineBatch] = field(default_factory=list)
-
-    @property
-    def facts(self) -> set[tuple[Tier, int]]:
-        holdings = plain_holdings()
-        for batch in self.batches:
-            if isinstance(batch.body, EngineEvents):
-                holdings.apply(batch, batch.body.events)
-        return {(tier, int(block)) for _, tier, block in holdings.members()}
-
-    def numbers(self, incarnation: int | None = None) -> list[int]:
-        chosen = self.incarnations[-1] if incarnation is None else incarnation
-        return [
-            batch.sequence
-            for batch in self.batches
-            if isinstance(batch.body, EngineEvents) and batch.incarnation == chosen and batch.sequence >= 0
-        ]
-
-    @property
-    def incarnations(self) -> list[int]:
-        return list(dict.fromkeys(int(batch.incarnation) for batch in self.batches))
-
-    @property
-    def chunks(self) -> list[EngineBatch]:
-        return [batch for batch in self.batches if isinstance(batch.body, RestatementChunk)]
-
-
-def read_log(settings: Settings) -> KafkaLog:
-    seen = KafkaLog()
-
-    def take(records: list[Record]) -> None:
-        seen.batches += [decode_batch(record.value) for record in records]
-
-    read_to_end(settings, topics(settings).kv_events.name, partition_of(WORKER_ID, settings.partitions), None, take)
-    return seen
 
 
 def registered(settings: Settings) -> Worker | None:
@@ -92,17 +54,6 @@ def registered(settings: Settings) -> Worker | None:
 
     read_to_end(settings, topics(settings).workers.name, partition_of(WORKER_ID, settings.partitions), None, take)
     return found[-1]
-
-
-def await_log(settings: Settings, condition: Callable[[KafkaLog], bool], what: str) -> KafkaLog:
-    last = [KafkaLog()]
-
-    def reached() -> bool:
-        last[0] = read_log(settings)
-        return condition(last[0])
-
-    wait_for(reached, VISIBLE_TIMEOUT_S, what, 0.1)
-    return last[0]
 
 
 def request_resync(settings: Settings, incarnation: int, sequence: int) -> None:
@@ -127,11 +78,6 @@ def short(stack: Stack) -> Stack:
     stack.settings = replace(stack.settings, bridge_lease_s=LEASE_S)
     ensure_topics(stack.settings, topics(stack.settings).all())
     return stack
-
-
-def bridge_to(stack: Stack, engine: EngineDouble) -> Child:
-    stand_in = Engine(int(WORKER_ID), None, engine.url, engine.events, engine.replay)  # type: ignore[arg-type]
-    return stack.bridge([stand_in])
 
 
 @pytest.fixture(params=[True, False], ids=["start time reported", "start time not reported"])

@@ -24,10 +24,10 @@ from streams.lab.processes import Children
 from streams.lab.stack import READY_TIMEOUT_S, Engine, RouterProcess, Stack, get_json, is_ready, wait_workers
 from streams.settings import Settings
 from streams.waiting import wait_for
+from tests.helpers.bridges import SMALL
 from tests.helpers.pages import blocks
 from tests.helpers.scopes import ScopeFactory
 from tests.helpers.support import VISIBLE_TIMEOUT_S
-from tests.kafka.test_bridge import SMALL
 
 MODEL = "m"
 BLOCK_SIZE = SMALL.block_size

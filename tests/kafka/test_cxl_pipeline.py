@@ -7,13 +7,10 @@ import re
 import shutil
 import subprocess
 import sys
-import urllib.request
 from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-import orjson
 import pytest
 
 from streams.codec import encode_batch
@@ -36,17 +33,16 @@ from streams.tables.store import PartitionStore
 from streams.tables.transactions import scope_of
 from streams.topics import topics
 from streams.waiting import wait_for
+from tests.helpers.bridges import LEASE_S, WORKER_ID, bridge_to
 from tests.helpers.broker import BreakableKafka
+from tests.helpers.cxl_fleet import POOL, await_reach, await_supplementary, call
+from tests.helpers.cxl_histories import History, Reference, expected_blocks, random_history, reference_of
 from tests.helpers.engine_double import EngineDouble
 from tests.helpers.pages import blocks
 from tests.helpers.support import VISIBLE_TIMEOUT_S, dead_letters
-from tests.kafka.test_bridge_faults import LEASE_S, WORKER_ID, bridge_to
-from tests.unit.test_cxl_interleavings import History, Reference, expected_blocks, random_history, reference_of
 
 #: What a router returns about each pooled block: its metadata, its pool's epoch and its position in its chain.
 Blocks = dict[tuple[RankId, int], tuple[CxlMemoryMetadata, int, BlockAddress]]
-
-POOL = "rack1"
 
 
 def blocks_of(url: str) -> Blocks:
@@ -220,28 +216,8 @@ def test_rows_outlive_a_broker_that_is_killed(scope: Settings, tmp_path: Path) -
 # -- what engines, scripts and operators report ------------------------------------------------------------------------
 
 
-def call(router: RouterProcess, method: str, path: str, body: Any = None) -> Any:
-    data = None if body is None else orjson.dumps(body)
-    request = urllib.request.Request(f"{router.url}{path}", data=data, method=method)
-    with urllib.request.urlopen(request, timeout=30.0) as response:
-        return orjson.loads(response.read())
-
-
 def put_worker(router: RouterProcess, worker_id: int) -> None:
     call(router, "PUT", f"/workers/{worker_id}", {"url": "http://w", "model": "m", "block_size": 16})
-
-
-def reach(router: RouterProcess) -> dict[int, tuple[str, list[int]]]:
-    """Return state and reachable workers by engine hash."""
-    rows = get_json(f"{router.url}/state/cxl")["blocks"]
-    return {row["engine_hash"]: (row["state"], row["reachable_workers"]) for row in rows}
-
-
-def await_reach(router: RouterProcess, expected: dict[int, tuple[str, list[int]]]) -> None:
-    try:
-        wait_for(lambda: reach(router) == expected, VISIBLE_TIMEOUT_S, "the reachable workers of each block")
-    finally:
-        assert reach(router) == expected
 
 
 def script(settings: Settings, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -316,38 +292,6 @@ def test_members_can_read_a_pooled_block_whatever_happens_to_its_owner(stack: St
             {21: ("evicted", []), 12: ("cxl_pooled", []), 13: ("evicted", []), 31: ("cxl_pooled", [2, 3])},
         )
     assert get_json(f"{late.url}/pools") == get_json(f"{worker.url}/pools")
-
-
-def ask(router: RouterProcess, tokens: list[int], **query: Any) -> dict[str, Any]:
-    """Return a decision without a booking, with the scores of every candidate."""
-    body = {"token_ids": tokens, "update_states": False, "explain": True}
-    if query:
-        body["router_config_override"] = {"moe_query": query}
-    answer: dict[str, Any] = call(router, "POST", "/route", body)
-    return answer
-
-
-def supplementary(answer: dict[str, Any]) -> dict[int, tuple[int, int, int]]:
-    """Return own, CXL-accessible and MoE-matching blocks by worker."""
-    names = ("scores", "cxl_accessible_scores", "moe_scores")
-    return {each["worker_id"]: tuple(each[name] for name in names) for each in answer["candidates"]}
-
-
-def await_supplementary(
-    router: RouterProcess, expected: dict[int, tuple[int, int, int]], tokens: list[int], **query: Any
-) -> int:
-    """Wait until a decision has these scores, and return the chosen worker."""
-    try:
-        wait_for(
-            lambda: supplementary(ask(router, tokens, **query)) == expected,
-            VISIBLE_TIMEOUT_S,
-            "a decision's scores",
-        )
-    finally:
-        answer = ask(router, tokens, **query)
-        assert supplementary(answer) == expected
-    chosen: int = answer["worker_id"]
-    return chosen
 
 
 def test_a_request_goes_to_a_worker_that_can_read_a_removed_owners_pooled_prefix(stack: Stack) -> None:

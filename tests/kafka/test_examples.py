@@ -19,8 +19,8 @@ from examples.gateway import application
 from streams.lab.stack import Stack, get_json, wait_workers
 from streams.settings import as_environ
 from streams.waiting import wait_for
+from tests.helpers.bridges import SMALL
 from tests.helpers.support import VISIBLE_TIMEOUT_S
-from tests.kafka.test_bridge import SMALL
 
 ROOT = Path(__file__).parents[2]
 TIME_SCALE = 100.0

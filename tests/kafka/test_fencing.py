@@ -41,7 +41,7 @@ from streams.waiting import wait_for
 from tests.helpers.broker import BreakableKafka
 from tests.helpers.support import VISIBLE_TIMEOUT_S
 from tests.helpers.truth import Engines, assert_equal
-from tests.kafka.test_pipeline import owners
+from tests.helpers.workers import owners
 
 #: Longer than the session and transaction timeouts of these tests, each a few seconds.
 PAUSE_S = 6.0

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import random
 import shutil
-import urllib.request
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,11 +20,12 @@ from streams.core.events import BlocksStored, EngineBatch, EngineEvents
 from streams.core.ids import DpRank, EngineHash, Incarnation, RankId, Tier, WorkerId
 from streams.engines.publisher import KvEventPublisher
 from streams.kafka import ensure_topics, partition_of, producer
-from streams.lab.stack import RouterProcess, Stack, facts, get_json
+from streams.lab.stack import Stack, facts, get_json
 from streams.topics import topics
 from streams.waiting import wait_for
 from tests.helpers.support import VISIBLE_TIMEOUT_S, dead_letters
 from tests.helpers.truth import Engines, assert_equal
+from tests.helpers.workers import mode, owners, put_worker
 
 
 def length_of(value: bytes) -> bytes:
@@ -184,22 +184,3 @@ def test_answers_are_degraded_while_no_agent_runs(stack: Stack) -> None:
     assert {mode(fresh.url) for _ in range(20)} == {"degraded"}
     stack.restart_worker(worker)
     wait_for(lambda: mode(router.url) == "exact", VISIBLE_TIMEOUT_S, "exact answers again")
-
-
-def owners(process: RouterProcess) -> int:
-    """Return the number of partitions in a worker's last logged assignment."""
-    lines = process.child.log_path.read_text().splitlines()
-    assigned = [line for line in lines if "partitions assigned" in line]
-    return len(assigned[-1].partition("[")[2].partition("]")[0].split(",")) if assigned else 0
-
-
-def put_worker(url: str) -> None:
-    body = b'{"url": "http://nowhere", "model": "m", "block_size": 16}'
-    with urllib.request.urlopen(urllib.request.Request(f"{url}/workers/1", data=body, method="PUT")) as response:
-        assert response.status == 200
-
-
-def mode(url: str) -> str:
-    body = b'{"token_ids": [1, 2, 3], "update_states": false}'
-    with urllib.request.urlopen(urllib.request.Request(f"{url}/route", data=body, method="POST")) as response:
-        return str(json.loads(response.read())["mode"])

@@ -3,64 +3,27 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from streams.errors import BadRecord
 from streams.kafka import ensure_topics
 from streams.lab.processes import Children
 from streams.lab.stack import Stack
 from streams.settings import Settings
 from streams.tables.index_reducer import prefix_index_table
 from streams.tables.partition import TablePartition
-from streams.tables.records import Change
-from streams.tables.reducer import Outgoing, SourceRecord
-from streams.tables.store import TableSpec
+from streams.tables.reducer import SourceRecord
 from streams.tables.wiring import PartitionWiring
 from streams.topics import topics
 from streams.waiting import wait_for
+from tests.helpers.slow_reducer import Slow
 from tests.helpers.support import VISIBLE_TIMEOUT_S
 from tests.helpers.truth import Engines, assert_equal
 
 MEGABYTE = 1 << 20
-
-
-class Slow:
-    """A reducer that keeps nothing, and decodes only after an event is set."""
-
-    def __init__(self, proceed: threading.Event) -> None:
-        self._proceed = proceed
-
-    def load(self, table: TableSpec, items: Iterator[tuple[bytes, bytes]]) -> None:
-        pass
-
-    def take_refused(self) -> list[tuple[SourceRecord, BadRecord]]:
-        return []
-
-    def decode(self, records: Sequence[SourceRecord]) -> Sequence[None]:
-        if records:  # there are none if only the partition record is due
-            self._proceed.wait()
-        return [None] * len(records)
-
-    def apply(self, record: SourceRecord, decoded: None) -> None:
-        pass
-
-    @property
-    def full(self) -> bool:
-        return False
-
-    def source_lost(self) -> None:
-        pass
-
-    def tick(self, *_: Any, **__: Any) -> list[Outgoing]:
-        return []
-
-    def take_changes(self) -> dict[TableSpec, list[Change]]:
-        return {}
 
 
 @pytest.mark.parametrize(

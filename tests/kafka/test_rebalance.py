@@ -14,8 +14,8 @@ from streams.settings import Settings
 from streams.tables.index_reducer import prefix_index_table
 from streams.tables.reducer import PartitionPlan, SourceRecord
 from streams.topics import topics
+from tests.helpers.slow_reducer import Slow
 from tests.helpers.support import VISIBLE_TIMEOUT_S
-from tests.kafka.test_queue_limits import Slow
 
 
 def test_a_worker_may_end_while_its_partitions_are_revoked(scope: Settings) -> None:

@@ -21,9 +21,9 @@ from streams.settings import Settings
 from streams.topics import topics
 from streams.waiting import wait_for
 from tests.helpers.api import Api
+from tests.helpers.bridges import SMALL
 from tests.helpers.scopes import ScopeFactory
 from tests.helpers.support import VISIBLE_TIMEOUT_S
-from tests.kafka.test_bridge import SMALL
 
 MODEL = "m"
 

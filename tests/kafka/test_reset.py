@@ -16,13 +16,12 @@ from streams.reset import reset_scope
 from streams.settings import Settings, as_environ, tables_path
 from streams.topics import topics
 from streams.waiting import wait_for
+from tests.helpers.bridges import LEASE_S, WORKER_ID, bridge_to
+from tests.helpers.cxl_fleet import POOL, await_reach, call
 from tests.helpers.engine_double import EngineDouble
 from tests.helpers.support import VISIBLE_TIMEOUT_S
 from tests.helpers.truth import Engines, assert_equal
-from tests.kafka.test_bridge_faults import LEASE_S, WORKER_ID, bridge_to
-from tests.kafka.test_cxl_pipeline import POOL, await_reach, call
-from tests.kafka.test_pipeline import mode, put_worker
-from tests.kafka.test_table_faults import changelog
+from tests.helpers.workers import changelog, mode, put_worker
 
 COMMAND_TIMEOUT_S = 60.0
 

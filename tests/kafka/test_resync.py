@@ -25,9 +25,9 @@ from streams.tables.changelog import read_to_end
 from streams.tables.records import PARKED_PREFIX, decode_partition, partition_key
 from streams.topics import topics
 from streams.waiting import wait_for
+from tests.helpers.bridges import RANK, WORKER_ID, await_log, bridge_to, read_log
 from tests.helpers.engine_double import EngineDouble
 from tests.helpers.support import VISIBLE_TIMEOUT_S
-from tests.kafka.test_bridge_faults import RANK, WORKER_ID, await_log, bridge_to, read_log
 
 #: Longer than a worker takes to start, so that a bridge that is paused meanwhile keeps its engine.
 LEASE_S = 60.0

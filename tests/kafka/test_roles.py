@@ -20,10 +20,9 @@ from streams.lab.processes import Children
 from streams.lab.stack import Engine, FrontProcess, RouterProcess, Stack, get_bytes, get_json, wait_workers
 from streams.settings import KvTransfer
 from streams.waiting import wait_for
+from tests.helpers.cxl_fleet import attached, call
 from tests.helpers.scopes import ScopeFactory
 from tests.helpers.support import VISIBLE_TIMEOUT_S
-from tests.kafka.test_cxl_pipeline import call
-from tests.kafka.test_sim_pool_pipeline import attached
 
 MODEL = "m"
 PATIENCE_S = 60.0

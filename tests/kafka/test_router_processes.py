@@ -13,7 +13,6 @@ from dataclasses import replace
 from http.client import HTTPException
 from pathlib import Path
 
-import psutil
 import pytest
 
 from streams.kafka import ensure_topics
@@ -25,8 +24,9 @@ from streams.settings import Settings, as_environ
 from streams.topics import topics
 from streams.waiting import wait_for
 from tests.helpers.api import PATIENCE_S, Api
+from tests.helpers.authority import Authority
 from tests.helpers.commands import environment
-from tests.unit.test_access import Authority
+from tests.helpers.workers import is_running, n_requests
 
 TOKENS = list(range(64))
 
@@ -77,17 +77,6 @@ def answering(api: Api) -> str:
 
 def later(condition: Callable[[], bool], what: str) -> None:
     wait_for(condition, PATIENCE_S, what)
-
-
-def n_requests(api: Api) -> int:
-    return sum(row["active_requests"] for row in api.get("/loads")["loads"])
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
 
 
 @pytest.mark.first_ring("router --processes", "bridge", "sim")

@@ -10,9 +10,9 @@ import pytest
 from streams.lab.engines.pool import PoolConfig
 from streams.lab.stack import Engine, Stack, get_json, wait_workers
 from streams.waiting import wait_for
+from tests.helpers.bridges import SMALL
+from tests.helpers.cxl_fleet import attached, await_supplementary, call
 from tests.helpers.support import VISIBLE_TIMEOUT_S
-from tests.kafka.test_bridge import SMALL
-from tests.kafka.test_cxl_pipeline import await_supplementary, call
 
 #: Capacity for two prompts of ten blocks, but not for three.
 POOL = PoolConfig("rack1", block_size=SMALL.block_size, capacity_blocks=24)
@@ -39,10 +39,6 @@ def counted(engine: Engine) -> tuple[int, int]:
     """Give the numbers of prompt tokens that an engine has computed and loaded, as it counts them."""
     info = get_json(f"{engine.url}/sim/info")
     return info["computed_tokens"], info["loaded_tokens"]
-
-
-def attached(engine: Engine) -> bool:
-    return bool(get_json(f"{engine.url}/sim/info")["pool"]["attached"])
 
 
 @pytest.mark.first_ring("sim-pool")

@@ -15,18 +15,18 @@ import pytest
 from confluent_kafka import KafkaException
 
 from streams.errors import KvStreamsError, TableError
-from streams.kafka import Record, delete_topics, ensure_topics
+from streams.kafka import delete_topics, ensure_topics
 from streams.lab.stack import RouterProcess, Stack
 from streams.settings import Settings, tables_path
-from streams.tables.changelog import read_to_end
 from streams.tables.index_reducer import prefix_index_table
 from streams.tables.store import ChangelogPosition, PartitionStore
 from streams.topics import topics
 from streams.waiting import wait_for
+from tests.helpers.raw_store import raw
 from tests.helpers.small_disk import fill, small_disk_at
 from tests.helpers.support import VISIBLE_TIMEOUT_S
 from tests.helpers.truth import Engines, assert_equal
-from tests.unit.test_store import raw
+from tests.helpers.workers import changelog
 
 CACHE_MB = 1
 
@@ -103,21 +103,6 @@ FAULTS: dict[str, tuple[Callable[[Settings, int], None], str]] = {
     "another partition's": (swap_partitions, "it was made for"),
     "too old": (age, "keeps tombstones for 24 h"),
 }
-
-
-def changelog(settings: Settings, partition: int) -> dict[bytes, bytes]:
-    """Return the last value of each key in a changelog."""
-    found: dict[bytes, bytes] = {}
-
-    def fold(records: list[Record]) -> None:
-        for record in records:
-            if record.value is None:
-                found.pop(record.key, None)
-            else:
-                found[record.key] = record.value
-
-    read_to_end(settings, topics(settings).index_changelog.name, partition, None, fold)
-    return found
 
 
 def assert_copies(worker: RouterProcess) -> None:

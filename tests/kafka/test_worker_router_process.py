@@ -23,7 +23,7 @@ from streams.settings import Settings, as_environ
 from streams.waiting import wait_for
 from tests.helpers.api import PATIENCE_S, Api
 from tests.helpers.commands import environment
-from tests.kafka.test_router_processes import is_running, n_requests
+from tests.helpers.workers import is_running, n_requests
 
 TOKENS = list(range(64))
 

@@ -8,7 +8,7 @@ import os
 import random
 import signal
 import socket
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,68 +26,14 @@ from streams.frontend.answers import error_event
 from streams.frontend.loop_tokenizer import ENCODED_CHARACTERS_MAX
 from streams.frontend.protocol import FrontProtocol
 from streams.frontend.requests import Kind
-from streams.frontend.server import Front, FrontOptions
 from streams.frontend.tokenizer import ModelTokenizer
 from streams.frontend.tokenizer_process import TokenizerProcess
-from streams.http_server import HttpServer
 from streams.kafka import worker_key
 from streams.lab.engines.chat_template import tokenizer_files
-from streams.security.access import Access
 from streams.settings import Settings
+from tests.helpers.front_stage import BODY, IDS, PATIENCE_S, Backend, Stage, on_stage
 from tests.helpers.local_router import LocalRouter, local_router
 from tests.helpers.scripted_engine import Script, ScriptedEngine, answer_bytes, scripted_engines
-
-#: Only a hang is a failure. Nothing here is a measurement.
-PATIENCE_S = 30.0
-
-BODY = {"model": "m", "messages": [{"role": "user", "content": "hello"}], "stream": True}
-IDS = {"model": "m", "prompt": list(range(40)), "stream": True}
-
-
-class Stage:
-    """A front with its router and engines. url: the front's."""
-
-    def __init__(self, front: Front, url: str, router: LocalRouter, engines: list[ScriptedEngine]) -> None:
-        self.front = front
-        self.url = url
-        self.router = router
-        self.engines = engines
-
-    def script(self, *scripts: Script) -> None:
-        for engine, script in zip(self.engines, scripts, strict=True):
-            engine.script = script
-
-    async def post(
-        self, body: Any = None, path: str = "/v1/chat/completions", **headers: str
-    ) -> tuple[int, Any, bytes]:
-        """Return status, headers and body."""
-        async with (
-            aiohttp.ClientSession() as session,
-            session.post(self.url + path, data=orjson.dumps(body or BODY), headers=headers) as response,
-        ):
-            return response.status, response.headers, await response.read()
-
-    async def until(self, condition: Callable[[], bool], what: str) -> None:
-        try:
-            async with asyncio.timeout(PATIENCE_S):
-                while not condition():
-                    await asyncio.sleep(0.005)
-        except TimeoutError:
-            raise AssertionError(f"still waiting for {what}") from None
-
-    async def until_free(self) -> None:
-        """Wait until neither the front, the engines nor the router have a request, and all reports are sent."""
-
-        def active() -> int:
-            loads = self.router.api.get("/loads")["loads"]
-            return sum(row["active_requests"] for row in loads)
-
-        await self.until(lambda: len(self.front.proxy) == 0, "the front's requests")
-        await self.until(lambda: sum(engine.n_open for engine in self.engines) == 0, "the engines' requests")
-        async with asyncio.timeout(PATIENCE_S):
-            while await asyncio.to_thread(active):
-                await asyncio.sleep(0.01)
-        assert self.front.router.reports_lost == 0
 
 
 @pytest.fixture(scope="module")
@@ -98,41 +44,6 @@ def backend() -> Iterator[tuple[LocalRouter, list[ScriptedEngine]]]:
             worker = Worker(WorkerId(number), engine.url, "m", 16)
             router.router.view.fold_worker(worker_key(worker.worker_id), encode_worker(worker))
         yield router, engines
-
-
-Backend = tuple[LocalRouter, list[ScriptedEngine]]
-
-
-def on_stage(
-    backend: Backend,
-    scenario: Callable[[Stage], Awaitable[None]],
-    options: dict[str, Any] | None = None,
-    patience_s: float = 2 * PATIENCE_S,
-    **settings: Any,
-) -> None:
-    """Run a scenario with a front of its own; afterwards every booking must have ended."""
-    router, engines = backend
-
-    async def main() -> None:
-        own = Settings(**settings)
-        access = Access(own)
-        front = Front(own, FrontOptions((router.api.url,), **(options or {})), access)
-        server = HttpServer("127.0.0.1", 0, access=access)
-        try:
-            await front.start()
-            await server.serve(front.runner())
-            stage = Stage(front, server.url, router, engines)
-            for engine in engines:
-                engine.script, engine.received, engine.bodies = Script(), [], []
-                engine.counts.clear()
-            async with asyncio.timeout(patience_s):
-                await scenario(stage)
-                await stage.until_free()
-        finally:
-            await server.close()
-            await front.close()
-
-    asyncio.run(main())
 
 
 def test_a_stream_and_its_request_pass_through_unchanged(backend: Backend) -> None:

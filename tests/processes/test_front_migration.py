@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import aiohttp
-import orjson
 import pytest
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
@@ -30,9 +29,9 @@ from streams.lab.stack import Engine, Stack
 from streams.settings import Settings
 from streams.tables.records import encode_progress, progress_key
 from tests.helpers.byte_engine import CHAT_PROMPT, ByteEngine, Plan
+from tests.helpers.front_stage import Answer, Stage, on_stage, share
 from tests.helpers.local_router import LocalRouter, local_router, rank
 from tests.helpers.scripted_engine import scripted_engines
-from tests.processes.test_front import Stage, on_stage
 
 TEXT = "Grüße, 世界! 🙂 An answer with characters of one to four bytes: ä ö ü €."
 
@@ -54,36 +53,6 @@ def backend() -> Iterator[Backend]:
             worker = Worker(WorkerId(number), engine.url, "m", 16)
             router.router.view.fold_worker(worker_key(worker.worker_id), encode_worker(worker))
         yield router, engines
-
-
-class Answer:
-    """What a client got, read as OpenAI's clients read it."""
-
-    def __init__(self, body: bytes) -> None:
-        self.body = body
-        lines = body.split(b"\n")
-        data = [line.removeprefix(b"data: ") for line in lines if line.startswith(b"data: ")]
-        self.ended = bool(data) and data[-1] == b"[DONE]"
-        self.comments = [line for line in lines if line.startswith(b":")]
-        pages = [orjson.loads(each) for each in data if each != b"[DONE]"]
-        self.error: Any = next((page["error"] for page in pages if "error" in page), None)
-        self.figures: Any = next((page["kvstreams_migration"] for page in pages if "kvstreams_migration" in page), None)
-        self.usage: Any = next((page["usage"] for page in pages if page.get("usage")), None)
-        chunks = [page for page in pages if page.get("choices")]
-        self.frames = {(page["id"], page["object"], page["created"]) for page in chunks}
-        choices = [page["choices"][0] for page in chunks]
-        self.roles = sum("role" in each.get("delta", {}) for each in choices)
-        self.text = "".join(each["delta"].get("content") or "" if "delta" in each else each["text"] for each in choices)
-        self.token_ids = [each for choice in choices for each in choice.get("token_ids") or []]
-        self.has_ids = any("token_ids" in each for each in choices) or any("prompt_token_ids" in p for p in pages)
-        self.finish_reasons = [each["finish_reason"] for each in choices if each["finish_reason"] is not None]
-
-
-def share(engines: Sequence[Any], *plans: Plan) -> None:
-    """Give engines one list of plans."""
-    shared = list(plans)
-    for engine in engines:
-        engine.plans = shared
 
 
 def asked_of(stage: Stage) -> list[dict[str, Any]]:

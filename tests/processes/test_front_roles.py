@@ -18,10 +18,9 @@ from streams.cxl.records import encode_pool, pool_key
 from streams.kafka import worker_key
 from streams.settings import KvTransfer, Settings
 from tests.helpers.byte_engine import CHAT_PROMPT, ByteEngine, Plan
+from tests.helpers.front_stage import Answer, Backend, Stage, on_stage, share
 from tests.helpers.local_router import LocalRouter, local_router
 from tests.helpers.scripted_engine import Script, ScriptedEngine, answer_bytes, scripted_engines
-from tests.processes.test_front import Backend, Stage, on_stage
-from tests.processes.test_front_migration import Answer, share
 
 ROLES = (Role.PREFILL, Role.DECODE, Role.DECODE)
 PROMPT = list(range(40))

@@ -34,7 +34,7 @@ from streams.lab.engines.server import SimServerConfig, serve
 from streams.lab.processes import Children
 from streams.lab.stack import Stack
 from streams.settings import Settings
-from tests.processes.test_sim_server import ENGINE, FAST, PATIENCE_S, PROMPT, Client, prompt_hashes, started
+from tests.helpers.sim_client import ENGINE, FAST, PATIENCE_S, PROMPT, Client, prompt_hashes, started
 
 #: 1 ms of model time per block in either direction, and 0.5 ms per transfer.
 POOL = PoolConfig("p", block_size=4, bytes_per_token=250_000, offload_gb_per_s=1.0, load_gb_per_s=1.0, latency_us=500.0)

@@ -11,8 +11,8 @@ import pytest
 from streams.lab.kafka.ports import free_port
 from tests.helpers.engine_double import BLOCK_SIZE, EngineDouble
 from tests.helpers.event_mutations import Mutator, payloads
+from tests.helpers.trtllm_events import block, created, stored
 from tests.helpers.trust import TrustFleet, engine_option
-from tests.unit.test_trtllm import block, created, stored
 from tests.witness import NAMES
 
 N_DAMAGED = 150

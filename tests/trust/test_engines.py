@@ -7,8 +7,8 @@ import json
 import msgpack
 
 from tests.helpers.engine_double import BLOCK_SIZE, EngineDouble
+from tests.helpers.trtllm_events import block, created, removed, stored, updated
 from tests.helpers.trust import TrustFleet, engine_option
-from tests.unit.test_trtllm import block, created, removed, stored, updated
 
 N_BLOCKS = 3
 TOKENS = list(range(1000, 1000 + N_BLOCKS * BLOCK_SIZE))

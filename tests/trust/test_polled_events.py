@@ -8,8 +8,8 @@ import pytest
 
 from tests.helpers.engine_double import BLOCK_SIZE
 from tests.helpers.polled_engine import PolledEngine
+from tests.helpers.trtllm_events import block, created, removed, stored
 from tests.helpers.trust import TrustFleet
-from tests.unit.test_trtllm import block, created, removed, stored
 
 N_BLOCKS = 3
 TOKENS = list(range(1000, 1000 + N_BLOCKS * BLOCK_SIZE))

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import trustme
 import uvloop
 from cryptography.hazmat.primitives import serialization
 
@@ -30,6 +29,7 @@ from streams.router_api.calls import CALLS
 from streams.security.access import Access
 from streams.settings import Settings
 from streams.waiting import wait_for
+from tests.helpers.authority import Authority
 from tests.helpers.local_router import local_router
 
 READER, ROUTER, OPERATOR = (f"{name}-0123456789abcdef" for name in ("reader", "router", "operator"))
@@ -52,22 +52,6 @@ def tokens_file(tmp_path: Path) -> Path:
         "".join(f'[{right}]\ntoken = "{token}"\nrights = ["{right}"]\n' for token, right in RIGHT_OF.items())
     )
     return file
-
-
-class Authority:
-    """A certificate authority, and files that it has signed."""
-
-    def __init__(self, folder: Path, name: str) -> None:
-        self._authority = trustme.CA(organization_name=name)
-        self.file = str(folder / f"{name}-ca.pem")
-        self._folder = folder
-        self._authority.cert_pem.write_to_path(self.file)
-
-    def sign(self, name: str, *identities: str) -> str:
-        """Return a file with a key and a certificate."""
-        path = str(self._folder / f"{name}.pem")
-        self._authority.issue_cert(*identities, common_name=name).private_key_and_cert_chain_pem.write_to_path(path)
-        return path
 
 
 def call(

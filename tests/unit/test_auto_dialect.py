@@ -11,7 +11,7 @@ from streams.engines.dialects.auto import CONFIRMATIONS, AutoDecoder
 from streams.engines.dialects.sglang import SglangDecoder
 from streams.engines.dialects.vllm import VllmDecoder
 from streams.errors import BadRecord
-from tests.unit import test_sglang, test_trtllm, test_vllm
+from tests.helpers import sglang_events, trtllm_events, vllm_events
 
 BLOCK = 4
 TOKENS = list(range(1, 13))
@@ -23,21 +23,21 @@ VLLM_EVENTS = [
     pytest.param(
         ["BlockStored", [1, 2, 3], None, TOKENS, BLOCK, None, "GPU", None], id="a field for the adapter's name"
     ),
-    pytest.param(test_vllm.stored_event(), id="a map with lora_name"),
-    pytest.param(test_vllm.stored_event(lora_name="poet", lora_id=3), id="a map with an adapter"),
+    pytest.param(vllm_events.stored_event(), id="a map with lora_name"),
+    pytest.param(vllm_events.stored_event(lora_name="poet", lora_id=3), id="a map with an adapter"),
     pytest.param({"type": "BlockRemoved", "block_hashes": [1], "medium": "GPU", "group_idx": 0}, id="a group"),
     pytest.param(["BlockRemoved", [1], "GPU", 0], id="a removal with a group"),
     pytest.param({"type": "CxlStateTransition", "block_hashes": [1], "new_state": "local_gpu"}, id="CXL"),
 ]
 SGLANG_EVENTS = [
-    pytest.param(test_sglang.array(None, "GPU"), id="a signed hash"),
+    pytest.param(sglang_events.array(None, "GPU"), id="a signed hash"),
     pytest.param(["BlockStored", [1], None, [5], 1, None, "GPU"], id="a page of one token"),
     pytest.param(["BlockStored", [1], None, TOKENS[:4], BLOCK, None, "CPU_PINNED"], id="a medium"),
     pytest.param(["BlockStored", [1], None, TOKENS[:4], BLOCK, None, "GPU", {"cache_salt": "s"}], id="a map at 7"),
     pytest.param(["BlockStored", [1], None, [[1, 2], [2, 3], [3, 4], [4, 5]], BLOCK, None], id="pairs of tokens"),
-    pytest.param(test_sglang.stored(), id="a map without lora_name"),
-    pytest.param(test_sglang.stored(lora_name="poet"), id="a map with an adapter"),
-    pytest.param(test_sglang.stored(cache_salt="s", extra_keys=[["s"], None, None]), id="a salt of its own"),
+    pytest.param(sglang_events.stored(), id="a map without lora_name"),
+    pytest.param(sglang_events.stored(lora_name="poet"), id="a map with an adapter"),
+    pytest.param(sglang_events.stored(cache_salt="s", extra_keys=[["s"], None, None]), id="a salt of its own"),
     pytest.param(["BlockRemoved", [1], "CPU_PINNED"], id="a removal's medium"),
     pytest.param({"type": "BlockRemoved", "block_hashes": [-1], "medium": "GPU"}, id="a removal's hash"),
 ]
@@ -74,7 +74,7 @@ def test_sglang_is_recognised(event: Any) -> None:
 
 def test_tensorrt_llm_is_recognised() -> None:
     """A payload that is JSON is TensorRT-LLM's."""
-    batch = AutoDecoder(BLOCK).decode(test_trtllm.pack(test_trtllm.stored(*test_trtllm.prompt([1, 2, 3]))))
+    batch = AutoDecoder(BLOCK).decode(trtllm_events.pack(trtllm_events.stored(*trtllm_events.prompt([1, 2, 3]))))
     assert batch.dialect is not None and batch.dialect.name == "trtllm"
     assert len(batch.events) == 1
 
@@ -90,13 +90,13 @@ def test_nothing_is_decided_from_events_that_both_engines_write() -> None:
     decoder = AutoDecoder(BLOCK)
     batch = decoder.decode(pack(["BlockStored", [1, 2, 3], None, TOKENS, BLOCK, None, "GPU"], ["AllBlocksCleared"]))
     assert (batch.dialect, len(batch.events)) == (None, 2)
-    assert decoder.decode(pack(test_sglang.stored())).dialect is not None
+    assert decoder.decode(pack(sglang_events.stored())).dialect is not None
 
 
 def test_a_damaged_payload_does_not_decide_for_good() -> None:
     """JSON and a negative hash among vLLM's first payloads mislead for one payload; later ones decide again."""
     decoder = AutoDecoder(BLOCK)
-    good = pack(test_vllm.stored_event())
+    good = pack(vllm_events.stored_event())
     for damaged in (b"[1]", b"{", pack(["BlockStored", [-1], None, TOKENS[:4], BLOCK, None, "GPU"])):
         try:
             decoder.decode(damaged)
@@ -107,7 +107,7 @@ def test_a_damaged_payload_does_not_decide_for_good() -> None:
         assert len(batch.events) == 1
     for _ in range(CONFIRMATIONS):
         decoder.decode(good)
-    decoder.decode(pack(test_sglang.stored()))
+    decoder.decode(pack(sglang_events.stored()))
     with pytest.raises(BadRecord):
         decoder.decode(b"[1]")
     assert decoder.dialect is not None and decoder.dialect.name == "vllm"  # the decision is final

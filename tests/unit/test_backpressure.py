@@ -29,8 +29,8 @@ from streams.engines.wiring import EngineWiring
 from streams.settings import Settings
 from streams.topics import topics
 from tests.helpers.engine_double import BLOCK_SIZE, EngineDouble
+from tests.helpers.feeds import held_lease
 from tests.helpers.recording_producer import RecordingProducer
-from tests.unit.test_feed import held_lease
 
 #: Records that the client of these tests buffers, and batches that wait in a socket.
 BUFFERED_MAX = 20

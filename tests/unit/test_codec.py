@@ -102,7 +102,7 @@ from streams.core.workers import (
     WorkerState,
 )
 from streams.cxl import records as cxl_records
-from streams.cxl.events import BlockAddress, CxlPool, CxlTransition, addressed
+from streams.cxl.events import CxlPool
 from streams.cxl.records import (
     BlockKey,
     BlockRow,
@@ -152,19 +152,24 @@ from streams.tables.records import (
     progress_key,
     run_key,
 )
+from tests.helpers.encoding import (
+    HEADER_BYTES,
+    I31,
+    I63,
+    RANK,
+    TRANSITION,
+    counts,
+    longs,
+    ranks,
+    reason_of,
+    texts,
+    u64s,
+    witnessed,
+)
 from tests.helpers.reference import chain_hashes
 
-HEADER_BYTES = 10
-I31 = (1 << 31) - 1
-I63 = (1 << 63) - 1
-
-u64s = st.integers(0, U64_MASK)
-counts = st.integers(0, I31)
-longs = st.integers(-I63 - 1, I63)
-texts = st.text(max_size=12)
 hash_lists = st.lists(u64s, max_size=5)
 some_tier = st.sampled_from(Tier)
-ranks = st.builds(lambda worker, rank: RankId(WorkerId(worker), DpRank(rank)), u64s, counts)
 labels = st.builds(MoeLabels, *[st.one_of(st.none(), counts)] * 3)
 
 
@@ -320,25 +325,6 @@ def plain(value: Any) -> Any:
     return value
 
 
-def witnessed(schema_name: str, raw: bytes) -> dict[str, Any]:
-    """Return what the avro package reads after the header, with nothing but the schema file."""
-    schema = avro.schema.parse((schemas_dir() / f"{schema_name}.avsc").read_text())
-    stream = io.BytesIO(raw[HEADER_BYTES:])
-    datum: dict[str, Any] = avro.io.DatumReader(schema).read(avro.io.BinaryDecoder(stream))
-    assert not stream.read()
-    return datum
-
-
-def reason_of(decode: Callable[[], Any]) -> str | None:
-    """Return the reason why a record is refused, None if it is not; any exception but BadRecord fails the test."""
-    try:
-        decode()
-    except BadRecord as exc:
-        return exc.reason
-    return None
-
-
-RANK = RankId(WorkerId(U64_MASK), DpRank(3))
 STORED = BlocksStored(
     EngineHash(7),
     u64([1, U64_MASK]),
@@ -396,23 +382,6 @@ RUN = Run(
 PROGRESS = Progress(RANK, Epoch(Incarnation(4), 2), 9, 10, Health.DEGRADED, "model", 16, 1, 2, 3, 4, 6000, True)
 PARTITION = PartitionRecord(3, 5, "owner", (SourceProgress("t", "id", -1, 6, 7, 8),))
 
-ADDRESSES = [
-    (BlockAddress(SequenceHash(5), SequenceHash(4), 1), EngineHash(11)),
-    (BlockAddress(SequenceHash(6), SequenceHash(5), 2), EngineHash(12)),
-]
-TRANSITION = CxlTransition(
-    RANK,
-    "m",
-    Incarnation(2),
-    7,
-    1,
-    CxlMemoryState.IN_TRANSIT,
-    "pool",
-    3,
-    (WorkerId(7),),
-    9,
-    addressed(ADDRESSES),
-)
 POOL = CxlPool("pool", "near", 1 << 40, (WorkerId(7), WorkerId(8)), 3, True, 9)
 POOLED = BlockRow(
     Placement(CxlMemoryState.CXL_POOLED, "pool", 3, (WorkerId(7),), "m", Incarnation(2), 9),

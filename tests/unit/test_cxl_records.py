@@ -48,7 +48,7 @@ from streams.cxl.records import (
 from streams.errors import BadRecord, InvalidRequest
 from streams.shapes import from_long
 from streams.topics import CXL_EVENT_BYTES_MAX
-from tests.unit.test_codec import RANK, TRANSITION, counts, longs, ranks, reason_of, texts, u64s, witnessed
+from tests.helpers.encoding import RANK, TRANSITION, counts, longs, ranks, reason_of, texts, u64s, witnessed
 
 positions = st.integers(0, (1 << 31) - 1)
 pool_ids = st.text(min_size=1, max_size=12).filter(lambda name: name.isprintable() and name not in (".", ".."))

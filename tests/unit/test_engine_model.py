@@ -23,9 +23,9 @@ from streams.engines.address import EngineAddress
 from streams.engines.heartbeats import ENDED_ENGINE_LEASE_MS
 from streams.engines.ledger import Ledger
 from streams.engines.recovery import RecoveredRank
+from tests.helpers import bridged_engine
+from tests.helpers.bridged_engine import RANK, EngineUnderTest
 from tests.helpers.engine_double import EngineDouble
-from tests.unit import test_bridged_engine
-from tests.unit.test_bridged_engine import RANK, EngineUnderTest
 
 LIVE, UNPROVEN = FeedState.LIVE, FeedState.UNPROVEN
 
@@ -68,7 +68,7 @@ class ModelsDouble(EngineDouble):
 
 def address_of(engine: EngineDouble) -> EngineAddress:
     """Without a model, which the bridge reads from /v1/models then."""
-    return replace(test_bridged_engine.address_of(engine), model=None)
+    return replace(bridged_engine.address_of(engine), model=None)
 
 
 def bridging(
@@ -92,7 +92,7 @@ def bridging(
             acknowledging.cancel()
         batches.extend(batches_of(engine))
 
-    test_bridged_engine.bridging(address, acknowledged, *recovered)
+    bridged_engine.bridging(address, acknowledged, *recovered)
     return batches
 
 

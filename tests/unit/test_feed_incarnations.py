@@ -10,7 +10,7 @@ import pytest
 from streams.core.events import FeedState
 from streams.engines import feed_machine
 from tests.helpers.engine_double import EngineDouble
-from tests.unit.test_feed import FeedUnderTest, address_of, feeding
+from tests.helpers.feeds import FeedUnderTest, address_of, feeding
 
 LIVE, CATCHING_UP = FeedState.LIVE, FeedState.CATCHING_UP
 

@@ -16,7 +16,7 @@ from streams.engines.dialects.interface import DecodedBatch
 from streams.engines.dialects.registry import DIALECTS
 from streams.engines.ledger import Ledger
 from streams.errors import BadRecord
-from tests.unit import test_trtllm
+from tests.helpers import trtllm_events
 from tests.witness import BLOCK_SIZE, CACHE_SALT, GOLDEN, NAMES, read
 
 GOLDEN_EVENTS: list[dict[str, Any]] = json.loads(GOLDEN.read_text())
@@ -120,8 +120,8 @@ def mutated(rng: random.Random, payload: bytes) -> bytes:
     return bytes(raw)
 
 
-TRTLLM = test_trtllm.pack(
-    test_trtllm.created(), test_trtllm.stored(*test_trtllm.prompt([1, 2, 3])), test_trtllm.removed(3)
+TRTLLM = trtllm_events.pack(
+    trtllm_events.created(), trtllm_events.stored(*trtllm_events.prompt([1, 2, 3])), trtllm_events.removed(3)
 )
 
 

@@ -9,29 +9,17 @@ import json
 import logging
 import socket
 from http.client import parse_headers
-from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
 
 from streams import kafka_log
-from streams.settings import Settings
-from tests.helpers.api import PATIENCE_S, Api, metrics
+from tests.helpers.api import PATIENCE_S, metrics
 from tests.helpers.http_fuzz import Fuzzer, send_all
+from tests.helpers.http_state import SETTINGS, state_of
 from tests.helpers.local_router import local_router
 
 REQUESTS = 3000
-SETTINGS = Settings(body_timeout_s=5.0, body_bytes_max=64 * 1024, request_tokens_max=1024)
-
-
-def state_of(api: Api) -> dict[str, Any]:
-    """Everything that a request can change."""
-    sampled = metrics(api)
-    return {
-        **{path: api.get(path) for path in ("/workers", "/pools", "/loads", "/state", "/state/cxl", "/ready")},
-        "bookings": sampled["kvstreams_bookings_known"],
-        "faults": sampled.get("kvstreams_errors_total/internal", 0),
-    }
 
 
 def faults_in(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:

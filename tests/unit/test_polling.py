@@ -18,10 +18,10 @@ from streams.engines.link_delay import LATE_S
 from streams.engines.polling import BACKOFF_S_MIN, ENGINE_WAITS_S, POLL_EVERY_S, Answers, polled
 from streams.engines.wiring import EngineWiring
 from streams.settings import Settings
+from tests.helpers.feeds import FeedUnderTest, held_lease
 from tests.helpers.polled_engine import PolledEngine
 from tests.helpers.recording_producer import RecordingProducer
-from tests.unit.test_feed import FeedUnderTest, held_lease
-from tests.unit.test_trtllm import block, created, removed, stored
+from tests.helpers.trtllm_events import block, created, removed, stored
 
 LIVE, CATCHING_UP = FeedState.LIVE, FeedState.CATCHING_UP
 

@@ -20,7 +20,7 @@ from streams.engines.dialects.interface import DecodedBatch
 from streams.engines.dialects.registry import DIALECTS
 from streams.engines.ledger import Ledger
 from tests.helpers.folded_index import CompiledIndex, apply_event
-from tests.unit.test_trtllm import block, created, removed, stored
+from tests.helpers.trtllm_events import block, created, removed, stored
 
 BLOCK = 4
 RANK = RankId(WorkerId(1), DpRank(0))

@@ -18,32 +18,14 @@ from streams.engines.dialects.sglang import SGLANG, SglangDecoder
 from streams.engines.ledger import Ledger
 from streams.router_api.wire import blocks_of, parse_route
 from tests.helpers.reference import chain_hashes
+from tests.helpers.sglang_events import BLOCK, TOKENS, array, stored
 
-BLOCK = 4
-TOKENS = list(range(1, 13))
 LOCAL = local_hashes(TOKENS, BLOCK).tolist()
 
 
 def pack(*events: Any) -> bytes:
     raw: bytes = msgpack.packb([1.5, list(events), 0])
     return raw
-
-
-def stored(**changes: Any) -> dict[str, Any]:
-    event: dict[str, Any] = {
-        "type": "BlockStored",
-        "block_hashes": [-11, 12, -13],
-        "parent_block_hash": None,
-        "token_ids": TOKENS,
-        "block_size": BLOCK,
-        "lora_id": None,
-        "medium": "GPU",
-    }
-    return event | changes
-
-
-def array(*fields: Any) -> list[Any]:
-    return ["BlockStored", [-11, 12, -13], None, TOKENS, BLOCK, *fields]
 
 
 def only_stored(payload: DecodedBatch) -> BlocksStored:

@@ -7,23 +7,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from rocksdict import Options, Rdict
 
 from streams.errors import TableError
 from streams.tables.store import ChangelogPosition, PartitionStore, TableSpec
 from streams.waiting import wait_for
+from tests.helpers.raw_store import raw
 from tests.helpers.small_disk import fill, small_disk_at
 from tests.helpers.support import VISIBLE_TIMEOUT_S
 
 CACHE_MB = 1
 TABLE = TableSpec("table", 1, "changelog")
-
-
-def raw(path: Path) -> Rdict:
-    """Open a store's files without the store."""
-    options = Options(raw_mode=True)
-    options.set_allow_concurrent_memtable_write(False)  # the files name the memtable with which they were written
-    return Rdict(str(path), options)
 
 
 @pytest.fixture

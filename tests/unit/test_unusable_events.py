@@ -15,9 +15,9 @@ from streams.core.reducer.ordering import Health, Progress
 from streams.engines.dialects.vllm import VLLM
 from streams.engines.ledger import Ledger
 from streams.engines.recovery import RecoveredRank
+from tests.helpers.dialect_feeds import BLOCK, RANK, await_batches, feed, published, started
 from tests.helpers.engine_double import EngineDouble, offload_placeholder
 from tests.helpers.recording_producer import RecordingProducer
-from tests.unit.test_dialects import BLOCK, RANK, await_batches, feed, published, started
 
 HELD = [100 + n for n in range(3)]
 TOKENS = list(range(1, 1 + BLOCK * len(HELD)))

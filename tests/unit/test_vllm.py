@@ -33,9 +33,8 @@ from streams.engines.recovery import ledger_of
 from streams.errors import WRONG_BLOCK_SIZE, BadRecord
 from streams.lab.engines.engine_messages import KvCleared, KvRemoved, KvReused, KvStored
 from streams.lab.engines.event_publisher import BlockEvent, EventDialect, HashDialect, WireForm
+from tests.helpers.vllm_events import BLOCK, TOKENS, stored_event
 
-BLOCK = 4
-TOKENS = list(range(1, 13))
 LOCAL = local_hashes(TOKENS, BLOCK).tolist()
 REASONS = ("bad_event", "wrong_block_size", "not_msgpack")
 
@@ -43,20 +42,6 @@ REASONS = ("bad_event", "wrong_block_size", "not_msgpack")
 def pack(*events: Any, ts: Any = 1.5, rank: Any = 0) -> bytes:
     raw: bytes = msgpack.packb([ts, list(events), rank])
     return raw
-
-
-def stored_event(**changes: Any) -> dict[str, Any]:
-    event: dict[str, Any] = {
-        "type": "BlockStored",
-        "block_hashes": [11, 12, 13],
-        "parent_block_hash": None,
-        "token_ids": TOKENS,
-        "block_size": BLOCK,
-        "lora_id": None,
-        "medium": "GPU",
-        "lora_name": None,
-    }
-    return event | changes
 
 
 def chunk_event(**changes: Any) -> dict[str, Any]:
