@@ -135,3 +135,14 @@ def test_four_routers_that_queue_are_about_as_fast_as_one() -> None:
             group = make_group(n_routers, LabQueue(QUEUE_BACKLOG_MS), seed=seed)
             means.append(simulate(requests, group).figures().mean_ttft_ms)
     assert statistics.fmean(ttft_ms[4]) <= 1.1 * statistics.fmean(ttft_ms[1])
+
+
+def test_a_request_that_is_sent_again_is_a_new_booking() -> None:
+    """After a failure, the engine that gets the request has its load, in all routers."""
+    group = make_group(2, None, n_engines=2, delay_ms_mean=0.0)
+    for number in range(8):
+        group.arrive(routed(number), 0.0)
+        group.ended(number, 1.0)
+        group.arrive(routed(number), 2.0)
+    group.pump(3.0)
+    assert [n_requests(router) for router in group._routers] == [8, 8]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass
-from itertools import islice
+from itertools import count, islice
 from typing import TypedDict
 
 import numpy as np
@@ -112,6 +112,8 @@ class LabRouter:
         """
         self.router_id = router_id
         self._router_ids = {router_id}  # of all bookings so far
+        self._counter = count()  # of its bookings
+        self._booking_ids: dict[int, BookingId] = {}  # by request
         self.ranks = tuple(RankId(WorkerId(number + 1), DpRank(0)) for number in range(n_workers))
         self.loads = ActiveLoads(_NEVER_MS, observe=True)
         self.index = LabIndex()
@@ -254,8 +256,8 @@ class LabRouter:
     # -- bookings, also those of other routers -------------------------------------------------------------------------
 
     def booking_id(self, number: int) -> BookingId:
-        """The id under which this router books a request."""
-        return BookingId(str(number), self.router_id, 0)
+        """The id of this router's last booking of a request."""
+        return self._booking_ids[number]
 
     def note_booking(self, booking_id: BookingId, booking: Booking, now_ms: float) -> None:
         """A router has booked a request."""
@@ -333,7 +335,10 @@ class LabRouter:
             block_size=self._block_size,
             forecast=decision.forecast(),
         )
-        self.note_booking(self.booking_id(request.number), booking, now_ms)
+        # A request that is sent again after a failure is a new booking: its first one has ended.
+        booking_id = BookingId(str(request.number), self.router_id, next(self._counter))
+        self._booking_ids[request.number] = booking_id
+        self.note_booking(booking_id, booking, now_ms)
         return self._worker_of[booking.rank]
 
     def _scores(self, request: RoutedRequest) -> OverlapScores:
