@@ -19,7 +19,7 @@ from typing import Any
 import click
 
 from streams.lab.simulation.experiment import Row, load_workload, run_policy
-from streams.lab.simulation.fleet import Failure, FleetConfig
+from streams.lab.simulation.fleet import FleetConfig, LabFailure
 from streams.lab.simulation.lab_engine_config import default_engine
 from streams.lab.simulation.lab_pool import LabPoolConfig
 from streams.lab.simulation.workload import RawRequest, Workload, build
@@ -182,7 +182,7 @@ def disturbed() -> list[Check]:
     """Late events, engines that fail, and unequal engines."""
     checks: list[Check] = []
     head("fleet", "traffic", "`round-robin`", "`dynamo-agentic`", f"`{OURS_AT_ONCE}`", f"`{OURS}`")
-    failures = tuple(Failure(worker, 20_000.0 + 15_000.0 * worker, 20_000.0) for worker in range(4))
+    failures = tuple(LabFailure(worker, 20_000.0 + 15_000.0 * worker, 20_000.0) for worker in range(4))
     fleets = {f"events {lag_ms} ms late": {"event_lag_ms": float(lag_ms)} for lag_ms in (0, 20, 100, 1000)}
     fleets |= {
         "4 engines fail for 20 s each": {"failures": failures},  # type: ignore[dict-item]

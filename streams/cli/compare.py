@@ -12,7 +12,7 @@ from streams.cli.options import GroupedCommand
 from streams.cli.output import console
 
 if TYPE_CHECKING:
-    from streams.lab.compare.estimates import Estimate, Outcome
+    from streams.lab.compare.estimates import ComparedModes, Estimate
     from streams.lab.compare.variants import Variant
 
 
@@ -160,7 +160,7 @@ def _requests(trace: Path | None, n_requests: int, prompt_max: int, output_max: 
     return requests[:n_requests] if n_requests else requests
 
 
-def _print(variants: list[Variant], outcome: Outcome, found: dict[str, Any]) -> None:
+def _print(variants: list[Variant], outcome: ComparedModes, found: dict[str, Any]) -> None:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)

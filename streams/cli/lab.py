@@ -111,7 +111,7 @@ def fleet_of(
     engine_file: Path | None,
 ) -> FleetConfig:
     """The fleet that these options describe. Raises SettingsError."""
-    from streams.lab.simulation.fleet import Failure, FleetConfig
+    from streams.lab.simulation.fleet import FleetConfig, LabFailure
     from streams.lab.simulation.lab_engine_config import default_engine, engine_from_toml
     from streams.lab.simulation.lab_pool import LabPoolConfig
 
@@ -125,7 +125,7 @@ def fleet_of(
         n_workers,
         event_lag_ms=lag_ms,
         speeds=tuple(_numbers(speeds, float)),
-        failures=tuple(Failure(*each) for each in _failures(fail)),
+        failures=tuple(LabFailure(*each) for each in _failures(fail)),
         pool=shared,
         host=LabPoolConfig(round(host * engine.n_blocks), host_gb_per_s) if host else None,
     )

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from streams.errors import SettingsError
-from streams.lab.compare.estimates import Sample, evaluate, n_complete_rounds
+from streams.lab.compare.estimates import ComparedRequest, evaluate, n_complete_rounds
 from streams.lab.compare.plan import make_plan
 from streams.lab.compare.report import in_words, warnings
 from streams.lab.compare.traffic import Measured
@@ -20,10 +20,10 @@ TWO = [Variant("first"), Variant("second")]
 
 def samples(
     times: dict[tuple[int, int], list[float]], cached: tuple[int, int] = (50, 50), workers: tuple[int, ...] = (1, 2)
-) -> list[Sample]:
+) -> list[ComparedRequest]:
     """Samples by round and mode; prompts of 100 tokens, of which each mode finds so many."""
     return [
-        Sample(round_, variant, workers[number % len(workers)], ttft_ms, 100, cached[variant], 10)
+        ComparedRequest(round_, variant, workers[number % len(workers)], ttft_ms, 100, cached[variant], 10)
         for (round_, variant), block in times.items()
         for number, ttft_ms in enumerate(block)
     ]

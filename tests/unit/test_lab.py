@@ -15,7 +15,7 @@ from benchmarks import calibrate
 from streams.cli import cli
 from streams.errors import InvalidRequest, SettingsError
 from streams.lab.simulation.experiment import Row, known_policies, load_workload, run_policy, split_name
-from streams.lab.simulation.fleet import Failure, FleetConfig
+from streams.lab.simulation.fleet import FleetConfig, LabFailure
 from streams.lab.simulation.generators import PARAMETERS
 from streams.lab.simulation.lab_engine_config import default_engine
 from streams.lab.simulation.lab_pool import LabPool, LabPoolConfig
@@ -181,7 +181,7 @@ def test_late_events_change_what_a_router_knows(chat: Workload) -> None:
 
 def test_requests_of_a_failed_engine_are_served_by_others(chat: Workload) -> None:
     """All requests end, and while the engine is away the others serve them."""
-    failure = Failure(worker=1, at_ms=2_000.0, for_ms=6_000.0)
+    failure = LabFailure(worker=1, at_ms=2_000.0, for_ms=6_000.0)
     result = simulate(chat, "dynamo-default", failures=(failure,)).result
     assert (result.last_ms > 0.0).all()
     away = (result.first_ms > 2_000.0) & (result.first_ms < 8_000.0)
@@ -192,7 +192,7 @@ def test_requests_of_a_failed_engine_are_served_by_others(chat: Workload) -> Non
 def test_requests_wait_while_no_engine_is_alive() -> None:
     """With one engine that fails, requests wait until it is back."""
     workload = load_workload("cold:requests=20", ENGINE, 1)
-    failure = Failure(worker=0, at_ms=100.0, for_ms=5_000.0)
+    failure = LabFailure(worker=0, at_ms=100.0, for_ms=5_000.0)
     result = simulate(workload, "kv", n_workers=1, concurrency=4, failures=(failure,)).result
     assert (result.last_ms > 0.0).all() and result.first_ms.max() > 5_100.0
 

@@ -13,7 +13,7 @@ from streams.core.routing.decision import RoutePolicy
 from streams.core.routing.queue import QUEUE_BACKLOG_MS, QueuePolicy
 from streams.core.routing.selection import RouterMode
 from streams.lab.engines.engine_config import EngineConfig
-from streams.lab.simulation.fleet import Failure, FleetConfig, run
+from streams.lab.simulation.fleet import FleetConfig, LabFailure, run
 from streams.lab.simulation.results import RunResult
 from streams.lab.simulation.router import LabQueue, LabRouter, RoutedRequest
 from streams.lab.simulation.router_group import RouterGroup
@@ -109,7 +109,7 @@ def test_other_routers_know_a_booking_after_its_delay_and_in_order() -> None:
 def test_every_router_keeps_an_engine_that_failed_out() -> None:
     """While an engine is down, no router sends it a request; later all of them do."""
     requests = workload(200, rate_per_s=20.0)
-    failure = Failure(0, 2_000.0, for_ms=4_000.0, known_after_ms=0.0)
+    failure = LabFailure(0, 2_000.0, for_ms=4_000.0, known_after_ms=0.0)
     result = run(requests, FleetConfig(ENGINE, 8, failures=(failure,)), make_group(4, LabQueue(QUEUE_BACKLOG_MS)))
     while_down = (result.first_ms > 2_000.0) & (result.first_ms < 6_000.0)
     assert while_down.sum() > 20

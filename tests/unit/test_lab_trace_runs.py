@@ -15,7 +15,7 @@ from streams.core.routing.selection import RouterMode
 from streams.errors import SettingsError
 from streams.lab.engines.engine_config import EngineConfig
 from streams.lab.simulation.experiment import run_policy
-from streams.lab.simulation.fleet import Failure, FleetConfig, Lateness
+from streams.lab.simulation.fleet import FleetConfig, LabFailure, Lateness
 from streams.lab.simulation.lab_engine_config import LabEngineConfig, default_engine
 from streams.lab.simulation.lab_pool import LabPoolConfig
 from streams.lab.simulation.recorded import replay
@@ -148,7 +148,7 @@ def test_an_engine_that_fails_loses_its_blocks_and_its_requests_are_repeated(cha
     """Every request is served, and the fleet finds less in its caches than without the failure."""
     workload = workload_of(chat, ENGINE.block_size)
     undisturbed = run_policy(workload, FleetConfig(ENGINE, N_ENGINES), "kv").result
-    failures = tuple(Failure(worker, 3_000.0, 2_000.0, 500.0) for worker in range(N_ENGINES - 1))
+    failures = tuple(LabFailure(worker, 3_000.0, 2_000.0, 500.0) for worker in range(N_ENGINES - 1))
     failed = run_policy(workload, FleetConfig(ENGINE, N_ENGINES, failures=failures), "kv").result
     assert (failed.last_ms >= failed.first_ms).all() and (failed.first_ms > failed.arrived_ms).all()
     assert failed.reused_tokens.sum() < undisturbed.reused_tokens.sum()

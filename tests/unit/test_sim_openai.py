@@ -20,7 +20,7 @@ from streams.lab.engines.engine_messages import EngineStats, KvStored, ModelRequ
 from streams.lab.engines.event_publisher import EventDialect, WireForm
 from streams.lab.engines.openai import ServedModels, parse_body, parse_completion
 from streams.lab.engines.pool import CxlChanged
-from streams.lab.engines.prometheus_page import EngineFigures, EngineMetrics
+from streams.lab.engines.prometheus_page import EngineFigures, SimulatedMetrics
 from streams.lab.engines.synthetic_tokens import unpack_tokens
 
 SERVED = ServedModels("m", ("tuned",), n_tokens_max=64)
@@ -219,7 +219,7 @@ def test_metrics_are_read_at_each_scrape() -> None:
         EngineFigures(EngineStats(1, 2, 3, 4, 8, 32, 64), 100, 5),
         EngineFigures(EngineStats(0, 0, 0, 7, 8, 32, 64), 1, 6),
     ]
-    page = EngineMetrics(EngineConfig(), "m", 3, 1e9, lambda: figures.pop(0)).page
+    page = SimulatedMetrics(EngineConfig(), "m", 3, 1e9, lambda: figures.pop(0)).page
     for finished, usage in ((5, 3 / 8), (6, 0.0)):
         families = text_string_to_metric_families(page().decode())
         samples = {sample.name: sample for family in families for sample in family.samples}

@@ -9,7 +9,7 @@ import pytest
 
 from streams.errors import InvalidRequest
 from streams.lab.engines.engine_messages import FirstToken, PoolAsked
-from streams.lab.engines.kv_transfer import NO_TRANSFER, KvTransfer, answered_transfer, parse_transfer
+from streams.lab.engines.kv_transfer import NO_TRANSFER, TransferRequest, answered_transfer, parse_transfer
 from streams.lab.engines.model import EngineModel
 from tests.helpers.sim_requests import CONFIG, FOREVER, ask, only
 
@@ -18,7 +18,7 @@ ANSWERED = answered_transfer("engine-1", "http://127.0.0.1:8101", 3)
 
 def test_what_an_answer_names_is_what_another_request_may_use() -> None:
     """The parameters of a prefill's answer are those of the decode request, unchanged."""
-    assert parse_transfer({"kv_transfer_params": ANSWERED}) == KvTransfer(n_blocks=3)
+    assert parse_transfer({"kv_transfer_params": ANSWERED}) == TransferRequest(n_blocks=3)
     assert (ANSWERED["remote_host"], ANSWERED["remote_port"]) == ("127.0.0.1", 8101)
 
 
@@ -28,10 +28,10 @@ def test_what_an_answer_names_is_what_another_request_may_use() -> None:
         ({}, NO_TRANSFER),
         ({"kv_transfer_params": None}, NO_TRANSFER),
         ({"kv_transfer_params": {}}, NO_TRANSFER),
-        ({"kv_transfer_params": {"do_remote_decode": True, "remote_host": None}}, KvTransfer(is_read_later=True)),
+        ({"kv_transfer_params": {"do_remote_decode": True, "remote_host": None}}, TransferRequest(is_read_later=True)),
     ],
 )
-def test_requests_without_a_remote_prefill(body: dict[str, Any], transfer: KvTransfer) -> None:
+def test_requests_without_a_remote_prefill(body: dict[str, Any], transfer: TransferRequest) -> None:
     """They compute their prompts; one of them is asked for its blocks."""
     assert parse_transfer(body) == transfer
 

@@ -24,7 +24,7 @@ DRAWS = 2000
 _ENDS = (2.5, 97.5)
 
 
-class Sample(NamedTuple):
+class ComparedRequest(NamedTuple):
     """One request that counts. cached_tokens: of its prompt, found in the engine's cache."""
 
     round: int
@@ -50,7 +50,7 @@ class Estimate:
 
 
 @dataclass(frozen=True, slots=True)
-class Metric:
+class ComparedFigure:
     """One figure. is_share: modes are compared by their difference, otherwise by their ratio."""
 
     name: str
@@ -60,16 +60,16 @@ class Metric:
 #: Times to the first token in ms; the share of prompt tokens that engines found in a cache; and the work of the busiest
 #: worker divided by the mean of all, where 1 is even.
 METRICS = (
-    Metric("ttft_ms_mean"),
-    Metric("ttft_ms_p50"),
-    Metric("ttft_ms_p95"),
-    Metric("hit_share", True),
-    Metric("balance"),
+    ComparedFigure("ttft_ms_mean"),
+    ComparedFigure("ttft_ms_p50"),
+    ComparedFigure("ttft_ms_p95"),
+    ComparedFigure("hit_share", True),
+    ComparedFigure("balance"),
 )
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class ComparedModes:
     """All figures of a comparison.
 
     values: by mode and metric. against: by mode and metric, relative to the first mode: a ratio, or a difference for
@@ -81,8 +81,12 @@ class Outcome:
 
 
 def evaluate(
-    samples: Sequence[Sample], n_variants: int, worker_ids: Sequence[int], rng: np.random.Generator, draws: int = DRAWS
-) -> Outcome:
+    samples: Sequence[ComparedRequest],
+    n_variants: int,
+    worker_ids: Sequence[int],
+    rng: np.random.Generator,
+    draws: int = DRAWS,
+) -> ComparedModes:
     """Compute all figures. worker_ids: every worker of the fleet, also those that served nothing.
 
     Only rounds in which every mode has a sample are used. There must be at least one.
@@ -112,15 +116,15 @@ def evaluate(
             )
             relative[metric.name] = _estimate(combine(found[metric.name], drawn[0][metric.name]))
         against.append(relative)
-    return Outcome(values, against)
+    return ComparedModes(values, against)
 
 
-def n_complete_rounds(samples: Sequence[Sample], n_variants: int) -> int:
+def n_complete_rounds(samples: Sequence[ComparedRequest], n_variants: int) -> int:
     """How many rounds `evaluate` would use."""
     return len(_complete_rounds(samples, n_variants))
 
 
-def _complete_rounds(samples: Sequence[Sample], n_variants: int) -> list[int]:
+def _complete_rounds(samples: Sequence[ComparedRequest], n_variants: int) -> list[int]:
     seen: dict[int, set[int]] = {}
     for each in samples:
         seen.setdefault(each.round, set()).add(each.variant)
@@ -130,7 +134,7 @@ def _complete_rounds(samples: Sequence[Sample], n_variants: int) -> list[int]:
 class _Columns:
     """The samples of one mode as sums by round, and in the order of their times to the first token."""
 
-    def __init__(self, samples: Sequence[Sample], rounds: Sequence[int], worker_ids: Sequence[int]) -> None:
+    def __init__(self, samples: Sequence[ComparedRequest], rounds: Sequence[int], worker_ids: Sequence[int]) -> None:
         position = {number: at for at, number in enumerate(rounds)}
         samples = sorted((each for each in samples if each.round in position), key=lambda each: each.ttft_ms)
         at: Int64Array = np.array([position[each.round] for each in samples], dtype=np.int64)

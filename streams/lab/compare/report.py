@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from streams.lab.compare.estimates import METRICS, Estimate, Outcome
+from streams.lab.compare.estimates import METRICS, ComparedModes, Estimate
 from streams.lab.compare.plan import ROUNDS_SOUND, Plan
 from streams.lab.compare.traffic import Measured, TrafficConfig
 from streams.lab.compare.variants import Variant
@@ -21,7 +21,12 @@ _FAILED_SHARE = 0.01
 
 
 def report(
-    variants: Sequence[Variant], plan: Plan, config: TrafficConfig, measured: Measured, outcome: Outcome, n_rounds: int
+    variants: Sequence[Variant],
+    plan: Plan,
+    config: TrafficConfig,
+    measured: Measured,
+    outcome: ComparedModes,
+    n_rounds: int,
 ) -> dict[str, Any]:
     """The report as JSON. `against_first` is a ratio to the first mode, or a difference for `hit_share`."""
     n_counted = Counter(each.variant for each in measured.samples)
@@ -83,7 +88,7 @@ def warnings(variants: Sequence[Variant], plan: Plan, measured: Measured, n_roun
     return found
 
 
-def in_words(variants: Sequence[Variant], outcome: Outcome) -> list[str]:
+def in_words(variants: Sequence[Variant], outcome: ComparedModes) -> list[str]:
     """Each mode against the first one, as a sentence per figure that differs, and one for the others."""
     sentences = []
     for variant, against in zip(variants[1:], outcome.against, strict=True):

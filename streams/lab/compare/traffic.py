@@ -27,7 +27,7 @@ from streams.client.http import KvRouterClient
 from streams.client.payloads import unpack_tokens
 from streams.core.request_trace import TraceRequest
 from streams.errors import EngineFailed, KvStreamsError, SettingsError
-from streams.lab.compare.estimates import Sample
+from streams.lab.compare.estimates import ComparedRequest
 from streams.lab.compare.plan import Plan, Turn
 from streams.lab.compare.variants import Variant
 from streams.lab.trace import tokens_for
@@ -82,7 +82,7 @@ class Measured:
     same time.
     """
 
-    samples: list[Sample] = field(default_factory=list)  # at most the plan's requests
+    samples: list[ComparedRequest] = field(default_factory=list)  # at most the plan's requests
     n_ended: int = 0
     failures: Counter[tuple[int, str]] = field(default_factory=Counter)
     n_unreported: int = 0
@@ -212,7 +212,7 @@ class _Run:
             measured.n_ended += 1
             self._progress()
 
-    async def _measure(self, number: int, turn: Turn) -> Sample:
+    async def _measure(self, number: int, turn: Turn) -> ComparedRequest:
         request, variant = self._requests[number], self._variants[turn.variant]
         packed = self._tokens(request)
         n_output = max(1, request.output_length)
@@ -232,7 +232,7 @@ class _Run:
         if cached is None:  # the router's index is what is left to go by
             self._measured.n_unreported += 1
             cached = booking.overlap_blocks * request.input_length // max(1, booking.request_blocks)
-        return Sample(
+        return ComparedRequest(
             turn.round,
             turn.variant,
             booking.worker_id,

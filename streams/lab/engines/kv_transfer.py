@@ -19,7 +19,7 @@ FIELD = "kv_transfer_params"
 _REMOTE = ("remote_engine_id", "remote_block_ids", "remote_host", "remote_port")
 
 
-class KvTransfer(NamedTuple):
+class TransferRequest(NamedTuple):
     """What a request asks for.
 
     is_read_later: another engine will read its blocks, so the answer names them. n_blocks: leading blocks of its prompt
@@ -30,10 +30,10 @@ class KvTransfer(NamedTuple):
     n_blocks: int = 0
 
 
-NO_TRANSFER = KvTransfer()
+NO_TRANSFER = TransferRequest()
 
 
-def parse_transfer(body: Mapping[str, Any]) -> KvTransfer:
+def parse_transfer(body: Mapping[str, Any]) -> TransferRequest:
     """Read the transfer of a request. Raises InvalidRequest."""
     params = body.get(FIELD)
     if params is None:
@@ -45,8 +45,8 @@ def parse_transfer(body: Mapping[str, Any]) -> KvTransfer:
         blocks = params.get("remote_block_ids")
         if missing or not isinstance(blocks, list):
             raise InvalidRequest(f"{FIELD} with do_remote_prefill lacks {', '.join(missing) or 'remote_block_ids'}")
-        return KvTransfer(n_blocks=len(blocks))
-    return KvTransfer(is_read_later=bool(params.get("do_remote_decode")))
+        return TransferRequest(n_blocks=len(blocks))
+    return TransferRequest(is_read_later=bool(params.get("do_remote_decode")))
 
 
 def answered_transfer(engine_id: str, url: str, n_blocks: int) -> dict[str, Any]:

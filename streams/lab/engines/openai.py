@@ -20,7 +20,7 @@ from streams.core.ids import U64_MASK
 from streams.errors import InvalidRequest, UnknownModel
 from streams.lab.engines.chat_template import render
 from streams.lab.engines.engine_messages import Finished, FirstToken, ModelRequest
-from streams.lab.engines.kv_transfer import NO_TRANSFER, KvTransfer, parse_transfer
+from streams.lab.engines.kv_transfer import NO_TRANSFER, TransferRequest, parse_transfer
 from streams.lab.engines.synthetic_tokens import BYTES_PER_TOKEN, answer_tokens, greedy_tokens, unpack_tokens
 
 #: OpenAI's default for completions.
@@ -77,7 +77,7 @@ class CompletionCall:
     n_text: int = 0
     finish_reason: Literal["length", "stop", "tool_calls"] = "length"
     stop_reason: str | int | None = None
-    transfer: KvTransfer = NO_TRANSFER
+    transfer: TransferRequest = NO_TRANSFER
     with_continuous_usage: bool = False
 
     @property

@@ -30,7 +30,7 @@ class EngineFigures:
     n_finished: int
 
 
-class EngineMetrics(Collector):
+class SimulatedMetrics(Collector):
     """One engine's metrics in a registry of their own. A metric that vLLM renamed appears under both names."""
 
     def __init__(

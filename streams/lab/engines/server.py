@@ -267,7 +267,7 @@ class SimServer:
         self._unstalled = asyncio.Event()
         self._unstalled.set()
         self.die: Callable[[], None] = _die_as_by_sigkill  # tests that run the server in their process replace it
-        self._metrics = metrics.EngineMetrics(
+        self._metrics = metrics.SimulatedMetrics(
             config.engine, config.model, config.dp_rank, self._started_at_s, self._engine_figures
         )
 

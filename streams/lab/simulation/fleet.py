@@ -40,7 +40,7 @@ _RETRY_MS = 100.0
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class LabFailure:
     """An engine that fails at a time, and is back with an empty cache later. known_after_ms: until the router knows."""
 
     worker: int
@@ -81,7 +81,7 @@ class FleetConfig:
     speedup: float = 1.0
     event_lag_ms: float = 0.0
     speeds: tuple[float, ...] = ()
-    failures: tuple[Failure, ...] = field(default=())
+    failures: tuple[LabFailure, ...] = field(default=())
     pool: LabPoolConfig | None = None
     host: LabPoolConfig | None = None
     lateness: Lateness | None = None
@@ -400,7 +400,7 @@ class _Run:
 
     # -- failures ------------------------------------------------------------------------------------------------------
 
-    def _fail(self, failure: Failure) -> None:
+    def _fail(self, failure: LabFailure) -> None:
         worker = failure.worker
         if self._down[worker]:
             return
