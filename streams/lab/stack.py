@@ -215,7 +215,7 @@ class Stack:
     ) -> FrontProcess:
         """Start a front of these routers. options: additional options of `kvstreams front`."""
         settings = replace(self.settings, port=free_port(), **changes)
-        urls = [each for router in routers for each in ("--router-url", router.url)]
+        urls = [argument for router in routers for argument in ("--router-url", router.url)]
         child = self._start(name, ["-m", "streams.cli", "front", *urls, *options], as_environ(settings))
         url = f"http://{settings.host}:{settings.port}"
         child.wait_ready(lambda: is_ready(url), READY_TIMEOUT_S)

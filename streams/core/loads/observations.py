@@ -11,12 +11,11 @@ from streams.core.ids import RankId
 
 
 class Forecast(NamedTuple):
-    """What a policy expects of a request on the rank that was chosen; it is part of the booking.
+    """What a policy expects of a request on the rank that was chosen. It is part of the booking.
 
-    prefill_us: how long the rank computes and loads its prompt. load_us: the part of it for blocks that it loads from
-    other memory. prefilled_within_ms, over_within_ms: this long after the
-    time of the booking's last add it counts as prefilled, or as over, even if its client reports nothing. 0 stands for
-    never.
+    prefill_us: how long the rank loads and computes the prompt. load_us: the part of it for blocks that the rank loads
+    from other memory. prefilled_within_ms, over_within_ms: if the client reports nothing, the request counts as
+    prefilled, or as over, this long after the booking's last add; 0 for never.
     """
 
     prefill_us: int = 0
@@ -32,9 +31,10 @@ NO_FORECAST = Forecast()
 class PrefillObserved(NamedTuple):
     """A rank completed a prompt.
 
-    n_tokens: those that it had to compute, as booked. took_ms: since the booking, or since the rank's completion before
-    it if that was later. forecast: NO_FORECAST if the booking has none. continues: whether it was booked before the
-    rank's completion before it, so that the rank may have computed a part of it by then.
+    A rank computes one prompt after another, so a prompt starts when it is booked, or when the rank has completed the
+    one before it. n_tokens: the tokens to compute, as booked. took_ms: from that start. forecast: NO_FORECAST if the
+    booking has none. continues: the rank was still busy with the prompt before when this one was booked, and may have
+    computed a part of it by the time that one was complete.
     """
 
     rank: RankId

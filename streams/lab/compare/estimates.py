@@ -97,7 +97,7 @@ def evaluate(
     values: list[dict[str, Estimate]] = []
     drawn: list[dict[str, Float64Array]] = []
     for variant in range(n_variants):
-        columns = _Columns([each for each in samples if each.variant == variant], rounds, worker_ids)
+        columns = _Columns([sample for sample in samples if sample.variant == variant], rounds, worker_ids)
         found = {
             "ttft_ms_mean": _ratio(counts, columns.ttft_sums, columns.n),
             "ttft_ms_p50": columns.percentile(counts, 0.5),
@@ -106,7 +106,7 @@ def evaluate(
             "balance": _ratio(counts, columns.balance, np.ones(len(rounds))),
         }
         drawn.append(found)
-        values.append({name: _estimate(each) for name, each in found.items()})
+        values.append({name: _estimate(estimate) for name, estimate in found.items()})
     against = []
     for found in drawn[1:]:
         relative: dict[str, Estimate] = {}
@@ -126,8 +126,8 @@ def n_complete_rounds(samples: Sequence[ComparedRequest], n_variants: int) -> in
 
 def _complete_rounds(samples: Sequence[ComparedRequest], n_variants: int) -> list[int]:
     seen: dict[int, set[int]] = {}
-    for each in samples:
-        seen.setdefault(each.round, set()).add(each.variant)
+    for sample in samples:
+        seen.setdefault(sample.round, set()).add(sample.variant)
     return sorted(number for number, variants in seen.items() if len(variants) == n_variants)
 
 
@@ -136,10 +136,10 @@ class _Columns:
 
     def __init__(self, samples: Sequence[ComparedRequest], rounds: Sequence[int], worker_ids: Sequence[int]) -> None:
         position = {number: at for at, number in enumerate(rounds)}
-        samples = sorted((each for each in samples if each.round in position), key=lambda each: each.ttft_ms)
-        at: Int64Array = np.array([position[each.round] for each in samples], dtype=np.int64)
+        samples = sorted((sample for sample in samples if sample.round in position), key=lambda sample: sample.ttft_ms)
+        at: Int64Array = np.array([position[sample.round] for sample in samples], dtype=np.int64)
         self._at = at
-        self._ttft = np.array([each.ttft_ms for each in samples])
+        self._ttft = np.array([sample.ttft_ms for sample in samples])
         n_rounds = len(rounds)
 
         def summed(values: Sequence[float]) -> Float64Array:
@@ -147,15 +147,17 @@ class _Columns:
             return sums
 
         self.n = summed([1.0] * len(samples))
-        self.ttft_sums = summed([each.ttft_ms for each in samples])
-        self.cached = summed([each.cached_tokens for each in samples])
-        self.prompts = summed([each.prompt_tokens for each in samples])
+        self.ttft_sums = summed([sample.ttft_ms for sample in samples])
+        self.cached = summed([sample.cached_tokens for sample in samples])
+        self.prompts = summed([sample.prompt_tokens for sample in samples])
         workers = {
             worker_id: row for row, worker_id in enumerate(sorted({*worker_ids, *(s.worker_id for s in samples)}))
         }
         work = np.zeros((len(workers), n_rounds))
-        for each, column in zip(samples, at.tolist(), strict=True):
-            work[workers[each.worker_id], column] += each.prompt_tokens - each.cached_tokens + each.output_tokens
+        for sample, column in zip(samples, at.tolist(), strict=True):
+            work[workers[sample.worker_id], column] += (
+                sample.prompt_tokens - sample.cached_tokens + sample.output_tokens
+            )
         self.balance: Float64Array = work.max(axis=0) / np.maximum(work.mean(axis=0), 1e-9)
 
     def percentile(self, counts: Float64Array, share: float) -> Float64Array:

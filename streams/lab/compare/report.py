@@ -29,16 +29,16 @@ def report(
     n_rounds: int,
 ) -> dict[str, Any]:
     """The report as JSON. `against_first` is a ratio to the first mode, or a difference for `hit_share`."""
-    n_counted = Counter(each.variant for each in measured.samples)
+    n_counted = Counter(sample.variant for sample in measured.samples)
     failed: Counter[int] = Counter()
     for (number, _), n in measured.failures.items():
         failed[number] += n
     rows = []
     for number, variant in enumerate(variants):
         row: dict[str, Any] = {"mode": variant.name, "requests": n_counted[number], "failed": failed[number]}
-        row |= {name: each.as_json() for name, each in outcome.values[number].items()}
+        row |= {name: estimate.as_json() for name, estimate in outcome.values[number].items()}
         if number:
-            row["against_first"] = {name: each.as_json() for name, each in outcome.against[number - 1].items()}
+            row["against_first"] = {name: estimate.as_json() for name, estimate in outcome.against[number - 1].items()}
         rows.append(row)
     return {
         "rows": rows,
@@ -94,36 +94,36 @@ def in_words(variants: Sequence[Variant], outcome: ComparedModes) -> list[str]:
     for variant, against in zip(variants[1:], outcome.against, strict=True):
         same = []
         for metric in METRICS:
-            each, none = against[metric.name], 0.0 if metric.is_share else 1.0
+            estimate, none = against[metric.name], 0.0 if metric.is_share else 1.0
             title = metric.name.replace("_", " ")
-            if each.low <= none <= each.high:
+            if estimate.low <= none <= estimate.high:
                 same.append(title)
                 continue
-            sentences.append(f"{variant.name} against {variants[0].name}: {title} {_amount(each, metric.is_share)}")
+            sentences.append(f"{variant.name} against {variants[0].name}: {title} {_amount(estimate, metric.is_share)}")
         if same:
             sentences.append(f"{variant.name} against {variants[0].name}: no difference is shown in {', '.join(same)}")
     return sentences
 
 
-def _amount(each: Estimate, is_share: bool) -> str:
+def _amount(estimate: Estimate, is_share: bool) -> str:
     if is_share:
-        return f"{each.value * 100:+.1f} points ({each.low * 100:+.1f} to {each.high * 100:+.1f})"
-    return f"{each.value:.3f} times as high ({each.low:.3f} to {each.high:.3f})"
+        return f"{estimate.value * 100:+.1f} points ({estimate.low * 100:+.1f} to {estimate.high * 100:+.1f})"
+    return f"{estimate.value:.3f} times as high ({estimate.low:.3f} to {estimate.high:.3f})"
 
 
 def _blocks(variants: Sequence[Variant], measured: Measured) -> list[dict[str, Any]]:
     """The figures of each block, for plots over time."""
     blocks = []
-    for round_, variant in sorted({(each.round, each.variant) for each in measured.samples}):
-        these = [each for each in measured.samples if (each.round, each.variant) == (round_, variant)]
-        prompts = sum(each.prompt_tokens for each in these)
+    for round_, variant in sorted({(sample.round, sample.variant) for sample in measured.samples}):
+        these = [sample for sample in measured.samples if (sample.round, sample.variant) == (round_, variant)]
+        prompts = sum(sample.prompt_tokens for sample in these)
         blocks.append(
             {
                 "round": round_,
                 "mode": variants[variant].name,
                 "requests": len(these),
-                "ttft_ms_mean": round(float(np.mean([each.ttft_ms for each in these])), 3),
-                "hit_share": round(sum(each.cached_tokens for each in these) / prompts, 5),
+                "ttft_ms_mean": round(float(np.mean([sample.ttft_ms for sample in these])), 3),
+                "hit_share": round(sum(sample.cached_tokens for sample in these) / prompts, 5),
             }
         )
     return blocks

@@ -109,10 +109,10 @@ async def run(
             return await stack.enter_async_context(KvRouterClient(list(urls), token=config.token))
 
         common = await client_of(config.urls)
-        clients = [common if each.url is None else await client_of([each.url]) for each in variants]
+        clients = [common if variant.url is None else await client_of([variant.url]) for variant in variants]
         workers = await common.workers()
         model = config.model or _only_model(workers)
-        measured.worker_ids = [each["worker_id"] for each in workers if each["model"] == model]
+        measured.worker_ids = [worker["worker_id"] for worker in workers if worker["model"] == model]
         if not measured.worker_ids:
             raise SettingsError(f"the fleet has no worker of model {model}", remedy="Name another one with --model")
         headers = {} if config.engine_key is None else {"Authorization": f"Bearer {config.engine_key}"}
@@ -121,7 +121,7 @@ async def run(
 
 
 def _only_model(workers: Sequence[Mapping[str, Any]]) -> str:
-    models = sorted({each["model"] for each in workers})
+    models = sorted({worker["model"] for worker in workers})
     if len(models) != 1:
         raise SettingsError(
             f"the fleet serves {len(models)} models: {', '.join(models) or 'no worker is registered'}",
@@ -281,7 +281,7 @@ class _Run:
         return answer
 
     def _tokens(self, request: TraceRequest) -> bytes:
-        ids = tuple(each % _IDS_PER_RUN + self._config.run * _IDS_PER_RUN for each in request.hash_ids)
+        ids = tuple(hash_id % _IDS_PER_RUN + self._config.run * _IDS_PER_RUN for hash_id in request.hash_ids)
         tokens = np.frombuffer(tokens_for(replace(request, hash_ids=ids)), dtype="<u4")
         return (tokens % np.uint32(self._config.vocabulary)).astype("<u4").tobytes()
 

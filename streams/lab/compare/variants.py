@@ -40,7 +40,7 @@ class Variant:
 def parse_variants(texts: Sequence[str]) -> list[Variant]:
     """Read `[NAME=]MODE[:FIELD=VALUE...][+queue][@URL]`, at least two of them. Raises SettingsError."""
     variants = [_parse(text) for text in texts]
-    names = [each.name for each in variants]
+    names = [variant.name for variant in variants]
     if not 2 <= len(variants) <= VARIANTS_MAX:
         raise SettingsError(
             f"there are {len(variants)} modes to compare; there must be 2 to {VARIANTS_MAX}",
@@ -64,10 +64,10 @@ def _parse(text: str) -> Variant:
     if not mode or (at and not url) or (equals and not name) or (colon and not all(fields)):
         raise SettingsError(f"--mode {text!r} is not [NAME=]MODE[:FIELD=VALUE][+queue][@URL]")
     override: dict[str, Any] = {"router_mode": mode}
-    for each in fields:
-        key, equals, value = each.partition("=")
+    for assignment in fields:
+        key, equals, value = assignment.partition("=")
         if not equals:
-            raise SettingsError(f"{each!r} in --mode {text!r} is not FIELD=VALUE, as in overlap_score_weight=2")
+            raise SettingsError(f"{assignment!r} in --mode {text!r} is not FIELD=VALUE, as in overlap_score_weight=2")
         override[key] = _value(value)
     return Variant(name if head != name else text, override, queue, url or None)
 

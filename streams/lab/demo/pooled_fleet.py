@@ -218,7 +218,7 @@ class PooledFleet:
     def _options(self, worker_id: int) -> list[str]:
         place = self.places[worker_id]
         labels = [("layer", LAYER), ("expert", place.expert), ("group", GROUP)]
-        options = [each for name, value in labels for each in (f"--moe-{name}", str(value))]
+        options = [argument for name, value in labels for argument in (f"--moe-{name}", str(value))]
         if worker_id in self.members:
             assert self.pool is not None
             options += ["--pool", self.pool.url]

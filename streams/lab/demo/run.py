@@ -153,7 +153,9 @@ def run_demo(config: DemoConfig, start_kafka: StartKafka) -> dict[str, Any]:
         followed, offline = {}, {}
         with shown(console, "simulating the same offline", len(live) * (1 + OFFLINE_RUNS)) as step:
             for name, outcomes in live.items():
-                run = LiveRun([each.outcome for each in outcomes], [each.times for each in outcomes], speedup)
+                run = LiveRun(
+                    [outcome.outcome for outcome in outcomes], [outcome.times for outcome in outcomes], speedup
+                )
                 same = repeat_choices(requests, config.workers, engine_config, name, run, config.seed)
                 followed[name] = {**summarise(same.outcomes, config.workers), "changed": same.changed}
                 step.advance()

@@ -107,7 +107,7 @@ class WireForm:
                 # One event per block, as vLLM's block pool emits them.
                 hashes = self._hashes(event.engine.tolist())
                 medium = event.medium
-                return [self._tagged("BlockRemoved", {"block_hashes": [each], "medium": medium}) for each in hashes]
+                return [self._tagged("BlockRemoved", {"block_hashes": [name], "medium": medium}) for name in hashes]
             case KvCleared():
                 return [self._tagged("AllBlocksCleared", {})]
             case CxlChanged():

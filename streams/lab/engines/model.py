@@ -209,7 +209,7 @@ class EngineModel:
         """
         job = self._running.get(request_id)
         if job is None:
-            at = next((at for at, each in enumerate(self._waiting) if each.request.request_id == request_id), None)
+            at = next((at for at, job in enumerate(self._waiting) if job.request.request_id == request_id), None)
             if at is not None:
                 del self._waiting[at]
                 heapq.heapify(self._waiting)

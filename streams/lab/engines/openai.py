@@ -208,7 +208,7 @@ def _stopped(body: dict[str, Any], answer: bytes, min_tokens: int) -> tuple[int,
     """
     stop = body.get("stop")
     stops = [stop] if isinstance(stop, str) else stop or []
-    if not isinstance(stops, list) or len(stops) > STOPS_MAX or not all(isinstance(each, str) for each in stops):
+    if not isinstance(stops, list) or len(stops) > STOPS_MAX or not all(isinstance(stop, str) for stop in stops):
         raise InvalidRequest(f"stop is {stop!r}, not a text or a list of at most {STOPS_MAX} texts")
     ids = body.get("stop_token_ids") or []
     if not isinstance(ids, list) or len(ids) > STOP_TOKEN_IDS_MAX:
@@ -217,10 +217,10 @@ def _stopped(body: dict[str, Any], answer: bytes, min_tokens: int) -> tuple[int,
     text = "".join(map(chr, tokens))
     n_all = len(answer) // BYTES_PER_TOKEN
     found: tuple[int, int, str | int | None] = (n_all, n_all, None)
-    for each in filter(None, stops):
-        at = text.find(each, max(0, min_tokens - len(each)))
-        if at >= 0 and at + len(each) < found[0]:
-            found = (at + len(each), at, each)
+    for stop in filter(None, stops):
+        at = text.find(stop, max(0, min_tokens - len(stop)))
+        if at >= 0 and at + len(stop) < found[0]:
+            found = (at + len(stop), at, stop)
     for at, token in enumerate(tokens[: found[0]]):
         if token in ids and at >= min_tokens:
             return at + 1, at + 1, token
@@ -229,7 +229,8 @@ def _stopped(body: dict[str, Any], answer: bytes, min_tokens: int) -> tuple[int,
 
 def _held_back(body: dict[str, Any]) -> int:
     stop = body.get("stop")
-    return max((len(each) - 1 for each in ([stop] if isinstance(stop, str) else stop or []) if each), default=0)
+    stops = [stop] if isinstance(stop, str) else stop or []
+    return max((len(text) - 1 for text in stops if text), default=0)
 
 
 def _called_tool(body: dict[str, Any]) -> str | None:

@@ -174,8 +174,8 @@ class PoolLink:
         tasks = [asyncio.ensure_future(self._send()), asyncio.ensure_future(self._listen())]
         try:
             done, _ = await asyncio.wait([*tasks, self._failed], return_when=asyncio.FIRST_COMPLETED)
-            for each in done:
-                each.result()
+            for transfer in done:
+                transfer.result()
         finally:
             for task in tasks:
                 task.cancel()

@@ -177,7 +177,7 @@ class BlockPool:
         assert not self._held.keys() & self._idle.keys(), "a block is in use and idle"
         assert self.n_free >= 0 and self.n_private >= 0, "more blocks are in use than there are"
         assert all(n > 0 for n in self._held.values()), "a block in use has no user"
-        copies = {copy for each in self._copies.values() for copy in each}
+        copies = {copy for copies in self._copies.values() for copy in copies}
         assert copies == self._original.keys(), "copies differ from their originals"
         assert all(copy in self._held or copy in self._idle for copy in copies), "a copy has no block"
         for key, copy in self._found_as.items():

@@ -82,14 +82,14 @@ def split_name(text: str) -> tuple[str, dict[str, float]]:
     """Split `name:parameter=value:...`. Raises SettingsError."""
     name, *rest = text.split(":")
     parameters: dict[str, float] = {}
-    for each in rest:
-        parameter, equals, value = each.partition("=")
+    for assignment in rest:
+        parameter, equals, value = assignment.partition("=")
         try:
             parameters[parameter] = float(value)
         except ValueError as exc:
-            raise SettingsError(f"{each!r} of {text!r} is not NAME=NUMBER") from exc
+            raise SettingsError(f"{assignment!r} of {text!r} is not NAME=NUMBER") from exc
         if not equals:
-            raise SettingsError(f"{each!r} of {text!r} is not NAME=NUMBER")
+            raise SettingsError(f"{assignment!r} of {text!r} is not NAME=NUMBER")
     return name, parameters
 
 
@@ -131,7 +131,7 @@ def make_router(text: str, config: FleetConfig, rng: Rng) -> LabRouter:
         config.engine.n_blocks,
         policy,
         rng,
-        lambda each: find_policy(each, parameters),
+        lambda policy_name: find_policy(policy_name, parameters),
         queue,
     )
 

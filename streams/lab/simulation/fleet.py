@@ -99,7 +99,7 @@ class FleetConfig:
             raise SettingsError(
                 "lateness is for engines of kvstreams sim without a pool, with requests that come at their times"
             )
-        if any(not 0 <= each.worker < self.n_workers for each in self.failures):
+        if any(not 0 <= failure.worker < self.n_workers for failure in self.failures):
             raise SettingsError(f"a failure names a worker that is not one of the {self.n_workers}")
 
 
@@ -326,8 +326,8 @@ class _Run:
             self._done[number] = True
             self._n_done += 1
             self._n_in_flight -= 1
-            for each in self._held.pop(number, ()):
-                self._let_follow(each)
+            for follower in self._held.pop(number, ()):
+                self._let_follow(follower)
             if self._on_progress is not None and not self._n_done % PROGRESS_EVERY:
                 self._on_progress(self._n_done)
 

@@ -157,7 +157,7 @@ class LabEngine:
     def fail(self) -> list[LabRequest]:
         """Lose all requests and blocks, as when the engine's process ends; return the requests."""
         lost = [*self.running.values(), *self.waiting]
-        lost += [each for each in self._ended if each.number not in self.running]
+        lost += [request for request in self._ended if request.number not in self.running]
         self.running.clear()
         self.waiting.clear()
         self.pool = BlockPool(self.config.n_blocks)
@@ -259,7 +259,7 @@ class LabEngine:
                 budget -= done[0]
                 self._settle(request, completed)
         step_ms = self.config.prefill_step_ms(n_prompt_tokens) * self.speed + self._loading_ms
-        if n_decoding or any(each.n_generated for each in completed):
+        if n_decoding or any(request.n_generated for request in completed):
             step_ms += self._decode_ms()
         for request in ended:
             self._release(request, request.n_in + request.n_out - 1)

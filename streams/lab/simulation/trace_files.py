@@ -32,20 +32,23 @@ def read_workload(path: Path, block_size: int) -> Workload:
     """Read a trace of either format. Raises InvalidRequest, SettingsError; OSError if it cannot be read."""
     if path.is_dir():
         files = sorted(path.glob("*.json")) + sorted(path.glob("*.jsonl"))
-        return sessions_workload(path.name, [each for file in files for each in _objects(file)], block_size)
+        return sessions_workload(path.name, [session for file in files for session in _objects(file)], block_size)
     with path.open(encoding="utf-8") as file:
         head = file.read(1 << 16).lstrip()
     if path.suffix == ".json" or head.startswith("[") or '"requests"' in head.partition("\n")[0]:
         return sessions_workload(path.name, list(_objects(path)), block_size)
     with path.open(encoding="utf-8") as lines:
         requests = parse_trace(lines)
-    raw = (RawRequest(each.timestamp_ms, each.input_length, each.output_length, each.hash_ids) for each in requests)
+    raw = (
+        RawRequest(request.timestamp_ms, request.input_length, request.output_length, request.hash_ids)
+        for request in requests
+    )
     return build(path.name, raw, TRACE_BLOCK_TOKENS, block_size)
 
 
 def sessions_workload(name: str, sessions: list[dict[str, Any]], block_size: int) -> Workload:
     """Interleave sessions: they start evenly over their mean length, each at its `start` in seconds if it has one."""
-    parsed = [_session(number, each) for number, each in enumerate(sessions)]
+    parsed = [_session(number, session) for number, session in enumerate(sessions)]
     if not parsed:
         raise InvalidRequest(f"{name} has no sessions")
     sizes = {ids_tokens for ids_tokens, _, _ in parsed}
@@ -56,8 +59,8 @@ def sessions_workload(name: str, sessions: list[dict[str, Any]], block_size: int
     for number, (_, start_ms, requests) in enumerate(parsed):
         offset_ms = number * mean_ms / len(parsed) if start_ms is None else start_ms
         previous = NO_REQUEST
-        for each in requests:
-            raw.append(each._replace(at_ms=each.at_ms + offset_ms, previous=previous))
+        for request in requests:
+            raw.append(request._replace(at_ms=request.at_ms + offset_ms, previous=previous))
             previous = len(raw) - 1
     return build(name, raw, sizes.pop(), block_size)
 
@@ -72,15 +75,15 @@ def _session(number: int, session: dict[str, Any]) -> tuple[int, float | None, l
         common = f"{session.get('tool_tokens')}/{session.get('system_tokens')}"
         requests: list[RawRequest] = []
         last_s = at_s = 0.0
-        for each in session["requests"]:
-            at_s += min(max(0.0, float(each["t"]) - last_s), PAUSE_S_MAX) if requests else 0.0
-            last_s = float(each["t"])
-            ids = [int(value) for value in each["hash_ids"]]
+        for turn in session["requests"]:
+            at_s += min(max(0.0, float(turn["t"]) - last_s), PAUSE_S_MAX) if requests else 0.0
+            last_s = float(turn["t"])
+            ids = [int(value) for value in turn["hash_ids"]]
             if is_local:
                 ids = [hash((common if at < n_common else number, value)) for at, value in enumerate(ids)]
-            n_in = min(int(each["in"]), len(ids) * ids_tokens)
+            n_in = min(int(turn["in"]), len(ids) * ids_tokens)
             if n_in > 0:
-                requests.append(RawRequest(at_s * 1000.0, n_in, int(each["out"]), ids))
+                requests.append(RawRequest(at_s * 1000.0, n_in, int(turn["out"]), ids))
     except (KeyError, TypeError, ValueError) as exc:
         raise InvalidRequest(
             f"session {number} is not an object with requests of t, in, out and hash_ids: {exc!r}"

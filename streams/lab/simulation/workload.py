@@ -119,7 +119,7 @@ def build(name: str, requests: Iterable[RawRequest], ids_tokens: int, block_size
     per_id = ids_tokens // block_size
     numbers: dict[tuple[int, int], int] = {}  # by the number of the prefix before it, and content
     chains: dict[int, list[int]] = {}  # of requests that others follow
-    followed = {each.previous for each in given}
+    followed = {request.previous for request in given}
     keys: list[npt.NDArray[np.int32]] = []
     first = np.zeros(len(given) + 1, dtype=np.int64)
     offsets = np.arange(per_id, dtype=np.int32)
@@ -132,8 +132,8 @@ def build(name: str, requests: Iterable[RawRequest], ids_tokens: int, block_size
         content = list(request.content)
         chain = _common(given, chains, request, content)
         last = chain[-1] if chain else -1
-        for each in content[len(chain) :]:
-            last = numbers.setdefault((last, each), len(numbers))
+        for content_id in content[len(chain) :]:
+            last = numbers.setdefault((last, content_id), len(numbers))
             chain.append(last)
         if number in followed:
             chains[number] = chain
@@ -142,19 +142,20 @@ def build(name: str, requests: Iterable[RawRequest], ids_tokens: int, block_size
         first[at + 1] = first[at] + n_full
     n_keys = len(numbers) * per_id
     sorted_requests = [given[number] for number in order]
-    n_in = np.array([each.n_in for each in sorted_requests], dtype=np.int64)
-    n_out = np.array([max(1, each.n_out) for each in sorted_requests], dtype=np.int64)
+    n_in = np.array([request.n_in for request in sorted_requests], dtype=np.int64)
+    n_out = np.array([max(1, request.n_out) for request in sorted_requests], dtype=np.int64)
     n_own = -(-(n_in + n_out) // block_size) - n_in // block_size
     own_keys = n_keys + np.concatenate([np.zeros(1, dtype=np.int64), n_own.cumsum()[:-1]])
     return Workload(
         name=name,
         block_size=block_size,
-        at_ms=np.array([each.at_ms for each in sorted_requests], dtype=np.float64),
+        at_ms=np.array([request.at_ms for request in sorted_requests], dtype=np.float64),
         n_in=n_in,
         n_out=n_out,
-        previous=np.array([place.get(each.previous, NO_REQUEST) for each in sorted_requests], dtype=np.int64),
+        previous=np.array([place.get(request.previous, NO_REQUEST) for request in sorted_requests], dtype=np.int64),
         pause_ms=np.array(
-            [math.nan if each.pause_ms is None else each.pause_ms for each in sorted_requests], dtype=np.float64
+            [math.nan if request.pause_ms is None else request.pause_ms for request in sorted_requests],
+            dtype=np.float64,
         ),
         first=first,
         keys=np.concatenate(keys),
