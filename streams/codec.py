@@ -32,8 +32,7 @@ from streams.core.events import (
 )
 from streams.core.hashing import pack_hashes
 from streams.core.ids import Tier
-from streams.core.loads.bookings import Booking, BookingId, BookingPhase
-from streams.core.loads.kernels.layout import NAME_BYTES_MAX, NUMBER_MAX
+from streams.core.loads.bookings import NAME_BYTES_MAX, NUMBER_MAX, Booking, BookingId, BookingPhase
 from streams.core.loads.observations import Forecast
 from streams.core.workers import (
     Avoidance,

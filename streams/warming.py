@@ -29,7 +29,6 @@ from rich.console import Console
 import streams.core.block_facts.kernels as block_facts
 import streams.core.index.kernels as index
 import streams.core.kernels as hashing
-import streams.core.loads.kernels as loads
 import streams.core.reducer.kernels as reducer
 import streams.core.routing.kernels as routing
 import streams.decision_log.kernels as decision_log
@@ -56,7 +55,6 @@ ROUTER = (
     *_named(index, index.ENTRY_POINTS),
     *HASHING,
     *_named(tables, tables.DECODING),
-    *_named(loads, loads.ENTRY_POINTS),
     *_named(block_facts, block_facts.ENTRY_POINTS),
     *_named(routing, routing.ENTRY_POINTS),
     *_named(decision_log, decision_log.ENTRY_POINTS),

@@ -19,7 +19,7 @@ from streams.kafka import producer
 from streams.policy_plugins import find_policy
 from streams.router_api.dead_letters import DeadLetterCounts
 from streams.router_api.decision_recorder import DecisionRecorder
-from streams.router_api.loads_sync import READ_INTERVAL_S, LoadsSync
+from streams.router_api.loads_sync import LoadsSync
 from streams.router_api.readiness import Readiness, ScopeTopics
 from streams.router_api.registry import Registry
 from streams.router_api.topic_readers import Feed, Feeds, key_and_value, one_by_one, one_by_one_live
@@ -107,7 +107,7 @@ def _feeds(
     # run without a router.
     feeds["dead letters"] = Feed(topics_of_scope.dead_letters, dead_letters.fold, from_end=True)
     if settings.router_replica_sync:
-        feeds["loads"] = Feed(topics_of_scope.router_loads, loads.fold_messages, interval_s=READ_INTERVAL_S)
+        feeds["loads"] = Feed(topics_of_scope.router_loads, loads.fold_messages, interval_s=loads.read_interval_s)
     return feeds
 
 

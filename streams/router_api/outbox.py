@@ -1,19 +1,17 @@
 """Records on their way to a compacted topic: waiting, in flight, or lost.
 
-What lives here: a queue with at most one waiting record per key, and what hands it to the client in batches: the loop
-that answers requests, between two of them (see answering_loop for the reason), or a thread where there is none. What
-must not: the meaning of the records. A router decides without waiting for Kafka, and a request only adds to the queue:
-encoding a record and handing it to the client cost several times as much, and a wake-up of the client's threads for
-each record costs even more. So records are collected for a short interval and sent together.
+What lives here: a queue with at most one waiting record per key, and sending what waits in batches, on the loop that
+answers requests, between two of them. What must not: the meaning of the records. A router decides without waiting for
+Kafka, and a request only adds to the queue: encoding a record and handing it to the client cost several times as much,
+and a wake-up of the client's threads for each record costs even more. So records are collected for a short interval and
+sent together.
+
+The client takes the interpreter once for each delivery report. On a thread of its own that means waiting each time for
+the thread that answers requests, and interrupting it. So the loop serves the reports as well.
 
 The queue also fills while Kafka is unreachable. So it is bounded; beyond its limits the oldest record is dropped and
 counted. Its owner holds its lock around `put`, `withdraw`, `discard` and `oldest_ms`, and must not hold it around
 `pump` and `serve_reports`, which take the lock themselves when they need it.
-
-The client takes the interpreter once for each delivery report. For a thread of its own that means waiting each time for
-the thread that answers requests, and interrupting it. So the thread that answers requests also serves reports, between
-two requests; the outbox's own thread only does it if no requests come. It also sends what that loop has not sent in
-time, because something blocks it.
 """
 
 from __future__ import annotations
@@ -21,7 +19,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -41,36 +38,13 @@ WAITING_BYTES_MAX = 256 * 1024 * 1024
 #: Records handed to the client at a time. They can no longer be dropped, or replaced by a newer record of their key.
 IN_FLIGHT_RECORDS_MAX = 10_000
 
-#: Records are sent at most once in this time, those of that time together. It is part of the time after which other
-#: routers know a booking, which should stay below 100 ms (benchmarks/http.py measures it).
-SEND_INTERVAL_S = 0.005
+#: The first record that is put waits this long, and is sent with those that are put meanwhile. It is part of the time
+#: after which other routers know a booking (loads_sync.READ_INTERVAL_S). Reports of records in flight are served in
+#: this interval as well.
+SEND_INTERVAL_S = 0.010
 
-#: The same while many records are sent, when the broker's time for each request matters more: at 1,600 bookings per
-#: second, sending them twice as often and reading them every 8 instead of 12 ms cost the broker a third more for each.
-BUSY_SEND_INTERVAL_S = 0.010
-BUSY_RECORDS_PER_S = 2_500
-
-#: How many records are sent per second is determined over at least this time.
-_PACE_S = 0.25
-
-#: The first record after a pause waits this long, so that the request that put it is answered before it is sent.
-_SEND_DELAY_S = 0.002
-
-#: How often reports are fetched while records are in flight and no others are put.
-_REPORTS_INTERVAL_S = 0.05
-
-#: Callers of `serve_reports` serve them at most once in this time, and the outbox's own thread if nobody has for long.
-#: Serving those of 50 records takes 0.2 ms.
-_SERVE_EVERY_S = 0.010
-_SERVE_LATE_S = 0.040
-
-#: Records encoded and handed to the client in one step, between which other threads get their turn, or requests on the
-#: loop that answers them. One takes 6 us.
-_SENT_TOGETHER_MAX = 256
-_SENT_BETWEEN_REQUESTS_MAX = 64
-
-#: Records that the loop has not sent for so long are sent by the thread.
-_SEND_LATE_MS = 50
+#: Records encoded and handed to the client in one step. The loop answers requests between two steps. One takes 6 us.
+_SENT_TOGETHER_MAX = 64
 
 #: Errors that a retry of the same record would only repeat.
 _FINAL = frozenset({KafkaError.MSG_SIZE_TOO_LARGE, KafkaError.INVALID_MSG_SIZE, KafkaError.INVALID_RECORD})
@@ -113,200 +87,94 @@ class Outbox(Generic[_T]):
         self._numbers: dict[bytes, list[int]] = {}  # of the records in flight, by key, the oldest first
         self._number = 0
         self.lost = 0
+        # Held while reports are served and records are sent: two threads would take reports of one key in any order.
         self._pumping = threading.Lock()
-        # Held while reports are served: two threads would take those of one key in any order.
-        self._serving = threading.Lock()
-        self._served_s = 0.0
-        self._wake = threading.Event()
-        self._loop: asyncio.AbstractEventLoop | None = None  # the loop that answers requests, and its thread
+        self._loop: asyncio.AbstractEventLoop | None = None  # the loop that sends, and its thread
         self._loop_thread = 0
-        self._loop_sends = False  # whether that loop will send what waits
-        self._loop_next_s = 0.0  # when it may send again
-        self._interval_s = SEND_INTERVAL_S
-        self._paced_s, self._paced_number = time.monotonic(), 0  # when that was determined, and the newest record then
-        self._thread: threading.Thread | None = None
-        self._sleeps = False  # whether that thread sleeps until it is woken, since nothing waits or is in flight
-        self._stopping = False
+        self._is_scheduled = False  # whether the loop will send
 
     def __len__(self) -> int:
         """Number of records that Kafka has not acknowledged."""
         return len(self._waiting) + len(self._in_flight)
 
-    def start(self) -> None:
-        """Send what is put from now on, BUSY_SEND_INTERVAL_S later at most. Without this, someone must call `pump`."""
-        self._thread = threading.Thread(target=self._run, name="outbox", daemon=True)
-        self._thread.start()
+    # -- sending -------------------------------------------------------------------------------------------------------
 
     def send_on(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Send what is put from now on between two requests that this loop answers. Call it on the loop's thread."""
-        self._loop, self._loop_thread, self._loop_sends = loop, threading.get_ident(), False
-        self._wake.set()  # so that the thread goes over to watching
+        """Send what is put on this loop from now on. Call it on the loop's thread. Without it, someone calls `pump`."""
+        self._loop_thread = threading.get_ident()
+        self._loop = loop
+        self._is_scheduled = True
+        self._send_later(loop)
 
     def stop(self) -> None:
-        """Stop sending. Records that still wait are sent by `pump`."""
+        """Send no more on the loop. Records that still wait are sent by `pump`."""
         self._loop = None
-        if self._thread is not None:
-            self._stopping = True
-            self._wake.set()
-            self._thread.join()
-            self._thread = None
 
     @property
-    def started(self) -> bool:
-        """Whether a thread sends the records."""
-        return self._thread is not None
-
-    def put(self, key: bytes, content: _T, partition: int, n_bytes: int) -> None:
-        """Send a record soon, in the place of a waiting record of its key. n_bytes: about how long its value is."""
-        older = self._waiting.get(key)
-        if older is not None:
-            self._waiting_bytes -= older.n_bytes
-        self._wait(_Sent(key, content, partition, n_bytes, older.since_ms if older else self._now_ms()))
-        self._drop_beyond_limits()
-        loop = self._loop
-        if loop is not None and not self._loop_sends:
-            self._loop_sends = True
-            self._send_soon(loop)
-        if self._loop is not None and not self._sleeps:  # otherwise the thread begins to watch
-            return
-        self._sleeps = False
-        if not self._wake.is_set():
-            self._wake.set()
-
-    def _send_soon(self, loop: asyncio.AbstractEventLoop) -> None:
-        try:
-            if threading.get_ident() == self._loop_thread:
-                loop.call_later(max(self._loop_next_s - time.monotonic(), _SEND_DELAY_S), self._send_on_loop)
-            else:
-                loop.call_soon_threadsafe(self._send_soon, loop)
-        except RuntimeError:  # it has ended
-            self._loop = None
-
-    def _send_on_loop(self) -> None:
-        self._loop_sends = False
-        self._loop_next_s = self._next_s()
-        loop = self._loop
-        if not self._pumping.acquire(blocking=False):
-            # The thread is sending all that waits, which may take long after an outage. Requests do not wait for it.
-            if loop is not None:
-                self._loop_sends = True
-                loop.call_later(self._interval_s, self._send_on_loop)
-            return
-        try:
-            took_all, are_left = self._hand_over_some(_SENT_BETWEEN_REQUESTS_MAX)
-        except Exception:
-            log.exception("records for %s were not sent", self._topic)
-            return
-        finally:
-            self._pumping.release()
-        if took_all and are_left and loop is not None:  # what the client does not take now, the thread offers again
-            self._loop_sends = True
-            loop.call_soon(self._send_on_loop)
-
-    def _next_s(self) -> float:
-        """When records may be sent again, if they are sent now."""
-        now_s = time.monotonic()
-        elapsed_s = now_s - self._paced_s
-        if elapsed_s >= _PACE_S:
-            is_busy = self._number - self._paced_number >= BUSY_RECORDS_PER_S * elapsed_s
-            self._interval_s = BUSY_SEND_INTERVAL_S if is_busy else SEND_INTERVAL_S
-            self._paced_s, self._paced_number = now_s, self._number
-        return now_s + self._interval_s
-
-    def withdraw(self, key: bytes) -> bool:
-        """Remove a waiting record that no reader can have seen; False if the client has a record of its key."""
-        return key not in self._numbers and self._take(key) is not None
-
-    def discard(self, key: bytes) -> None:
-        """Remove a record that is no longer needed, if it is still waiting."""
-        self._take(key)
+    def sends(self) -> bool:
+        """Whether a loop sends the records."""
+        return self._loop is not None
 
     def pump(self) -> None:
         """Serve delivery reports, and hand waiting records to the client up to its limits."""
-        self._serve()
-        self._hand_over()
-        self._serve()
+        with self._pumping:
+            self._kafka.poll(0)
+            while self._hand_over():
+                pass
+            self._kafka.poll(0)
 
     def serve_reports(self) -> None:
-        """Serve the delivery reports that have come, if a thread sends the records and it is time for it.
-
-        Call it on the thread that answers requests, without the owner's lock, after a request that put a record.
-        """
-        if self._in_flight and self._thread is not None and time.monotonic() - self._served_s >= _SERVE_EVERY_S:
-            try:
-                self._serve(wait=False)
-            except Exception:  # the request has been answered, and must not fail for it
-                log.exception("delivery reports of %s were not served", self._topic)
-
-    def _serve(self, *, wait: bool = True) -> None:
-        """wait: if another thread is doing this, wait for it and go on; otherwise return at once."""
-        if not self._serving.acquire(blocking=wait):
-            return
-        try:
-            self._served_s = time.monotonic()
+        """Serve the delivery reports that have come."""
+        with self._pumping:
             self._kafka.poll(0)
-        finally:
-            self._serving.release()
+
+    def _schedule(self) -> None:
+        """Let the loop send soon. Called under the owner's lock."""
+        loop = self._loop
+        if loop is None or self._is_scheduled:
+            return
+        self._is_scheduled = True
+        try:
+            if threading.get_ident() == self._loop_thread:
+                self._send_later(loop)
+            else:
+                loop.call_soon_threadsafe(self._send_later, loop)
+        except RuntimeError:  # it has ended
+            self._loop = None
+
+    def _send_later(self, loop: asyncio.AbstractEventLoop) -> None:
+        loop.call_later(SEND_INTERVAL_S, self._send_on_loop, loop)
+
+    def _send_on_loop(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Serve reports and hand over one batch; then let the loop answer requests, and go on as long as needed."""
+        if self._loop is not loop:  # it has stopped
+            return
+        may_take_more = False
+        if self._pumping.acquire(blocking=False):  # requests do not wait for another thread that sends
+            try:
+                self._kafka.poll(0)
+                may_take_more = self._hand_over()
+            except Exception:  # it must outlive a mistake with one batch, or nothing would ever be sent again
+                log.exception("records for %s were not sent", self._topic)
+            finally:
+                self._pumping.release()
+        with self._locked():
+            self._is_scheduled = bool(self)
+        if may_take_more:
+            loop.call_soon(self._send_on_loop, loop)
+        elif self._is_scheduled:  # for records that wait, and for reports of those in flight
+            self._send_later(loop)
 
     def _hand_over(self) -> bool:
-        """Hand waiting records to the client; return False if it does not take all of them now."""
-        with self._pumping:
-            while True:
-                took_all, are_left = self._hand_over_some(_SENT_TOGETHER_MAX)
-                if not took_all or not are_left:
-                    return not are_left
-
-    def _hand_over_some(self, records_max: int) -> tuple[bool, bool]:
-        """Hand a batch to the client; returns whether it took all of it, and whether records are left."""
+        """Hand one batch to the client; returns whether records are left that it may take now."""
         with self._locked():
-            batch = self._next_batch(records_max)
+            batch = self._next_batch()
             are_left = bool(self._waiting)
-        if not batch:
-            return not are_left, are_left
-        took_all = self._send(batch)
-        return took_all, are_left or not took_all
+        return bool(batch) and self._send(batch) and are_left
 
-    def oldest_ms(self) -> int:
-        """For how long the oldest record has been unacknowledged; 0 if there is none."""
-        if not self._waiting and not self._in_flight:
-            return 0
-        ages = [next(iter(each.values())).since_ms for each in (self._waiting, self._in_flight) if each]
-        return self._now_ms() - min(ages)
-
-    def _run(self) -> None:
-        next_s = 0.0
-        sent_all = True
-        while not self._stopping:
-            # If records were put meanwhile, the event is set. Looking at the records is cheaper than waiting for it.
-            # Reports of records in flight come a few milliseconds after they were sent, or when Kafka is back.
-            if not (self._waiting and sent_all and self._loop is None):
-                with self._locked():  # while records are handed over, they neither wait nor are in flight
-                    is_idle = not self._in_flight and not self._waiting
-                    self._sleeps = is_idle and self._loop is not None
-                self._wake.wait(None if is_idle else _REPORTS_INTERVAL_S)
-            if self._wake.is_set() and not self._stopping and self._loop is None:
-                time.sleep(max(next_s - time.monotonic(), _SEND_DELAY_S))
-                next_s = self._next_s()
-            self._wake.clear()
-            try:
-                if time.monotonic() - self._served_s >= _SERVE_LATE_S:
-                    self._serve()
-                if self._loop is not None and self._loop.is_closed():
-                    self._loop = None
-                if self._loop is None or self._is_late():
-                    sent_all = self._hand_over()
-            except Exception:  # the thread must outlive a mistake with one batch, or nothing would ever be sent again
-                log.exception("records for %s were not sent", self._topic)
-                sent_all = False
-
-    def _is_late(self) -> bool:
-        """Whether records wait that the loop should have sent."""
-        with self._locked():
-            return bool(self._waiting) and self._now_ms() - next(iter(self._waiting.values())).since_ms >= _SEND_LATE_MS
-
-    def _next_batch(self, records_max: int) -> list[_Sent[_T]]:
+    def _next_batch(self) -> list[_Sent[_T]]:
         """Move waiting records to those in flight, as many as may be sent now."""
-        n = min(len(self._waiting), records_max, IN_FLIGHT_RECORDS_MAX - len(self._in_flight))
+        n = min(len(self._waiting), _SENT_TOGETHER_MAX, IN_FLIGHT_RECORDS_MAX - len(self._in_flight))
         batch = []
         for _ in range(n):
             sent = self._waiting.popitem(last=False)[1]
@@ -386,14 +254,38 @@ class Outbox(Generic[_T]):
             del self._numbers[key]
         return sent
 
+    # -- records that wait ---------------------------------------------------------------------------------------------
+
+    def put(self, key: bytes, content: _T, partition: int, n_bytes: int) -> None:
+        """Send a record soon, in the place of a waiting record of its key. n_bytes: about how long its value is."""
+        older = self._waiting.get(key)
+        if older is not None:
+            self._waiting_bytes -= older.n_bytes
+        self._wait(_Sent(key, content, partition, n_bytes, older.since_ms if older else self._now_ms()))
+        self._drop_beyond_limits()
+        self._schedule()
+
+    def withdraw(self, key: bytes) -> bool:
+        """Remove a waiting record that no reader can have seen; False if the client has a record of its key."""
+        return key not in self._numbers and self._take(key) is not None
+
+    def discard(self, key: bytes) -> None:
+        """Remove a record that is no longer needed, if it is still waiting."""
+        self._take(key)
+
+    def oldest_ms(self) -> int:
+        """For how long the oldest record has been unacknowledged; 0 if there is none."""
+        if not self._waiting and not self._in_flight:
+            return 0
+        ages = [next(iter(each.values())).since_ms for each in (self._waiting, self._in_flight) if each]
+        return self._now_ms() - min(ages)
+
     def _wait_again(self, sent: _Sent[_T]) -> None:
         """Put a record that was not sent at the front of the queue, unless a newer one of its key waits."""
         if sent.key not in self._waiting:
             self._wait(sent, first=True)
             self._drop_beyond_limits()
-            if self._sleeps:
-                self._sleeps = False
-                self._wake.set()
+            self._schedule()
 
     def _lose(self, error: KafkaError) -> None:
         self.lost += 1

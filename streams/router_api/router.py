@@ -160,7 +160,6 @@ class Router:
 
     def start(self) -> None:
         """Begin to read topics."""
-        self.loads.start()
         if self.recorder is not None:
             self.recorder.start()
         self.feeds.start()

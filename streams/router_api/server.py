@@ -37,7 +37,7 @@ REGISTRY_POLL_S = 0.05
 
 async def tick_forever(router: Router) -> None:
     """Call the router's tick periodically until cancelled. The loop is the one that answers requests."""
-    router.loads.answer_on(asyncio.get_running_loop())
+    router.loads.send_on(asyncio.get_running_loop())
     while True:
         await asyncio.sleep(TICK_S)
         router.tick()

@@ -58,13 +58,13 @@ Fold = Callable[[Sequence[Message], bool], list[tuple[int, BadRecord]]]
 
 @dataclass(frozen=True, slots=True)
 class _Share:
-    """What one thread reads. interval_s: None if it hands partitions over at their ends, or takes them.
+    """What one thread reads. interval_s: as in Feed; None if it hands partitions over at their ends, or takes them.
 
     takes_over: it reads what others have read to the ends.
     """
 
     partitions: list[tuple[str, int]]
-    interval_s: float | None = None
+    interval_s: Callable[[], float] | None = None
     takes_over: bool = False
 
 
@@ -80,14 +80,14 @@ class _HandOver(NamedTuple):
 class Feed:
     """One topic and its fold, which any of the threads may call.
 
-    from_end: skip messages that are already there. interval_s: read what has come at most once in this time, by one
-    thread for all topics with this interval; None: read the topic with all others that have none.
+    from_end: skip messages that are already there. interval_s: read what has come about once in this time, which may
+    change, by a thread of its own; None: read the topic with all others that have none.
     """
 
     topic: TopicSpec
     fold: Fold
     from_end: bool = False
-    interval_s: float | None = None
+    interval_s: Callable[[], float] | None = None
 
 
 def one_by_one(fold: Callable[[Record], None]) -> Fold:
@@ -120,7 +120,7 @@ class Feeds:
 
     Partitions are divided among `router_event_threads` threads, each with its own consumer, so that one decodes while
     another one folds. At its end, each partition is handed over to one thread, which reads all of them from then on.
-    Topics with an interval have one more thread for each interval, from their beginnings on. Each fold has its own
+    Each topic with an interval has one more thread, from its beginning on. Each fold has its own
     lock. Records of one partition come in order, from one thread at a time.
     """
 
@@ -177,10 +177,9 @@ class Feeds:
         """Partitions of each thread. The threads' numbers of partitions of one topic differ by at most one."""
         n_threads = self._settings.router_event_threads
         shares = [_Share([]) for _ in range(n_threads)]
-        in_intervals = {interval_s: _Share([], interval_s) for interval_s in self._intervals.values()}
+        in_intervals = {topic: _Share([], interval_s) for topic, interval_s in self._intervals.items()}
         for topic, partition in sorted(self._pending):
-            interval_s = self._intervals.get(topic)
-            share = shares[partition % n_threads] if interval_s is None else in_intervals[interval_s]
+            share = in_intervals.get(topic) or shares[partition % n_threads]
             share.partitions.append((topic, partition))
         with_partitions = [share for share in (*shares, *in_intervals.values()) if share.partitions]
         return [_Share([], takes_over=True), *with_partitions]
@@ -208,21 +207,17 @@ class Feeds:
     def _read_share(self, share: _Share) -> None:
         handed_over = False
         try:
-            changes: dict[str, Any] = {}
             if share.interval_s is not None:
-                changes = fetched_in_intervals(share.interval_s)
-            elif share.takes_over:
-                changes = {"fetch.wait.max.ms": _FETCH_WAIT_MS}
+                self._read_in_intervals(share, share.interval_s)
+                return
+            changes: dict[str, Any] = {"fetch.wait.max.ms": _FETCH_WAIT_MS} if share.takes_over else {}
             consumer = reader(self._settings, **changes)
             try:
                 if share.takes_over:
                     self._take_over(consumer)
                     return
                 assign(consumer, [TopicPartition(topic, n, self._start_of(topic)) for topic, n in share.partitions])
-                if share.interval_s is not None:
-                    self._read_in_intervals(consumer, share)
-                else:
-                    handed_over = self._read_to_ends(consumer, share)
+                handed_over = self._read_to_ends(consumer, share)
             finally:
                 consumer.close()
         except Exception:
@@ -271,17 +266,47 @@ class Feeds:
             if 0 < len(messages) < _CONSUME_RECORDS:
                 time.sleep(_PAUSE_S)
 
-    def _read_in_intervals(self, consumer: Consumer, share: _Share) -> None:
-        """Read until stopped, or until a topic was truncated or recreated; raises KafkaException for fatal errors."""
-        assert share.interval_s is not None
+    def _read_in_intervals(self, share: _Share, interval_s: Callable[[], float]) -> None:
+        """Read until stopped, or until a topic was truncated or recreated; raises KafkaException for fatal errors.
+
+        How long a fetch takes is fixed for a client. So there is one client for each interval that was asked for.
+        """
+        readers: dict[float, Consumer] = {}
+        where = [TopicPartition(topic, number, self._start_of(topic)) for topic, number in share.partitions]
+        try:
+            while not self._ended():
+                present_s = interval_s()
+                if present_s not in readers:
+                    readers[present_s] = reader(self._settings, **fetched_in_intervals(present_s))
+                consumer = readers[present_s]
+                assign(consumer, where)
+                if not self._read_while(consumer, share, present_s, interval_s):
+                    return
+                # All that was consumed has been folded. A partition of which nothing was consumed was read to its end.
+                where = [
+                    TopicPartition(found.topic, found.partition, max(found.offset, self.read_to(*_named(found))))
+                    for found in consumer.position(where)
+                ]
+                consumer.unassign()
+        finally:
+            for consumer in readers.values():
+                consumer.close()
+
+    def _read_while(self, consumer: Consumer, share: _Share, present_s: float, interval_s: Callable[[], float]) -> bool:
+        """Read as long as the interval stays the same; returns False if that ends for another reason."""
         is_at_end = False
         while not self._ended():
             is_at_end = is_at_end or self._pending.isdisjoint(share.partitions)
             messages = consume(consumer, _CONSUME_RECORDS, _POLL_S, _COLLECT_S if is_at_end else 0.0)
             if self._take(messages) is None:
-                return
-            if is_at_end and 0 < len(messages) < _CONSUME_RECORDS:
-                time.sleep(share.interval_s * _PAUSED_SHARE)
+                return False
+            if not is_at_end:
+                continue
+            if interval_s() != present_s:
+                return True
+            if 0 < len(messages) < _CONSUME_RECORDS:
+                time.sleep(present_s * _PAUSED_SHARE)
+        return False
 
     def _take(
         self, messages: Sequence[Message], hands_over: set[tuple[str, int]] | None = None
@@ -352,3 +377,7 @@ class Feeds:
         with self._counting:
             self.bad_records += 1
         log.warning("%s [%d] at %d: %s", topic, partition, offset, exc)
+
+
+def _named(place: TopicPartition) -> tuple[str, int]:
+    return place.topic, place.partition

@@ -86,7 +86,7 @@ def test_a_call_for_a_refused_request_is_dropped_also_if_the_refusal_is_forgotte
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Many other requests were refused in the meantime."""
-    monkeypatch.setattr("streams.router_api.loads_sync.REFUSED_MAX", 2)
+    monkeypatch.setattr("streams.router_api.late_calls.REFUSED_MAX", 2)
     sync = World().replicas[0].sync
     sync.note_refused("r", None)
     assert sync.report_phase("r", BookingPhase.FREE) is False

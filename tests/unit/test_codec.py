@@ -20,7 +20,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streams import codec as codec_module
-from streams import load_records
 from streams.avro_frames import codec, schemas_dir
 from streams.codec import (
     avoid_key,
@@ -82,8 +81,7 @@ from streams.core.ids import (
     Tier,
     WorkerId,
 )
-from streams.core.loads.bookings import Booking, BookingId, BookingPhase
-from streams.core.loads.kernels.layout import NAME_BYTES_MAX, NUMBER_MAX, OTHER
+from streams.core.loads.bookings import NAME_BYTES_MAX, NUMBER_MAX, Booking, BookingId, BookingPhase
 from streams.core.loads.observations import NO_FORECAST, Forecast
 from streams.core.reducer.ordering import Health, Progress
 from streams.core.routing.cost import TermColumns
@@ -132,8 +130,7 @@ from streams.decision_log.records import DecisionEncoder, FleetSize, Report
 from streams.decision_log.records import decode_batch as decode_decisions
 from streams.errors import BadRecord, KvStreamsError
 from streams.event_encoding import datum_of
-from streams.load_batches import batch_of
-from streams.load_records import LoadDecoder, encoded_load, read_fields
+from streams.load_records import encoded_load
 from streams.shapes import Record, from_long, to_long
 from streams.tables import records as table_records
 from streams.tables.event_decoding import decode_events
@@ -600,56 +597,18 @@ def test_loads_come_back_as_they_were(booking_id: BookingId, phase: BookingPhase
     assert (datum["request_id"], datum["phase"], datum["written_at_ms"]) == (booking_id.request_id, phase.value, at_ms)
 
 
-@given(
-    st.lists(
-        st.tuples(booking_ids, st.sampled_from(BookingPhase), bookings, longs | st.integers(1 << 40, 1 << 41)),
-        min_size=1,
-        max_size=3,
-    ),
-    st.lists(st.tuples(st.integers(0, 2), st.sampled_from(BookingPhase)), max_size=6),
-)
+@given(booking_ids, st.sampled_from(BookingPhase), bookings, longs | st.integers(1 << 40, 1 << 41))
 @settings(deadline=None, print_blob=True)
-def test_loads_have_the_bytes_of_fastavro_and_are_read_as_it_reads_them(
-    records: list[tuple[BookingId, BookingPhase, Booking, int]], more: list[tuple[int, BookingPhase]]
+def test_loads_have_the_bytes_of_fastavro(
+    booking_id: BookingId, phase: BookingPhase, booking: Booking, at_ms: int
 ) -> None:
-    """The fast encoder writes fastavro's bytes, and the fast decoder reads every order of records as fastavro does."""
-    decoder = LoadDecoder()
-    again = [(*records[n % len(records)][:1], phase, *records[n % len(records)][2:]) for n, phase in more]
-    for booking_id, phase, booking, at_ms in [*records, *again]:
-        carried = booking if phase is BookingPhase.ADD else None
-        raw = encoded_load(booking_id, phase, carried, at_ms)
-        assert raw == encode_load(booking_id, phase, carried, at_ms)[1]
-        assert decoder.decode(raw) == decode_load(raw)
-
-
-@given(
-    st.binary(max_size=12),
-    st.integers(0, 200),
-    st.sampled_from(BookingPhase),
-    st.booleans(),
-)
-@settings(deadline=None, print_blob=True, max_examples=300)
-def test_damaged_loads_are_refused_as_fastavro_refuses_them(
-    junk: bytes, at: int, phase: BookingPhase, cut: bool
-) -> None:
-    """A damaged record is refused for the same reason, or read as the same values, also after a good one of its
-    booking."""
-    decoder = LoadDecoder()
-    decoder.decode(encode_load(BOOKING_ID, BookingPhase.ADD, BOOKING, 1 << 40)[1])
-    raw = encode_load(BOOKING_ID, phase, BOOKING if phase is BookingPhase.ADD else None, 1 << 40)[1]
-    damaged = raw[:at] + junk + (b"" if cut else raw[at + len(junk) :])
-
-    def outcome(decode: Callable[[bytes], Any]) -> Any:
-        try:
-            return decode(damaged)
-        except BadRecord as exc:
-            return exc.reason
-
-    assert outcome(decoder.decode) == outcome(decode_load)
+    """The fast encoder writes fastavro's bytes."""
+    carried = booking if phase is BookingPhase.ADD else None
+    assert encoded_load(booking_id, phase, carried, at_ms) == encode_load(booking_id, phase, carried, at_ms)[1]
 
 
 def test_a_booking_written_by_the_last_release_is_read() -> None:
-    """Records of a schema without phases are read by the fast decoder as well."""
+    """Records of a schema without phases are read."""
     schema = fastavro.parse_schema(json.loads((schemas_dir() / "released" / "router-loads.avsc").read_text()))
     found = {
         "worker_id": 7, "dp_rank": 1, "model": "m", "prefill_tokens": 3, "request_blocks": 1, "overlap_blocks": 0,
@@ -663,7 +622,7 @@ def test_a_booking_written_by_the_last_release_is_read() -> None:
     written_with = bytes.fromhex(fingerprint(to_parsing_canonical_form(schema), "CRC-64-AVRO"))
     rank = RankId(WorkerId(7), DpRank(1))
     expected = (BookingId("r", "o", 1), BookingPhase.ADD, Booking(rank, "m", 3, bytes(8), 0, 1, None, 2))
-    assert LoadDecoder().decode(b"\xc3\x01" + written_with + out.getvalue()) == expected
+    assert decode_load(b"\xc3\x01" + written_with + out.getvalue()) == expected
 
 
 @settings(max_examples=60, deadline=None)
@@ -1011,16 +970,9 @@ def load_datum(phase: str = "add", **changes: Any) -> bytes:
     ],
     ids=by_reason,
 )
-def test_an_impossible_load_is_refused_with_its_reason(
-    raw: bytes, reason: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_impossible_load_is_refused_with_its_reason(raw: bytes, reason: str | None) -> None:
     """An add must have a booking, other phases must not, and no number is negative or too great to be added up."""
     assert reason_of(lambda: decode_load(raw)) == reason
-    assert reason_of(lambda: LoadDecoder().decode(raw)) == reason
-    if reason is not None:
-        assert read_fields(batch_of([(b"k", raw, 1, 0)])).kinds == [OTHER]
-    monkeypatch.setattr(load_records, "_HAS_KERNEL", False)
-    assert reason_of(lambda: LoadDecoder().decode(raw)) == reason
 
 
 def run_datum(**changes: Any) -> bytes:

@@ -8,9 +8,9 @@ lines.
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -21,12 +21,15 @@ from hypothesis import strategies as st
 from streams.codec import decode_load, load_key
 from streams.core.loads.bookings import ENDED_BOOKING_BYTES, BookingId, BookingPhase
 from streams.core.loads.observations import NO_FORECAST, Forecast
-from streams.errors import BookingConflict
-from streams.kafka import producer
+from streams.errors import BadRecord, BookingConflict
+from streams.kafka import Record, producer
 from streams.lab.kafka.ports import free_port
 from streams.load_records import request_partition
+from streams.router_api import loads_sync as loads_sync_module
 from streams.router_api import outbox as outbox_module
-from streams.router_api.loads_sync import BUFFERED_CALL_TTL_MS, QUIET_MS, LoadsSync
+from streams.router_api.late_calls import BUFFERED_CALL_TTL_MS
+from streams.router_api.loads_sync import LoadsSync
+from streams.router_api.log_time import QUIET_MS
 from streams.settings import Settings
 from streams.topics import topics
 from streams.waiting import wait_for
@@ -43,7 +46,7 @@ from tests.helpers.shared_loads import (
     read_all,
 )
 
-REQUESTS = ["a", "request-b", "request-c", "request-d"]  # kernels leave ids as short as the first one to Python
+REQUESTS = ["a", "request-b", "request-c", "request-d"]
 routers = st.integers(0, 2)
 requests = st.sampled_from(REQUESTS)
 phases = st.sampled_from([None, None, "prefill", "decode"])
@@ -138,10 +141,8 @@ def test_records_folded_together_give_the_state_of_one_at_a_time(
     world.settle()
     written = world.log.written
     one_by_one, together = Replica(world.log, world.clock), Replica(world.log, world.clock)
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(LoadsSync, "_folds_records", False)
-        for record in written:
-            one_by_one.sync.fold(record)
+    for record in written:
+        one_by_one.sync.fold(record)
     at = 0
     for size in itertools.cycle(sizes):
         batch = [(each.key, each.value, each.timestamp_ms, each.partition) for each in written[at : at + size]]
@@ -644,13 +645,19 @@ def test_own_records_are_not_decoded_when_they_return(monkeypatch: pytest.Monkey
     world = World()
     first, second, _ = world.replicas
     decoded: list[bytes] = []
-    decode = first.sync._decoder.decode
 
     def noted(raw: bytes) -> Any:
         decoded.append(raw)
-        return decode(raw)
+        return decode_load(raw)
 
-    monkeypatch.setattr(first.sync._decoder, "decode", noted)
+    fold = first.fold
+
+    def folded(*given: Any) -> int:
+        with monkeypatch.context() as patched:  # the other routers decode as well
+            patched.setattr(loads_sync_module, "decode_load", noted)
+            return fold(*given)
+
+    monkeypatch.setattr(first, "fold", folded)
     for request_id in ("r", "s"):
         first.sync.book(request_id, booking(1))
         first.sync.poll()
@@ -739,85 +746,68 @@ def test_without_replica_sync_nothing_is_said_and_bookings_end_by_our_clock() ->
         assert alone.loads == {rank_of(1): (16, 2, 1)}
 
 
-def test_a_started_router_sends_without_being_asked() -> None:
-    """After `start` a thread sends what is booked, and `stop` sends the rest."""
+@dataclass(frozen=True)
+class Read:
+    """A record as Kafka's client returns it."""
+
+    of: Record
+
+    def key(self) -> bytes:
+        return self.of.key
+
+    def value(self) -> bytes | None:
+        return self.of.value
+
+    def timestamp(self) -> tuple[int, int]:
+        return 2, self.of.timestamp_ms
+
+    def partition(self) -> int:
+        return self.of.partition
+
+
+def folded_parts(world: World, monkeypatch: pytest.MonkeyPatch, *more: Record) -> tuple[list[int], list[int]]:
+    """Let the first router fold the log, and a few records more after its third one.
+
+    Returns how many were folded under each lock, and the positions of bad records.
+    """
+    sync = world.replicas[0].sync
+    records = [record for partition in world.log.partitions for record in partition]
+    records[3:3] = more
+    sizes: list[int] = []
+    fold_all = sync._fold_all
+
+    def noting(records: Any, **kwargs: Any) -> list[tuple[int, BadRecord]]:
+        sizes.append(len(records))
+        return fold_all(records, **kwargs)
+
+    monkeypatch.setattr(sync, "_fold_all", noting)
+    messages: list[Any] = [Read(record) for record in records]
+    return sizes, [number for number, _ in sync.fold_messages(messages, True)]
+
+
+def test_records_are_folded_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests get their turn in between. Bad records are found by place."""
+    monkeypatch.setattr(loads_sync_module, "_FOLDED_TOGETHER_MAX", 2)
     world = World()
-    first = world.replicas[0]
-    first.sync.start()
-    first.sync.book("r", booking(1))
-    wait_for(lambda: bool(world.log.written), PATIENCE_S, "the booking to be sent")
-    wait_for(lambda: not first.sync.unacknowledged, PATIENCE_S, "it to be acknowledged")
-    first.sync.book("s", booking(2))
-    first.sync.stop(PATIENCE_S)
-    assert len(world.log.written) == 2
-    assert world.same() == {rank_of(1): (16, 1, 1), rank_of(2): (16, 1, 1)}
+    first, second, _ = world.replicas
+    for number in range(5):
+        second.sync.book(f"request-{number}", booking(1))
+    second.sync.poll()
+    bad = Record(TOPIC.name, 0, 0, 0, b"k", b"\x00")
+    assert folded_parts(world, monkeypatch, bad) == ([2, 2, 2], [3])
+    assert first.loads == {rank_of(1): (80, 1, 5)}
 
 
-def test_a_started_router_serves_reports_on_the_thread_that_answers_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The end of a booking serves the delivery reports that have come, and the thread that sends records does not."""
-    monkeypatch.setattr(outbox_module, "_SERVE_EVERY_S", 0.0)
-    monkeypatch.setattr(outbox_module, "_SERVE_LATE_S", float("inf"))
+def test_long_records_are_folded_in_smaller_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of long prompts would hold up requests for milliseconds."""
+    monkeypatch.setattr(loads_sync_module, "_FOLDED_TOGETHER_BYTES", 1000)
     world = World()
-    first = world.replicas[0]
-    first.sync.start()
-    try:
-        for request_id in ("r", "s"):
-            first.sync.book(request_id, booking(1))
-        wait_for(lambda: len(first.client._queue) == 2, PATIENCE_S, "the bookings to be sent")
-        assert first.sync.unacknowledged == 2
-        first.sync.report_phase("r", BookingPhase.FREE)
-        assert (first.sync.unacknowledged, len(world.log.written)) == (1, 2)
-    finally:
-        first.sync.stop(PATIENCE_S)
-    assert world.same() == {rank_of(1): (16, 1, 1)}
-
-
-def test_a_mistake_in_a_report_does_not_fail_the_request_that_serves_it(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A report that cannot be served is logged, and the booking ends."""
-    monkeypatch.setattr(outbox_module, "_SERVE_EVERY_S", 0.0)
-    monkeypatch.setattr(outbox_module, "_SERVE_LATE_S", float("inf"))
-    world = World()
-    first = world.replicas[0]
-    first.sync.start()
-    first.sync.book("r", booking(1))
-    wait_for(lambda: bool(first.client._queue), PATIENCE_S, "the booking to be sent")
-    serve = first.client.poll
-
-    def failing(timeout_s: float) -> int:
-        raise RuntimeError(timeout_s)
-
-    first.client.poll = failing  # type: ignore[method-assign]
-    assert first.sync.report_phase("r", BookingPhase.FREE)
-    first.client.poll = serve  # type: ignore[method-assign]
-    first.sync.stop(PATIENCE_S)
-    assert "were not served" in caplog.text
-    assert world.same() == {}
-
-
-def test_a_started_router_sends_the_records_of_an_interval_together() -> None:
-    """However many bookings are made, the client gets at most one batch for each partition per interval."""
-    world = World()
-    first = world.replicas[0]
-    batches: dict[int, list[int]] = {}
-    send = first.client.produce_batch
-
-    def counting(topic: str, messages: list[dict[str, Any]], partition: int, on_delivery: Any) -> int:
-        batches.setdefault(partition, []).append(len(messages))
-        return send(topic, messages, partition, on_delivery)
-
-    first.client.produce_batch = counting  # type: ignore[method-assign]
-    began_s = time.monotonic()
-    first.sync.start()
-    for number in range(100):
-        first.sync.book(f"r{number}", booking(1))
-        time.sleep(0.0005)
-    wait_for(lambda: sum(map(sum, batches.values())) == 100, PATIENCE_S, "the bookings to be sent")
-    took_s = time.monotonic() - began_s
-    first.sync.stop(PATIENCE_S)
-    assert len(batches) == TOPIC.partitions
-    assert max(map(len, batches.values())) <= took_s / outbox_module.SEND_INTERVAL_S + 1
+    first, second, _ = world.replicas
+    for number in range(6):
+        second.sync.book(f"request-{number}", booking(1, list(range(70))))
+    second.sync.poll()
+    assert folded_parts(world, monkeypatch) == ([2, 2, 2], [])
+    assert first.loads == {rank_of(1): (96, 70, 6)}
 
 
 def test_a_real_client_writes_all_records_of_a_request_to_its_partition() -> None:
@@ -826,14 +816,14 @@ def test_a_real_client_writes_all_records_of_a_request_to_its_partition() -> Non
     client = producer(knobs, **{"test.mock.num.brokers": 1, "allow.auto.create.topics": True, "log_level": 0})
     sync = LoadsSync(knobs, topics(knobs).router_loads, client, lambda: 0)
     written: dict[str, list[int]] = {}
-    deliver = sync._outbox._on_delivery
+    deliver = sync._own.outbox._on_delivery
 
     def noting(error: KafkaError | None, message: Any) -> None:
         assert error is None
         written.setdefault(decode_load(message.value())[0].request_id, []).append(message.partition())
         deliver(error, message)
 
-    sync._outbox._on_delivery = noting  # type: ignore[method-assign]
+    sync._own.outbox._on_delivery = noting  # type: ignore[method-assign]
     for number in range(20):
         sync.book(str(number), booking(1))
     sync.poll()
@@ -862,9 +852,9 @@ def test_a_real_client_that_gives_up_gives_the_record_back() -> None:
 
         def tried() -> bool:
             nonlocal tries
-            before = len(sync._outbox._in_flight)
+            before = len(sync._own.outbox._in_flight)
             sync._kafka.poll(0.05)
-            tries += len(sync._outbox._in_flight) < before
+            tries += len(sync._own.outbox._in_flight) < before
             sync.poll()
             return tries >= 2
 
@@ -879,5 +869,5 @@ def test_a_real_client_whose_queue_is_full_gets_the_rest_later() -> None:
         for number in range(4):
             sync.book(str(number), booking(number))
         sync.poll()
-        assert (sync.unacknowledged, sync.unpublished, len(sync._outbox._in_flight)) == (4, 1, 2)
-        assert [key.split(b"\x1f")[0] for key in sync._outbox._waiting] == [b"2", b"3"]
+        assert (sync.unacknowledged, sync.unpublished, len(sync._own.outbox._in_flight)) == (4, 1, 2)
+        assert [key.split(b"\x1f")[0] for key in sync._own.outbox._waiting] == [b"2", b"3"]

@@ -13,6 +13,7 @@ from streams.codec import decode_load
 from streams.core.loads.bookings import BookingId, BookingPhase
 from streams.load_records import time_written_ms
 from streams.router_api import attempts as attempts_module
+from streams.router_api.reassignments import Reassigned
 from tests.helpers.api import rank_of
 from tests.helpers.shared_loads import TOPIC, TTL_MS, Replica, World, booking, live, read_all
 
@@ -156,8 +157,8 @@ def test_bookings_that_replace_each_other_are_followed_once(request_id: str, wha
     second.sync.book(request_id, booking(2), moves=True)
     world.settle()
     ((former, move),) = second.sync._attempts._moves.items()
-    second.sync._note_move(move.latter, former, move.at_ms)
-    first.sync._note_move(move.latter, former, move.at_ms)
+    second.sync._note_move(Reassigned(move.latter, former, move.at_ms))
+    first.sync._note_move(Reassigned(move.latter, former, move.at_ms))
     n_before = len(world.log.written)
     third.sync.report_phase(request_id, what)
     world.settle()
@@ -169,7 +170,8 @@ def test_an_add_without_a_time_does_not_make_the_routers_own_free_a_report() -> 
     """A foreign writer may leave the time 0, which is that of the frees that routers write by themselves."""
     world = booked("request-1")
     first, second, _ = world.replicas
-    first.sync._note_move(BookingId("request-1", first.sync.router_id, 1), BookingId("request-1", "other", 1), 0)
+    own, other = BookingId("request-1", first.sync.router_id, 1), BookingId("request-1", "other", 1)
+    first.sync._note_move(Reassigned(own, other, 0))
     second.sync.book("request-1", booking(2), moves=True)
     world.settle()
     assert not any(b"other" in record.key for record in world.log.written)

@@ -30,7 +30,7 @@ class Folded:
     def __init__(self) -> None:
         self.batches: list[tuple[list[tuple[int | None, int | None]], bool]] = []
         self.read_to_when_folded: list[tuple[int, int]] = []
-        self.feeds = Feeds(KNOBS, {"loads": Feed(TOPIC, self._fold, interval_s=0.01)}, lambda: None)
+        self.feeds = Feeds(KNOBS, {"loads": Feed(TOPIC, self._fold, interval_s=lambda: 0.01)}, lambda: None)
 
     def take(self, *messages: Message) -> None:
         assert self.feeds._take(messages) == []

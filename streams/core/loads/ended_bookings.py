@@ -15,15 +15,13 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from streams.core.ids import Int64Array
-from streams.core.loads.booking_hashes import booking_digest, request_digest
-from streams.core.loads.kernels.layout import DIGEST_BITS, SHARD_TAIL
 
 #: Entries of a shard, those that have expired included. Rebuilding one of this size takes 1 ms.
 SHARD_ENTRIES_MAX = 8192
@@ -40,6 +38,15 @@ SAME_ID_MAX = 8
 #: and with a TTL of 10 minutes there are 1.8 million.
 ENDED_MAX = 4_000_000
 
+
+#: Bits of a request id's hash, by which its bookings are found, and of that of a booking's whole id.
+_REQUEST_BITS = 64
+_BOOKING_BITS = 32
+_REQUEST_MASK = (1 << _REQUEST_BITS) - 1
+_BOOKING_MASK = (1 << _BOOKING_BITS) - 1
+
+#: Places of a shard after the last one that a hash can name.
+_SHARD_TAIL = 64
 
 #: A place that was never used, and one whose entry was removed. Every time is greater.
 _FREE, _REMOVED = 0, -1
@@ -89,39 +96,25 @@ class _Times:
 
 
 class _Shard:
-    """Places. request: digest of the request id. booking: that of the rest of the booking's id. Both are the key.
+    """Places. request: hash of the request id. booking: a part of the booking id's hash. Both are the key.
 
     Places are ordered by the top bits of `request`; an entry whose place is taken is in one of the next ones.
     """
 
-    __slots__ = ("_used", "bits", "booking", "clock", "depth", "expires_ms", "n_used_max", "phase", "request", "words")
+    __slots__ = ("bits", "booking", "clock", "depth", "expires_ms", "n_used", "n_used_max", "phase", "request")
 
     def __init__(self, depth: int, bits: int) -> None:
-        n = (1 << bits) + SHARD_TAIL
+        n = (1 << bits) + _SHARD_TAIL
         self.depth = depth
         self.bits = bits
+        self.n_used = 0
         self.n_used_max = int(_LOAD_MAX * (1 << bits))
-        request, expires_ms = np.zeros(n, dtype=np.uint64), np.zeros(n, dtype=np.int64)
-        booking, clock = np.zeros(n, dtype=np.uint32), np.zeros(n, dtype=np.int32)
-        used = np.zeros(1, dtype=np.int64)
-        # What kernels need, in the order of SHARD_WORDS.
-        columns = (request, expires_ms, booking, clock, used)
-        self.words = (*(column.ctypes.data for column in columns), self.n_used_max, bits, 0)
         # Reading one element of a memoryview takes a third of the time of reading one of an array.
-        self.request = request.data
-        self.booking = booking.data
-        self.expires_ms = expires_ms.data
-        self.clock = clock.data
+        self.request = np.zeros(n, dtype=np.uint64).data
+        self.booking = np.zeros(n, dtype=np.uint32).data
+        self.expires_ms = np.zeros(n, dtype=np.int64).data
+        self.clock = np.zeros(n, dtype=np.int32).data
         self.phase = np.zeros(n, dtype=np.uint8).data
-        self._used = used.data
-
-    @property
-    def n_used(self) -> int:
-        return self._used[0]
-
-    @n_used.setter
-    def n_used(self, n_used: int) -> None:
-        self._used[0] = n_used
 
     def entries(self) -> tuple[_U64Array, Int64Array, npt.NDArray[np.int32], *tuple[npt.NDArray[Any], ...]]:
         """The columns as arrays over the same memory: request, expires_ms, clock, and the others."""
@@ -132,39 +125,24 @@ class _Shard:
 class EndedBookings:
     """Which bookings have ended. Times are of one clock per partition of the log, as in ActiveLoads.
 
-    A booking is found by 95 bits of digests, with another seed in each process: with two million entries, one new
+    A booking is found by 96 bits of hashes that Python makes anew in each process: with two million entries, one new
     booking in 10^22 is taken for an ended one.
-
-    shards_address, shards_mask: where kernels find the shards (SHARD_WORDS each), and which bits of a request's digest
-    are the number of its shard. Both change with any call that adds, drops or expires a booking.
     """
 
     def __init__(self) -> None:
         self._clocks: dict[int, _Times] = {}
         self._n = 0
-        self._phase_numbers: dict[str | None, int] = {
-            None: 0
-        }  # there are three phases; kernels only keep the first one
+        self._phase_numbers: dict[str | None, int] = {}  # there are three phases
         self._clear()
 
     def _clear(self) -> None:
-        self._set_directory([_Shard(0, _SHARD_BITS_MIN)])
-
-    def _set_directory(self, shards: list[_Shard]) -> None:
-        self._directory = shards
-        self._mask = self.shards_mask = len(shards) - 1
-        self._words = np.array([shard.words for shard in shards], dtype=np.int64)
-        self.shards_address = int(self._words.ctypes.data)
+        self._directory = [_Shard(0, _SHARD_BITS_MIN)]
+        self._mask = 0  # which bits of a request's hash are the number of its shard
 
     def add(
         self, request_id: str, booking_id: tuple[str, str, int], phase: str | None, expires_ms: int, clock: int
     ) -> int:
         """Keep a booking that is not kept yet; return how many others were dropped because there were too many."""
-        request = request_digest(request_id)
-        return self.add_digests(request, booking_digest(request, *booking_id[1:]), phase, expires_ms, clock)
-
-    def add_digests(self, request: int, booking: int, phase: str | None, expires_ms: int, clock: int) -> int:
-        """The same for a booking with these digests."""
         times = self._clocks.get(clock)
         if times is None:
             times = self._clocks[clock] = _Times()
@@ -181,30 +159,7 @@ class EndedBookings:
         number = self._phase_numbers.get(phase)
         if number is None:
             number = self._phase_numbers[phase] = len(self._phase_numbers)
-        self._put(request, booking, number, expires_ms, clock)
-        return dropped
-
-    def add_freed(self, freed: Sequence[Sequence[int]], put: Callable[[int], int]) -> int:
-        """Keep many bookings of no phase, as `add_digests` does; return how many others were dropped.
-
-        freed: for each, the digests of request and booking, when it expires, and its clock. put: has a kernel keep
-        those from a number on in the shards; returns the first one that it leaves to Python.
-        """
-        floors = {clock: times.floor_ms for clock, times in self._clocks.items()}
-        by_kernel = self._n + len(freed) <= ENDED_MAX and all(each[2] > floors.get(each[3], 0) for each in freed)
-        dropped = at = 0
-        while at < len(freed):
-            done = put(at) if by_kernel else at
-            for _, _, expires_ms, clock in freed[at:done]:
-                times = self._clocks.get(clock)
-                if times is None:
-                    times = self._clocks[clock] = _Times()
-                times.add(expires_ms)
-            self._n += done - at
-            if done < len(freed):
-                request, booking, expires_ms, clock = freed[done]
-                dropped += self.add_digests(request, booking, None, expires_ms, clock)
-            at = done + 1
+        self._put(hash(request_id) & _REQUEST_MASK, hash(booking_id) & _BOOKING_MASK, number, expires_ms, clock)
         return dropped
 
     def renew(self, request_id: str, booking_id: tuple[str, str, int], expires_ms: int | None) -> bool:
@@ -226,18 +181,6 @@ class EndedBookings:
             return self._find(request_id, None) is not None
         number = self._phase_numbers.get(phase)
         return number is not None and self._find(request_id, None, number) is not None
-
-    def may_know(self, request_id: str) -> bool:
-        """Whether any booking of this request id may be kept. It also returns True for some that have expired."""
-        request = request_digest(request_id)
-        shard = self._directory[request & self._mask]
-        requests, expires_ms = shard.request, shard.expires_ms
-        place = request >> (DIGEST_BITS - shard.bits)
-        while expires_ms[place] != _FREE:
-            if requests[place] == request:
-                return True
-            place += 1
-        return False
 
     def forget(self, request_id: str, booking_id: tuple[str, str, int]) -> bool:
         """Drop a booking as if it had never been made; return False if it is not kept."""
@@ -261,11 +204,6 @@ class EndedBookings:
             if not self._n:
                 self._clear()  # an idle router gives the memory back
         return ended
-
-    def oldest_ms(self, clock: int) -> int:
-        """When the first booking of a clock expires; 0 if it has none."""
-        times = self._clocks.get(clock)
-        return times.oldest_ms() if times else 0
 
     def clocks(self) -> Iterable[int]:
         """Clocks of which any booking is kept."""
@@ -293,13 +231,13 @@ class EndedBookings:
         self, request_id: str, booking_id: tuple[str, str, int] | None, phase: int | None = None
     ) -> tuple[_Shard, int] | None:
         """Return the place of an ended booking; of any booking of the request id and phase if booking_id is None."""
-        request = request_digest(request_id)
+        request = hash(request_id) & _REQUEST_MASK
         shard = self._directory[request & self._mask]
         if not shard.n_used:
             return None
-        booking = None if booking_id is None else booking_digest(request, *booking_id[1:])
+        booking = None if booking_id is None else hash(booking_id) & _BOOKING_MASK
         requests, expires_ms = shard.request, shard.expires_ms
-        place = request >> (DIGEST_BITS - shard.bits)
+        place = request >> (_REQUEST_BITS - shard.bits)
         while (at := expires_ms[place]) != _FREE:
             if (
                 requests[place] == request
@@ -314,7 +252,7 @@ class EndedBookings:
     def _put(self, request: int, booking: int, phase: int, expires_ms: int, clock: int) -> None:
         while True:
             shard = self._directory[request & self._mask]
-            place = request >> (DIGEST_BITS - shard.bits)
+            place = request >> (_REQUEST_BITS - shard.bits)
             same: list[int] | None = None  # places of this request id's other bookings
             requests, all_expire_ms = shard.request, shard.expires_ms
             while (at := all_expire_ms[place]) != _FREE:
@@ -353,7 +291,8 @@ class EndedBookings:
             return
         depth = shard.depth
         if 1 << depth == len(self._directory):
-            self._set_directory(self._directory * 2)
+            self._directory *= 2
+            self._mask = len(self._directory) - 1
         upper = (columns[0] >> np.uint64(depth)) & np.uint64(1) != 0
         for half, bit in ((~upper, 0), (upper, 1)):
             name = request & ((1 << depth) - 1) | bit << depth
@@ -367,10 +306,10 @@ class EndedBookings:
         while True:
             new = _Shard(depth, bits)
             # Linear probing without a loop: in order, each entry is at its own place or after the one before it.
-            own = (columns[0][order] >> np.uint64(DIGEST_BITS - bits)).astype(np.int64)
+            own = (columns[0][order] >> np.uint64(_REQUEST_BITS - bits)).astype(np.int64)
             steps = np.arange(n)
             places = np.maximum.accumulate(own - steps) + steps
-            if not n or places[-1] < (1 << bits) + SHARD_TAIL - 1:
+            if not n or places[-1] < (1 << bits) + _SHARD_TAIL - 1:
                 break
             bits += 1
         entries: tuple[npt.NDArray[Any], ...] = new.entries()
@@ -379,7 +318,6 @@ class EndedBookings:
         new.n_used = n
         for index in range(request & ((1 << depth) - 1), len(self._directory), 1 << depth):
             self._directory[index] = new
-            self._words[index] = new.words
 
     def _drop_oldest(self) -> int:
         """Expire the booking that would expire first on the clock with the most bookings, and all of the same time."""

@@ -2,8 +2,8 @@
 
 # What Python calls, as module and kernel, the slowest to compile first.
 
-#: Run records and bookings decoded: what a router does.
-DECODING = ("runs.decode_records", "runs.decode_labels", "loads.read_add", "loads.read_records")
+#: Run records decoded: what a router does.
+DECODING = ("runs.decode_records", "runs.decode_labels")
 #: Events decoded, and run records loaded and encoded: what an agent does.
 STORING = (
     "runs.load_records",
