@@ -28,7 +28,7 @@ from streams.load_records import request_partition
 from streams.router_api import loads_sync as loads_sync_module
 from streams.router_api import outbox as outbox_module
 from streams.router_api.late_calls import BUFFERED_CALL_TTL_MS
-from streams.router_api.loads_sync import LoadsSync
+from streams.router_api.loads_sync import READ_INTERVAL_S, READ_INTERVAL_WHILE_WAITED_FOR_S, LoadsSync
 from streams.router_api.log_time import QUIET_MS
 from streams.settings import Settings
 from streams.topics import topics
@@ -38,6 +38,7 @@ from tests.helpers.shared_loads import (
     KNOBS,
     TOPIC,
     TTL_MS,
+    Client,
     Log,
     Replica,
     World,
@@ -808,6 +809,21 @@ def test_long_records_are_folded_in_smaller_parts(monkeypatch: pytest.MonkeyPatc
     second.sync.poll()
     assert folded_parts(world, monkeypatch) == ([2, 2, 2], [])
     assert first.loads == {rank_of(1): (96, 70, 6)}
+
+
+def test_records_are_read_more_often_while_requests_wait_and_for_some_time_after() -> None:
+    """A queue that is empty for a moment does not change the interval."""
+    clock = [0]
+    sync = LoadsSync(KNOBS, TOPIC, Client(Log()), lambda: clock[0])  # type: ignore[arg-type]
+    assert sync.read_interval_s() == READ_INTERVAL_S
+    end_listening = sync.listen(lambda: None)
+    assert sync.read_interval_s() == READ_INTERVAL_WHILE_WAITED_FOR_S < READ_INTERVAL_S
+    clock[0] = 1_000_000
+    end_listening()
+    clock[0] += loads_sync_module._WAITED_FOR_MS - 1
+    assert sync.read_interval_s() == READ_INTERVAL_WHILE_WAITED_FOR_S
+    clock[0] += 1
+    assert sync.read_interval_s() == READ_INTERVAL_S
 
 
 def test_a_real_client_writes_all_records_of_a_request_to_its_partition() -> None:
