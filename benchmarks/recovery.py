@@ -27,7 +27,7 @@ from streams.core.reducer.holdings import Holdings
 from streams.kafka import partition_of
 from streams.lab.stack import RouterProcess, get_json
 from streams.tables.records import Change, encode_progress, progress_key
-from streams.tables.run_backend import run_backend
+from streams.tables.run_table import RunTable
 from streams.tables.transactions import table_producer
 from streams.topics import topics
 from streams.waiting import wait_for
@@ -69,7 +69,7 @@ class Written:
         self.records: list[list[Change]] = [[] for _ in range(partitions)]
         self.progress: list[list[Change]] = [[] for _ in range(partitions)]
         self.value_bytes = 0
-        holdings = [Holdings(run_backend()[0]) for _ in range(partitions)]
+        holdings = [Holdings(RunTable()) for _ in range(partitions)]
         sequence = dict.fromkeys(ranks, 0)
         left = n_blocks
         while left > 0:

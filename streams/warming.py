@@ -33,7 +33,6 @@ import streams.core.reducer.kernels as reducer
 import streams.core.routing.kernels as routing
 import streams.decision_log.kernels as decision_log
 import streams.tables.kernels as tables
-from streams.core.kernels.available import kernels_available
 from streams.errors import ProcessError
 from streams.progress import log_console, shown
 
@@ -83,7 +82,7 @@ def warm(
     stopping: threading.Event | None = None,
     warn: Callable[[str], None] | None = None,
 ) -> int:
-    """Compile or load kernels; returns how many had to be compiled, or 0 if numba is missing.
+    """Compile or load kernels; returns how many had to be compiled.
 
     console: where progress is shown, by default standard error. note: called with the progress as text whenever it
     changes, from any thread. stopping: ends the compilation between two kernels once it is set. warn: called if no
@@ -92,8 +91,6 @@ def warm(
     """
     note = note or _no_note
     stopping = stopping or threading.Event()
-    if not kernels_available():
-        return 0
     from streams.core.kernels.compiling import compile_ahead, is_cacheable, is_cached, is_ready
 
     kernels = {name: _kernel(name) for name in names}

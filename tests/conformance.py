@@ -30,8 +30,7 @@ from streams.core.events import AllBlocksCleared, BlocksRemoved, BlocksStored, K
 from streams.core.hashing import BASE_SEED, hash_seed, local_hashes, request_hashes, sequence_hashes, with_pad_values
 from streams.core.ids import U64_MASK, DpRank, EngineHash, HashArray, Incarnation, RankId, Tier, WorkerId
 from streams.core.index.interface import Candidates, OverlapScores
-from streams.core.reducer.holdings import plain_holdings
-from streams.core.routing.cost import TIER_WEIGHTS, TermColumns, price_terms
+from streams.core.routing.cost import TIER_WEIGHTS, TermColumns
 from streams.core.routing.eligibility import WorkerFilter
 from streams.core.routing.queue import QueueLimits, QueuePolicy, RequestQueue, Waiting, wspt_key
 from streams.core.routing.selection import select_by_cost
@@ -42,8 +41,10 @@ from streams.router_api.wire import MoeQuery
 from streams.settings import Settings
 from tests.helpers.folded_index import FoldedIndex, apply_event
 from tests.helpers.holdings import batch
+from tests.helpers.plain_prices import price_terms
+from tests.helpers.plain_run_store import plain_holdings
 from tests.helpers.table_logs import Record, commit, compacted, folded, recovered
-from tests.soak import FOLDS, INDEXES, FoldFactory
+from tests.soak import INDEXES
 
 #: Our own cases, next to this file.
 OWN_CASES = Path(__file__).parent / "conformance_cases.jsonl"
@@ -191,8 +192,7 @@ class Pipeline:
     restarts: agent and router restart from the compacted log after each event.
     """
 
-    def __init__(self, make_fold: FoldFactory, restarts: bool) -> None:
-        self._make_fold = make_fold
+    def __init__(self, restarts: bool) -> None:
         self._restarts = restarts
         self._log: list[Record] = []
         self._incarnations: Counter[int] = Counter()
@@ -226,7 +226,7 @@ class Pipeline:
         return len(self.view.index.members())
 
     def _new_view(self) -> View:
-        return View(Settings(), lambda: 0, self._make_fold)
+        return View(Settings(), lambda: 0)
 
     def _commit(self, rank: RankId, number: int, event: KvEvent | None) -> None:
         """Commit an event; None removes the worker."""
@@ -242,10 +242,7 @@ class Pipeline:
 def subjects() -> list[tuple[str, Subject]]:
     """Create everything that must give the answers of an indexer case, each with its name."""
     made: list[tuple[str, Subject]] = [(make.__name__, IndexSubject(make)) for make in INDEXES]
-    for make in FOLDS:
-        made.append((f"pipeline to {make.__name__}", Pipeline(make, restarts=False)))
-        made.append((f"restarting pipeline to {make.__name__}", Pipeline(make, restarts=True)))
-    return made
+    return [*made, ("pipeline", Pipeline(restarts=False)), ("restarting pipeline", Pipeline(restarts=True))]
 
 
 def run_indexer(data: Mapping[str, Any]) -> None:
@@ -343,9 +340,9 @@ def _rank(worker_id: int, dp_rank: int = 0) -> RankId:
 class LabelledPipeline(Pipeline):
     """A pipeline with registered workers and labelled blocks."""
 
-    def __init__(self, make_fold: FoldFactory, restarts: bool, worker_ids: Iterable[int]) -> None:
+    def __init__(self, restarts: bool, worker_ids: Iterable[int]) -> None:
         self._worker_ids = sorted(worker_ids)
-        super().__init__(make_fold, restarts)
+        super().__init__(restarts)
 
     def _new_view(self) -> View:
         view = super()._new_view()
@@ -368,18 +365,17 @@ def run_moe(data: Mapping[str, Any]) -> None:
         stored = {"parent_hash": None, "blocks": [query["stored"]]}
         ops.append({"op": "event", "event": {"worker_id": query["worker_id"], "event": {"data": {"stored": stored}}}})
     worker_ids = {op["event"]["worker_id"] for op in ops if op["op"] == "event"}
-    for make in FOLDS:
-        for restarts in (False, True):
-            name = f"{'restarting ' * restarts}pipeline to {make.__name__}"
-            subject = LabelledPipeline(make, restarts, worker_ids)
-            for number, op in enumerate(ops):
-                for step in _by_labels(op):
-                    _step(f"{name}, op {number}", subject, step, data)
-                subject.check()
-            _compare("number of expectations", len(data["expect"]), len(query["queries"]))
-            for number, (asked, expected) in enumerate(zip(query["queries"], data["expect"], strict=True)):
-                local = asked.get("local_hashes", [query.get("stored", {}).get("tokens_hash", 0)])
-                _ask_labels(f"{name}, query {number}", subject.view, _u64(local), asked, expected)
+    for restarts in (False, True):
+        name = f"{'restarting ' * restarts}pipeline"
+        subject = LabelledPipeline(restarts, worker_ids)
+        for number, op in enumerate(ops):
+            for step in _by_labels(op):
+                _step(f"{name}, op {number}", subject, step, data)
+            subject.check()
+        _compare("number of expectations", len(data["expect"]), len(query["queries"]))
+        for number, (asked, expected) in enumerate(zip(query["queries"], data["expect"], strict=True)):
+            local = asked.get("local_hashes", [query.get("stored", {}).get("tokens_hash", 0)])
+            _ask_labels(f"{name}, query {number}", subject.view, _u64(local), asked, expected)
 
 
 def _by_labels(op: Mapping[str, Any]) -> list[Mapping[str, Any]]:

@@ -21,7 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from streams.core.events import AllBlocksCleared, BlocksRemoved, BlocksStored
 from streams.core.ids import RankId
-from streams.core.index.run_fold import PlainRunFold, RunFold
+from streams.core.index.run_fold import RunFold
 from streams.core.index.tree_fold import TreeRunFold
 from streams.core.runs import Run, RunKey
 from streams.errors import UnknownParent
@@ -34,6 +34,7 @@ from streams.tables.records import (
     parse_run_key,
 )
 from tests.helpers.folded_index import CompiledIndex, FoldedIndex, PlainIndex
+from tests.helpers.plain_run_fold import PlainRunFold
 from tests.helpers.reference import Member, overlap_of
 from tests.helpers.reference_index import Answer, IndexHistory, Query, RankGone, Step
 from tests.helpers.table_logs import Record, State, compacted, random_log

@@ -10,13 +10,12 @@ What lives here: local and sequence hashes, their seeds, and the tokens that sta
 holds a block. A sequence hash names a whole prefix and is the same on every worker; a local hash names one block's
 tokens.
 
-The loops are compiled (streams.core.kernels.xxh3). Without numba, or on a big-endian machine, the xxhash package
+The loops are compiled (streams.core.kernels.xxh3). In a simulated engine, which does without numba, the xxhash package
 computes the same results about thirty times slower; `KERNELS_AVAILABLE` is False then.
 """
 
 from __future__ import annotations
 
-import sys
 from array import array
 from collections.abc import Iterable, Sequence
 from numbers import Integral
@@ -30,8 +29,7 @@ from streams.core.ids import U32_MAX, U64_MASK, HashArray, SequenceHash
 from streams.core.kernels.available import kernels_available
 from streams.errors import BlockSizeMismatch, InvalidRequest
 
-#: Kernels read tokens in the machine's own byte order.
-KERNELS_AVAILABLE = sys.byteorder == "little" and kernels_available()
+KERNELS_AVAILABLE = kernels_available()
 if KERNELS_AVAILABLE:
     from streams.core.kernels.xxh3 import chain_blocks, hash_blocks
 

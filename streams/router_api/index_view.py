@@ -13,16 +13,15 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from streams.core.ids import Epoch, HashArray, RankId, SequenceHash, Tier, WorkerId
 from streams.core.index.interface import OverlapScores
-from streams.core.index.run_fold import PlainRunFold, RunFold
-from streams.core.kernels.available import kernels_available
+from streams.core.index.run_columns import RunColumns
+from streams.core.index.tree_fold import TreeRunFold
 from streams.core.reducer.ordering import Health, Progress
 from streams.errors import BadRecord, IndexFull
 from streams.router_api.fleet_view import FleetView
@@ -41,11 +40,8 @@ from streams.tables.records import (
     parse_progress_key,
     parse_run_key,
 )
-
-if TYPE_CHECKING:
-    from streams.core.index.run_columns import RunColumns
-    from streams.core.index.tree_fold import TreeRunFold
-    from streams.tables.run_decoding import LabelledBlock
+from streams.tables.run_decoding import decode_runs, labels_of
+from streams.warming import ROUTER, warm
 
 log = logging.getLogger(__name__)
 
@@ -57,12 +53,6 @@ FACT = np.dtype([("worker_id", "<u8"), ("dp_rank", "<u4"), ("tier", "u1"), ("blo
 
 #: Facts in a page of them, about 1 MB.
 PAGE_FACTS = 50_000
-
-#: Decodes many records of the index changelog; see tables.run_decoding.
-DecodeRuns = Callable[[Sequence[tuple[bytes, bytes | None]]], "tuple[RunColumns, list[int]]"]
-
-#: Gives labels of decoded records; see tables.run_decoding.
-LabelsOf = Callable[["RunColumns", int, int], "dict[int, list[LabelledBlock]]"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,25 +71,10 @@ class RankState:
     silent: bool = False
 
 
-def fast_fold() -> RunFold:
-    """The fold over compiled kernels, or the pure-Python one if numba is missing."""
-    compiled = _compiled()
-    if compiled is None:
-        return PlainRunFold()
-    from streams.warming import ROUTER, warm
-
+def new_tree() -> TreeRunFold:
+    """An empty index, whose kernels are ready."""
     warm(ROUTER)  # before the first answer, which would otherwise wait for a compiler
-    return compiled[0]()
-
-
-def _compiled() -> tuple[type[TreeRunFold], DecodeRuns, LabelsOf] | None:
-    """The fold over compiled kernels, with its decoders; None if numba is missing."""
-    if not kernels_available():
-        return None
-    from streams.core.index.tree_fold import TreeRunFold
-    from streams.tables.run_decoding import decode_runs, labels_of
-
-    return TreeRunFold, decode_runs, labels_of
+    return TreeRunFold()
 
 
 class IndexView:
@@ -112,7 +87,7 @@ class IndexView:
     def __init__(
         self,
         settings: Settings,
-        runs: RunFold,
+        runs: TreeRunFold,
         lock: threading.Lock,
         trust: TrustTracker,
         facts: SupplementaryFacts,
@@ -130,11 +105,6 @@ class IndexView:
         self.changes = 0
         self.runs = runs
         self.records_over_capacity = 0
-        compiled = _compiled()
-        # The same index with its decoder, if the index can fold many records in one call.
-        self._batches: tuple[TreeRunFold, DecodeRuns, LabelsOf] | None = None
-        if compiled is not None and isinstance(runs, compiled[0]):
-            self._batches = (runs, *compiled[1:])
 
     # -- the fold ------------------------------------------------------------------------------------------------------
 
@@ -186,24 +156,19 @@ class IndexView:
         A bad record does not keep the others from being folded. received_ms: as in `fold`, for all of them.
         """
         bad: list[tuple[int, BadRecord]] = []
-        columns: RunColumns | None = None
-        others: Iterable[int] = range(len(records))  # positions of records that are not decoded as columns
-        if self._batches is not None:
-            columns, others = self._batches[1](records)
+        columns, others = decode_runs(records)  # others: positions of records that are not decoded as columns
         # Asked for once: between two records that are not runs there are few runs, and asking takes as long as folding
         # them. Most batches have no labels.
-        are_labelled = columns is not None and bool(columns.labelled.any())
+        are_labelled = bool(columns.labelled.any())
         n_folded = 0
         for position in others:
-            if columns is not None:
-                self._fold_runs(columns, n_folded, position, records, are_labelled)
+            self._fold_runs(columns, n_folded, position, records, are_labelled)
             n_folded = position + 1
             try:
                 self.fold(*records[position], received_ms)
             except BadRecord as exc:
                 bad.append((position, exc))
-        if columns is not None:
-            self._fold_runs(columns, n_folded, len(records), records, are_labelled)
+        self._fold_runs(columns, n_folded, len(records), records, are_labelled)
         return bad
 
     def _fold_runs(
@@ -217,8 +182,7 @@ class IndexView:
         for begin in range(first, last, _LOCKED_RECORDS):
             end = min(begin + _LOCKED_RECORDS, last)
             with self._lock:
-                assert self._batches is not None  # columns exist only if the index folds batches
-                for record in self._batches[0].fold_records(columns, begin, end):
+                for record in self.runs.fold_records(columns, begin, end):
                     self._note_over_capacity(columns.place_of(record)[0])
                 self.changes += 1  # afterwards: requests may read the index without the lock
             if are_labelled or self._facts.has_labels():
@@ -228,8 +192,7 @@ class IndexView:
         self, columns: RunColumns, first: int, last: int, records: Sequence[tuple[bytes, bytes | None]]
     ) -> None:
         """Fold the labels of records that the index has folded, one record at a time so that requests wait briefly."""
-        assert self._batches is not None  # columns exist only if the index folds batches
-        labelled = self._batches[2](columns, first, last)
+        labelled = labels_of(columns, first, last)
         for record in range(first, last):
             key = records[record][0]
             if record in labelled or self._facts.has_labels_of(key):
@@ -272,11 +235,7 @@ class IndexView:
 
     def find_matches(self, local: HashArray) -> OverlapScores:
         """Score every rank for a request by the folded records. local: uint64[n_blocks] from the root."""
-        runs = self.runs
-        if runs.concurrent:
-            return runs.find_matches(local)
-        with self._lock:
-            return runs.find_matches(local)
+        return self.runs.find_matches(local)
 
     def ranks_missing_labels(self, ranks: Iterable[RankId]) -> set[RankId]:
         """Return those of these ranks whose labels were dropped: blocks of theirs without labels may match."""

@@ -14,18 +14,17 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Set
 
-from streams.core.block_facts.fact_sets import CompiledFactSets, FactSets, PythonFactSets
+from streams.core.block_facts.fact_sets import CompiledFactSets
 from streams.core.block_facts.moe_labels import MoeSelector
 from streams.core.ids import HashArray, RankId
 from streams.core.index.interface import OverlapScores
-from streams.core.index.run_fold import RunFold
-from streams.core.kernels.available import kernels_available
+from streams.core.index.tree_fold import TreeRunFold
 from streams.core.routing.supplementary import SupplementaryMatches, locked_holders
 from streams.core.routing.trust import APPROXIMATE, FALLBACK, DegradedReason, Trust
 from streams.cxl.records import POOL_KEY_PREFIX
 from streams.errors import BadRecord
 from streams.router_api.fleet_view import FleetView, RankCounts
-from streams.router_api.index_view import IndexView, fast_fold
+from streams.router_api.index_view import IndexView, new_tree
 from streams.router_api.predictions import Predictions
 from streams.router_api.supplementary_facts import SupplementaryFacts
 from streams.router_api.trust_tracker import TrustSnapshot, TrustTracker
@@ -52,14 +51,14 @@ class View:
     trust: TrustTracker
 
     def __init__(
-        self, settings: Settings, now_ms: Callable[[], int], make_fold: Callable[[], RunFold] = fast_fold
+        self, settings: Settings, now_ms: Callable[[], int], make_tree: Callable[[], TreeRunFold] = new_tree
     ) -> None:
         """now_ms: this process's monotonic clock. Ages count from receipt, so that other machines' clocks do not
-        matter. make_fold: makes an empty index."""
+        matter. make_tree: makes an empty index."""
         self._settings = settings
         self._reads_index = settings.reads_index
         self._now_ms = now_ms
-        self._make_fold = make_fold
+        self._make_tree = make_tree
         self.predictions = Predictions(settings, now_ms)
         self._begin(0, 0)
 
@@ -69,13 +68,13 @@ class View:
         Trust comes first, so that no answer trusts the new index with what the records of the old one showed. The fleet
         comes last, since `changes` must not return to an earlier value.
         """
-        settings, runs, lock = self._settings, self._make_fold(), threading.Lock()
+        settings, runs, lock = self._settings, self._make_tree(), threading.Lock()
         self.trust = TrustTracker(
             settings.partitions, settings.stale_after_ms, settings.behind_after_ms, runs.epoch_of, recoveries
         )
         self.predictions.forget_registry()
         self.facts = SupplementaryFacts(
-            settings.partitions, settings.schema_ids, _new_sets, runs.epoch_of, locked_holders(runs, lock)
+            settings.partitions, settings.schema_ids, CompiledFactSets, runs.epoch_of, locked_holders(runs, lock)
         )
         fleet = FleetView(settings, self._now_ms, self.trust.progress, self.predictions, changes)
         self.index = IndexView(settings, runs, lock, self.trust, self.facts, fleet, self.predictions)
@@ -222,7 +221,3 @@ class View:
     def lags(self) -> dict[int, Lag]:
         """How far this view is behind the log of events, by partition. Empty if this router does not read the index."""
         return self.trust.lags(self._now_ms()) if self._reads_index else {}
-
-
-def _new_sets() -> FactSets:
-    return CompiledFactSets() if kernels_available() else PythonFactSets()

@@ -23,6 +23,7 @@ from streams.errors import WRONG_BLOCK_SIZE, BadRecord
 from streams.kafka import partition_of, worker_key
 from streams.outage import Repetitions, repeated
 from streams.settings import Settings
+from streams.tables.event_decoding import decode_events
 from streams.tables.records import (
     PARKED_PREFIX,
     PROGRESS_PREFIX,
@@ -35,9 +36,10 @@ from streams.tables.records import (
     progress_key,
 )
 from streams.tables.reducer import Outgoing, SourceRecord
-from streams.tables.run_backend import run_backend
+from streams.tables.run_table import RunTable
 from streams.tables.store import TableSpec
 from streams.topics import PARKED_CHUNK_BYTES_MAX, PREFIX_INDEX, topics
+from streams.warming import AGENT, warm
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +76,8 @@ class IndexReducer:
         self._settings = settings
         self._table = prefix_index_table(settings)
         self._verdicts = verdicts
-        self._runs, self._decode_events = run_backend()
+        warm(AGENT)  # before a partition is opened, so that no batch waits for a compiler
+        self._runs = RunTable()
         self.holdings = Holdings(self._runs, on_effect)
         self._verdicts_logged = Repetitions()  # by verdict and rank
         self._wrong_sizes: dict[RankId, Incarnation] = {}  # incarnations with a dead letter for their block size
@@ -135,7 +138,7 @@ class IndexReducer:
 
     def decode(self, records: Sequence[SourceRecord]) -> Sequence[EngineBatch | BadRecord]:
         """Effect 1: each record's batch, or the reason why it cannot be decoded."""
-        return self._decode_events([record.value for record in records], self._settings.schema_ids)
+        return decode_events([record.value for record in records], self._settings.schema_ids)
 
     def apply(self, record: SourceRecord, decoded: EngineBatch | BadRecord) -> None:
         """Effects 2 to 4 of one record. Raises BadRecord for a dead letter."""

@@ -1,8 +1,7 @@
 """The compiled store of runs: what the ranks of one partition hold. A change is a key and a value.
 
 What lives here: memory, numbers for ranks, kernel calls. What must not: what an event does (core.reducer.kernels), and
-the bytes of a record (kernels.runs). `core.reducer.run_store.PlainRunStore` does the same in pure Python, and tests
-compare the two.
+the bytes of a record (kernels.runs). Tests compare it with a store in pure Python.
 
 One thread uses a store. A block takes 24 bytes, at most twice that while its run grows, and two slots of 8 bytes in
 maps that are at most 60 % full. Five million blocks of Mooncake's runs take about 400 MB.

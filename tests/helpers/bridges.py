@@ -14,7 +14,6 @@ from streams.core.events import (
     RestatementChunk,
 )
 from streams.core.ids import DpRank, RankId, Tier, WorkerId
-from streams.core.reducer.holdings import plain_holdings
 from streams.kafka import Record, partition_of
 from streams.lab.engines.engine_config import EngineConfig
 from streams.lab.processes import Child
@@ -24,6 +23,7 @@ from streams.tables.changelog import read_to_end
 from streams.topics import topics
 from streams.waiting import wait_for
 from tests.helpers.engine_double import EngineDouble
+from tests.helpers.plain_run_store import plain_holdings
 from tests.helpers.support import VISIBLE_TIMEOUT_S
 
 SMALL = EngineConfig(block_size=16, n_blocks=64)

@@ -14,14 +14,15 @@ from typing import ClassVar, Self, assert_never
 from streams.core.events import AllBlocksCleared, BlocksRemoved, BlocksStored, KvEvent
 from streams.core.ids import EngineHash, Epoch, HashArray, Incarnation, RankId, SequenceHash, Tier
 from streams.core.index.interface import OverlapScores
-from streams.core.index.run_fold import PlainRunFold, RunFold
+from streams.core.index.run_fold import RunFold
 from streams.core.index.tree_fold import TreeRunFold
 from streams.core.reducer.run_store import Applied
 from streams.errors import UnknownParent
 from streams.tables.records import Change, decode_run, parse_run_key
-from streams.tables.run_backend import IndexRuns, PlainIndexRuns
 from streams.tables.run_decoding import decode_runs
 from streams.tables.run_table import RunTable
+from tests.helpers.plain_run_fold import PlainRunFold
+from tests.helpers.plain_run_store import IndexRuns, PlainIndexRuns
 
 _ALL = 1 << 30
 

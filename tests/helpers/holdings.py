@@ -18,8 +18,8 @@ from streams.core.events import (
     WorkerRemoved,
 )
 from streams.core.ids import DpRank, EngineHash, HashArray, Incarnation, RankId, SequenceHash, Tier, WorkerId
-from streams.core.reducer.holdings import PlainHoldings
 from streams.core.reducer.ordering import Verdict
+from tests.helpers.plain_run_store import PlainHoldings
 from tests.helpers.reference import Member, ReferenceInput, Silence, chain_hashes
 
 RANK = RankId(WorkerId(7), DpRank(0))

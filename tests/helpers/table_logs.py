@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from streams.codec import decode_batch
 from streams.core.ids import Epoch, RankId
-from streams.core.reducer.holdings import Changes, PlainHoldings, plain_holdings
+from streams.core.reducer.holdings import Changes
 from streams.core.runs import Run, RunKey
 from streams.router_api.view import View
 from streams.settings import Settings
@@ -25,6 +25,7 @@ from streams.tables.records import (
     run_key,
 )
 from tests.helpers.holdings import check, judge, members
+from tests.helpers.plain_run_store import PlainHoldings, plain_holdings
 from tests.helpers.reference import Member, ReferenceFleet, ReferenceInput, input_history
 
 Record = tuple[bytes, bytes | None]

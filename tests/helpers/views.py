@@ -9,7 +9,6 @@ from streams.codec import encode_metrics, encode_worker
 from streams.core.engine_metrics import MetricsReport, WorkerMetrics
 from streams.core.hashing import local_hashes
 from streams.core.ids import DpRank, HashArray, RankId, Tier, WorkerId
-from streams.core.index.run_fold import PlainRunFold
 from streams.core.reducer.ordering import Health, Progress
 from streams.core.workers import Worker
 from streams.kafka import partition_of
@@ -46,7 +45,7 @@ def rank(worker_id: int, dp_rank: int = 0) -> RankId:
 
 
 def view_of(clock: Clock, **changes: Any) -> View:
-    return View(Settings(**changes), clock, PlainRunFold)
+    return View(Settings(**changes), clock)
 
 
 def register(view: View, worker_id: int, **changes: Any) -> None:

@@ -232,23 +232,6 @@ def run(program: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=PATIENCE_S)
 
 
-def test_without_numba_plain_python_serves_and_one_warning_says_so() -> None:
-    """Hashing, pricing, a router's fold and an agent's store all fall back, and warming does nothing."""
-    done = run(
-        "import sys; sys.modules['numba'] = None\n"
-        "from streams import warming\n"
-        "from streams.core import hashing\n"
-        "from streams.core.routing import pricing\n"
-        "from streams.router_api.index_view import fast_fold\n"
-        "from streams.tables.run_backend import run_backend\n"
-        "print(hashing.KERNELS_AVAILABLE, pricing.price_ranks.__name__, type(fast_fold()).__name__,\n"
-        "      type(run_backend()[0]).__name__, warming.warm())"
-    )
-    assert done.stdout.split() == ["False", "price_in_numpy", "PlainRunFold", "PlainIndexRuns", "0"]
-    assert done.stderr.count("numba is not installed") == 1
-    assert "pip install numba" in done.stderr
-
-
 def test_a_process_may_do_without_numba_unless_it_uses_kernels_already() -> None:
     """It hashes in pure Python and nothing warns; a process that has kernels keeps them."""
     without = "from streams.core.kernels.available import do_without_kernels\ndo_without_kernels()\n"

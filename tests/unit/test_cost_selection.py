@@ -17,13 +17,14 @@ from streams.core.hashing import pack_hashes
 from streams.core.ids import DpRank, EngineHash, RankId, Tier, WorkerId
 from streams.core.index.interface import OverlapScores
 from streams.core.loads.bookings import ActiveLoads, Booking, BookingId
-from streams.core.routing.cost import TIER_WEIGHTS, RankTerms, TermColumns, price_terms
+from streams.core.routing.cost import TIER_WEIGHTS, RankTerms, TermColumns
 from streams.core.routing.decision import Chooser, RoutePolicy, booking_of
 from streams.core.routing.eligibility import WorkerFilter, eligible_ranks, refusals
 from streams.core.routing.selection import RoundRobin, RouterMode, select_by_cost, select_random
 from streams.core.workers import DP_SIZE_MAX, Role, Worker, WorkerState
 from streams.errors import InvalidRequest
 from tests.helpers.folded_index import CompiledIndex
+from tests.helpers.plain_prices import price_terms
 
 SEED = 20_240_607
 BLOCK_SIZE = 16

@@ -14,13 +14,13 @@ from streams.core.block_facts.fact_sets import (
     CompiledFactSets,
     FactQuery,
     FactSets,
-    PythonFactSets,
     RankNumbering,
     RequestPath,
 )
 from streams.core.ids import DpRank, Float64Array, HashArray, RankId, WorkerId
 from streams.core.index.interface import Candidates, HolderBitmaps
 from streams.errors import IndexFull
+from tests.helpers.plain_fact_sets import PythonFactSets
 
 SETS: list[type[FactSets]] = [PythonFactSets, CompiledFactSets]
 

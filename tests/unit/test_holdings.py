@@ -20,11 +20,11 @@ from streams.core.events import (
     MoeLabels,
 )
 from streams.core.ids import Epoch, HashArray, Incarnation, SequenceHash, Tier, WorkerId
-from streams.core.reducer.holdings import Changes, Holdings, PlainHoldings, plain_holdings
+from streams.core.reducer.holdings import Changes, Holdings
 from streams.core.reducer.ordering import Health, Progress, Verdict
-from streams.core.reducer.run_store import PlainRunStore, unchanged
 from streams.core.runs import RUN_BLOCKS_MAX, Run, RunKey
 from tests.helpers.holdings import OTHER_WORKER, RANK, SIBLING, batch, check, judge, members, names, stored, u64
+from tests.helpers.plain_run_store import PlainHoldings, PlainRunStore, plain_holdings, unchanged
 from tests.helpers.reference import ReferenceFleet, chain_hashes, input_history
 
 ALL_TOMBSTONES = 1_000_000

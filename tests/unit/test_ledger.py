@@ -24,8 +24,6 @@ from streams.core.events import (
 from streams.core.events import MoeLabels as Labels
 from streams.core.hashing import sequence_hashes
 from streams.core.ids import Epoch, HashArray, Incarnation, Tier
-from streams.core.reducer.holdings import plain_holdings
-from streams.core.reducer.run_store import PlainRunStore
 from streams.cxl.events import CxlStateChanged
 from streams.engines import ledger as ledger_module
 from streams.engines.dialects.interface import BlocksCopied
@@ -36,6 +34,7 @@ from streams.lab.engines.engine_messages import KvRemoved, KvReused, KvStored
 from streams.lab.engines.event_publisher import WireForm
 from streams.lab.engines.model import EngineModel
 from tests.helpers.holdings import RANK, batch, check, judge, stored, u64
+from tests.helpers.plain_run_store import PlainRunStore, plain_holdings
 from tests.helpers.reference import chain_hashes, random_history
 from tests.helpers.sim_requests import BLOCK as SIM_BLOCK
 from tests.helpers.sim_requests import CROWDED, FOREVER, Asked, ask, requests_

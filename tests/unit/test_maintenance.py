@@ -10,7 +10,6 @@ import pytest
 
 from streams.core.events import BEFORE_FIRST, EngineBatch, ResyncRequest, WorkerRemoved
 from streams.core.ids import Epoch, Incarnation, RankId, WorkerId
-from streams.core.reducer.holdings import PlainHoldings, plain_holdings
 from streams.core.reducer.leases import EXPIRY_RETRY_MS, RankLeases
 from streams.core.reducer.maintenance import MAINTENANCE_TICK_MS, SILENT, MaintenanceActions, RankMaintenance
 from streams.core.reducer.ordering import Health, Progress, Verdict
@@ -30,6 +29,7 @@ from tests.helpers.holdings import (
     stored,
     u64,
 )
+from tests.helpers.plain_run_store import PlainHoldings, plain_holdings
 
 GRACE_MS = 10_000
 

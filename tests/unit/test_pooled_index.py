@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 
 from streams.core.block_facts import fact_sets as fact_sets
-from streams.core.block_facts.fact_sets import CompiledFactSets, FactSets, PythonFactSets, RankNumbering
+from streams.core.block_facts.fact_sets import CompiledFactSets, FactSets, RankNumbering
 from streams.core.cxl_memory import CxlMemoryState
 from streams.core.ids import DpRank, Incarnation, RankId, SequenceHash, WorkerId
 from streams.core.index.interface import Candidates
 from streams.cxl.pooled_index import PooledIndex
 from streams.cxl.records import Placement
+from tests.helpers.plain_fact_sets import PythonFactSets
 
 SETS: list[type[FactSets]] = [PythonFactSets, CompiledFactSets]
 RANKS = RankNumbering(tuple(RankId(WorkerId(number), DpRank(0)) for number in range(8)))

@@ -17,8 +17,9 @@ from streams.core.index.tree_fold import TreeRunFold
 from streams.core.loads.bookings import ActiveLoads, Booking, BookingId
 from streams.core.routing import pricing
 from streams.core.routing.kernels.price import price_ranks
-from streams.core.routing.pricing import NO_PREFERENCE, price, price_in_numpy
+from streams.core.routing.pricing import NO_PREFERENCE, price
 from streams.core.routing.selection import select_by_cost, select_lowest
+from tests.helpers.plain_prices import price_in_numpy
 from tests.helpers.reference import chain_hashes
 from tests.helpers.run_records import fold_runs, runs_of
 

@@ -18,10 +18,10 @@ from streams.core.events import (
     WorkerRemoved,
 )
 from streams.core.ids import DpRank, Epoch, Incarnation, RankId, WorkerId
-from streams.core.reducer.holdings import plain_holdings
 from streams.core.reducer.ordering import Health, Progress
 from streams.engines.ledger import Ledger
 from streams.engines.recovery import RecoveredRank, fold_removal
+from tests.helpers.plain_run_store import plain_holdings
 from tests.helpers.reference import ReferenceFleet, random_history
 
 RANKS = [RankId(WorkerId(7), DpRank(n)) for n in range(2)]

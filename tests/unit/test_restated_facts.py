@@ -30,7 +30,7 @@ from streams.core.events import (
 )
 from streams.core.hashing import sequence_hashes
 from streams.core.ids import EngineHash, Epoch, Incarnation, SequenceHash, Tier, WorkerId
-from streams.core.reducer.holdings import Holdings, PlainHoldings, plain_holdings
+from streams.core.reducer.holdings import Holdings
 from streams.core.reducer.ordering import Health, Progress, Verdict
 from streams.core.runs import Run
 from streams.cxl.events import BlockAddress, CxlStateChanged
@@ -42,6 +42,7 @@ from streams.errors import BadRecord
 from streams.tables.records import decode_run
 from streams.tables.run_table import RunTable
 from tests.helpers.holdings import RANK, batch, judge, u64
+from tests.helpers.plain_run_store import PlainHoldings, plain_holdings
 
 CompiledHoldings = Holdings[Iterable[KvEvent], tuple[bytes, bytes | None]]
 

@@ -19,7 +19,6 @@ from streams.core.events import (
 )
 from streams.core.ids import Epoch, Incarnation, Tier, WorkerId
 from streams.core.reducer import restatement
-from streams.core.reducer.holdings import PlainHoldings, plain_holdings
 from streams.core.reducer.ordering import Health, Verdict
 from streams.core.reducer.restatement import CHUNKS_MAX, ChunkKey, Parking
 from streams.errors import BadRecord
@@ -42,6 +41,7 @@ from tests.helpers.holdings import (
     stored,
     u64,
 )
+from tests.helpers.plain_run_store import PlainHoldings, plain_holdings
 from tests.helpers.table_logs import compacted, folded, recovered, state_of_holdings, state_of_view, written
 
 

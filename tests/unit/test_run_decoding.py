@@ -23,9 +23,8 @@ from streams.core.ids import DpRank, Epoch, Incarnation, RankId, SequenceHash, T
 from streams.core.index.arenas import TreeLimits
 from streams.core.index.kernels.fold import FOLD_FIRST, FOLD_PRESENT
 from streams.core.index.run_columns import RunColumns, columns_of
-from streams.core.index.run_fold import PlainRunFold, RunFold
+from streams.core.index.run_fold import RunFold
 from streams.core.index.tree_fold import TreeRunFold
-from streams.core.reducer.holdings import plain_holdings
 from streams.core.reducer.ordering import Health, Progress
 from streams.core.routing.trust import AnswerMode
 from streams.core.runs import RUN_BLOCKS_MAX, Run, RunKey
@@ -47,6 +46,8 @@ from streams.tables.records import (
 )
 from streams.tables.run_decoding import decode, decode_runs, join, labels_of
 from tests.helpers.holdings import batch, names, stored, u64
+from tests.helpers.plain_run_fold import PlainRunFold
+from tests.helpers.plain_run_store import plain_holdings
 from tests.helpers.table_logs import Record, commit, compacted, folded, random_log, state_of_view
 
 HEADER = b"\xc3\x01" + codec("prefix-index-run").fingerprint
@@ -349,13 +350,18 @@ def test_folding_in_batches_of_any_size_equals_folding_one_by_one(seed: int, siz
         for _ in range(5):
             key, value = rng.choice(records)
             some.insert(rng.randrange(len(some)), (key, (value or b"x")[:-1]))
-        view, one_by_one = View(Settings(), lambda: 0), View(Settings(), lambda: 0, PlainRunFold)
+        view, one_by_one = View(Settings(), lambda: 0), View(Settings(), lambda: 0)
         bad: list[tuple[int, str]] = []
         for at in range(0, len(some), size):
             found = view.fold_index_batch(some[at : at + size])
             bad += [(at + position, f"{reason.reason} {reason}") for position, reason in found]
-        expected = one_by_one.fold_index_batch(some)
-        assert bad == [(position, f"{reason.reason} {reason}") for position, reason in expected]
+        expected: list[tuple[int, str]] = []
+        for position, record in enumerate(some):
+            try:
+                one_by_one.fold_index(*record)
+            except BadRecord as exc:
+                expected.append((position, f"{exc.reason} {exc}"))
+        assert bad == expected
         assert state_of_view(view) == state_of_view(one_by_one) == state_of_view(folded(records))
         assert view.index.rank_states() == one_by_one.index.rank_states()
         view.index.runs.check()
@@ -445,7 +451,7 @@ def test_a_rank_over_the_index_capacity_is_degraded_until_its_next_epoch(
 def test_a_view_without_kernels_folds_batches_too() -> None:
     """It folds the records one at a time."""
     log = commit(plain_holdings(), [batch(0, stored(names(3), u64(1, 2, 3)))])
-    view = View(Settings(), lambda: 0, PlainRunFold)
+    view = View(Settings(), lambda: 0)
     assert view.fold_index_batch([*log, (b"?", None)])[0][0] == len(log)
     assert len(view.index.members()) == 3
 

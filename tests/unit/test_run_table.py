@@ -25,15 +25,15 @@ from streams.core.events import (
     RestatedRun,
 )
 from streams.core.ids import DpRank, EngineHash, Epoch, Incarnation, RankId, SequenceHash, Tier, WorkerId
-from streams.core.reducer.holdings import Holdings, PlainHoldings, plain_holdings
+from streams.core.reducer.holdings import Holdings
 from streams.core.reducer.kernels import layout
 from streams.core.reducer.kernels.layout import EVENT_BLOCKS, EVENT_KIND
-from streams.core.reducer.run_store import PlainRunStore, unchanged
 from streams.errors import BadRecord
 from streams.tables.event_decoding import EventRows, decode_events, rows_of
 from streams.tables.records import decode_run, encode_run, run_key
 from streams.tables.run_table import RunTable
 from tests.helpers.holdings import RANK, batch, names, stored, u64
+from tests.helpers.plain_run_store import PlainHoldings, PlainRunStore, plain_holdings, unchanged
 from tests.helpers.reference import random_history
 
 ALL = 1 << 30

@@ -17,20 +17,16 @@ from streams.core.events import MoeLabels
 from streams.core.hashing import sequence_hashes
 from streams.core.ids import EngineHash, Epoch, HashArray, Incarnation, RankId, SequenceHash, Tier, WorkerId
 from streams.core.index.interface import Candidates
-from streams.core.index.run_fold import RunFold
 from streams.core.reducer.ordering import Health, Progress
 from streams.core.runs import Run, RunKey
 from streams.core.workers import Worker
 from streams.cxl.events import CxlPool
 from streams.cxl.records import BlockKey, BlockRow, Placement, block_key, encode_block, encode_pool, pool_key
-from streams.router_api import index_view
-from streams.router_api import view as view_module
 from streams.router_api.view import View
 from streams.settings import Settings
 from streams.tables.records import encode_progress, encode_run, progress_key, run_key
 from tests.helpers.runs import FIRST, run_of
 from tests.helpers.views import rank
-from tests.soak import FOLDS
 
 LABELS = [
     MoeLabels(2, 7, 3),
@@ -210,11 +206,10 @@ class History:
             self.found["labelled"] += n_matched
 
 
-@pytest.mark.parametrize("make_fold", FOLDS)
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.thorough) for seed in range(1, 6))])
-def test_every_history_gives_the_blocks_of_a_walk_of_all_facts(make_fold: Callable[[], RunFold], seed: int) -> None:
+def test_every_history_gives_the_blocks_of_a_walk_of_all_facts(seed: int) -> None:
     """In whatever order a history is folded, the counts are those of a walk of all facts, and often not zero."""
-    history = History(random.Random(seed), View(Settings(), lambda: 0, make_fold))
+    history = History(random.Random(seed), View(Settings(), lambda: 0))
     steps: list[Callable[[], None]] = [
         *[history.fold_run] * 12,
         *[history.fold_row] * 4,
@@ -226,20 +221,6 @@ def test_every_history_gives_the_blocks_of_a_walk_of_all_facts(make_fold: Callab
         register(history.view, worker_id, dp_size=2)
     for _ in range(600):
         history.rng.choice(steps)()
-        history.check()
-    assert min(history.found["pooled"], history.found["labelled"]) > 50
-
-
-def test_without_numba_the_same_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The pure-Python fold gives the same counts."""
-    for module in (view_module, index_view):
-        monkeypatch.setattr(module, "kernels_available", lambda: False)
-    history = History(random.Random(1), View(Settings(), lambda: 0, FOLDS[0]))
-    register(history.view, 1)
-    register(history.view, 2, dp_size=2)
-    for _ in range(200):
-        history.fold_run()
-        history.fold_row()
         history.check()
     assert min(history.found["pooled"], history.found["labelled"]) > 50
 
@@ -266,10 +247,10 @@ def reached(view: View, *workers: int) -> list[int]:
     return [0] * len(workers) if blocks is None else blocks.tolist()
 
 
-@pytest.fixture(params=FOLDS)
-def pooled(request: pytest.FixtureRequest) -> View:
+@pytest.fixture
+def pooled() -> View:
     """A view with workers 1 to 4, of which 1 to 3 are members of the pool."""
-    view = View(Settings(), lambda: 0, request.param)
+    view = View(Settings(), lambda: 0)
     for worker_id in range(1, 5):
         register(view, worker_id)
     view.fold_worker(pool_key("p"), encode_pool(POOL))
@@ -333,7 +314,7 @@ def test_a_lease_renewed_leaves_every_answer_as_it_was(pooled: View, monkeypatch
 
 def test_a_forgotten_rank_that_comes_again_in_a_smaller_epoch_has_its_labels() -> None:
     """A rank that was dropped and returns in a smaller epoch gets its labels, whether or not it had any before."""
-    view = View(Settings(), lambda: 0, FOLDS[0])
+    view = View(Settings(), lambda: 0)
     register(view, 1)
     first = run_of(CHAIN, rank(1), 0, 1, epoch=Epoch(Incarnation(5), 1), moe={0: LABELS[0]})
     view.fold_index(run_key(first.key), encode_run(first))

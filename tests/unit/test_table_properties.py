@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from streams.codec import encode_worker
 from streams.core.events import BlocksRemoved
 from streams.core.ids import Epoch, Incarnation, Tier, WorkerId
-from streams.core.reducer.holdings import plain_holdings
 from streams.core.reducer.ordering import Health
 from streams.core.workers import Worker
 from streams.errors import BadRecord
@@ -28,6 +27,7 @@ from streams.tables.records import (
     decode_run,
 )
 from tests.helpers.holdings import RANK, batch, check, members, names, stored, u64
+from tests.helpers.plain_run_store import plain_holdings
 from tests.helpers.table_logs import (
     TOMBSTONES_MAX,
     Record,

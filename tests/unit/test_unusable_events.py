@@ -10,13 +10,13 @@ import xxhash
 
 from streams.core.events import BlocksRemoved, EngineBatch, RestatementChunk
 from streams.core.ids import Epoch
-from streams.core.reducer.holdings import plain_holdings
 from streams.core.reducer.ordering import Health, Progress
 from streams.engines.dialects.vllm import VLLM
 from streams.engines.ledger import Ledger
 from streams.engines.recovery import RecoveredRank
 from tests.helpers.dialect_feeds import BLOCK, RANK, await_batches, feed, published, started
 from tests.helpers.engine_double import EngineDouble, offload_placeholder
+from tests.helpers.plain_run_store import plain_holdings
 from tests.helpers.recording_producer import RecordingProducer
 
 HELD = [100 + n for n in range(3)]

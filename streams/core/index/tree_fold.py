@@ -47,8 +47,6 @@ class TreeRunFold(RunTree):
     indices of holders.
     """
 
-    concurrent = True
-
     def __init__(self, *, limits: TreeLimits = DEFAULT_LIMITS) -> None:
         super().__init__(limits=limits)
         self._epochs: dict[RankId, Epoch] = {}

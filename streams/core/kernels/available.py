@@ -1,47 +1,29 @@
-"""What happens without numba: functions in pure Python are used instead, and one warning is printed if it is missing.
+"""Processes that hash little and do without numba: `kvstreams sim` and `sim-pool`.
 
-What lives here: that decision. What must not: kernels. A module that uses kernels imports them only if this allows it.
+What lives here: that decision. What must not: kernels. A module that such a process imports, and that uses kernels,
+imports them only if this allows it; all other modules import them as usual.
 """
 
 from __future__ import annotations
 
-import importlib
-import warnings
-from functools import cache
-
-#: False in a process that does without.
-_is_wanted = True
+#: Whether this process uses kernels; None until the first module has asked.
+_is_using: bool | None = None
 
 
 def do_without_kernels() -> None:
-    """Use pure Python in this process, as if numba were not installed, but without a warning.
+    """Hash in pure Python in this process.
 
-    For processes that hash little: numba takes 110 MB of their memory and half of the time of their start. It has no
-    effect in a process that has imported a module which uses kernels.
+    Numba takes 110 MB of a process's memory and half of the time of its start. This has no effect in a process that has
+    imported a module which uses kernels.
     """
-    global _is_wanted
-    _is_wanted = bool(kernels_available.cache_info().currsize)
+    global _is_using
+    if _is_using is None:
+        _is_using = False
 
 
-@cache
 def kernels_available() -> bool:
-    """Whether numba is installed. If it is not, this warns once, with a RuntimeWarning.
-
-    False in a process that does without. Raises ImportError if numba is installed but cannot be imported, for example
-    with a NumPy that it does not support.
-    """
-    if not _is_wanted:
-        return False
-    try:
-        importlib.import_module("numba")
-    except ModuleNotFoundError as exc:
-        if exc.name is None or exc.name.partition(".")[0] not in ("numba", "llvmlite"):
-            raise
-        warnings.warn(
-            f"kvstreams runs in pure Python, which is much slower, because {exc.name} is not installed:"
-            " run `pip install numba`",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-        return False
-    return True
+    """Whether this process uses kernels, which it decides once."""
+    global _is_using
+    if _is_using is None:
+        _is_using = True
+    return _is_using

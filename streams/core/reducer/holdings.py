@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
-from streams.core.events import EngineBatch, Heartbeat, KvEvent
+from streams.core.events import EngineBatch, Heartbeat
 from streams.core.ids import Epoch, Incarnation, RankId, SequenceHash, Tier
 from streams.core.reducer.ordering import (
     Health,
@@ -26,8 +26,8 @@ from streams.core.reducer.ordering import (
     restated,
 )
 from streams.core.reducer.restatement import RESTATED_RUNS_FULL, ChunkKey, Parking
-from streams.core.reducer.run_store import PlainRunStore, RunStore, unchanged
-from streams.core.runs import Run, RunKey
+from streams.core.reducer.run_store import RunStore
+from streams.core.runs import Run
 
 Events = TypeVar("Events")
 Change = TypeVar("Change")
@@ -266,11 +266,3 @@ class Holdings(Generic[Events, Change]):
         self.parking.drop(progress.rank)
         self.progress[progress.rank] = progress
         self.touched[progress.rank] = None
-
-
-PlainHoldings = Holdings[Iterable[KvEvent], tuple[RunKey, Run | None]]
-
-
-def plain_holdings() -> PlainHoldings:
-    """Holdings over the pure-Python store."""
-    return Holdings(PlainRunStore(unchanged))

@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-import numpy as np
-
 from streams.core.ids import Float64Array, Int64Array, RankId
 
 #: Weight of a cached block by the tier of its fastest copy: device, host, disk, external. Loading a host copy over PCIe
@@ -54,39 +52,12 @@ def prefill_tokens(n_tokens: int, cached_blocks: float, block_size: int) -> int:
     return max(0, n_tokens - int(cached_blocks * block_size))
 
 
-def price_terms(
-    request_blocks: int,
-    effective_cached_blocks: Float64Array,
-    active_prefill_tokens: Int64Array,
-    decode_blocks: Int64Array,
-    block_size: int,
-    overlap_score_weight: float,
-    more_credit: float = 0.0,
-    request_weight: float = 0.0,
-    requests: Int64Array | None = None,
-) -> Float64Array:
-    """Price a request at n ranks; return float64[4, n]: own prefill, active prefill and decode blocks, and the cost.
-
-    decode_blocks: distinct active blocks of each rank, including this request's. more_credit: how much more than its
-    own prefill a cached block takes off a rank's prefill load, which does not fall below 0. request_weight: in blocks,
-    for each of the requests in flight.
-    """
-    own = np.maximum(0.0, request_blocks - effective_cached_blocks)
-    active = active_prefill_tokens / block_size
-    prefill = own + active
-    if more_credit:
-        prefill = np.maximum(0.0, prefill - more_credit * effective_cached_blocks)
-    cost = overlap_score_weight * prefill + decode_blocks
-    if requests is not None:
-        cost = cost + request_weight * requests
-    return np.array([own, active, decode_blocks, cost])
-
-
 class TermColumns:
     """Terms of all candidates, in their order, as columns: a choice needs no object for each candidate.
 
     scores, cxl_accessible_scores, moe_scores: int64[n]; the last two may be None, which stands for all 0.
-    cached_blocks, effective_cached_blocks: float64[n], as in RankTerms. terms: float64[4, n], as from `price_terms`.
+    cached_blocks, effective_cached_blocks: float64[n], as in RankTerms. terms: float64[4, n], as from
+    kernels.price.price_ranks.
     """
 
     __slots__ = (
@@ -121,7 +92,7 @@ class TermColumns:
 
     @property
     def terms(self) -> Float64Array:
-        """All terms: float64[4, n], as from `price_terms`."""
+        """All terms: float64[4, n], as from kernels.price.price_ranks."""
         return self._terms
 
     @property

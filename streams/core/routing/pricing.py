@@ -1,7 +1,6 @@
-"""The terms of all candidates and the cheapest of them, computed by a kernel, or by NumPy if numba is missing.
+"""The terms of all candidates and the cheapest of them, computed by a kernel.
 
 What lives here: gathering what a price is made of. What must not: the formula (cost), and breaking ties (selection).
-The kernel and NumPy return the same bits.
 """
 
 from __future__ import annotations
@@ -12,51 +11,15 @@ from typing import NamedTuple
 import numpy as np
 
 from streams.core.ids import Float64Array, Int64Array, RankId
-from streams.core.kernels.available import kernels_available
 from streams.core.loads.bookings import ActiveLoads
-from streams.core.routing.cost import TermColumns, price_terms
+from streams.core.routing.cost import TermColumns
+from streams.core.routing.kernels.price import price_ranks
 
 _BYTES_PER_HASH = 8
 _COUNT_MASK = (1 << 32) - 1
 
 #: The preference of candidates that differ in nothing but their cost.
 NO_PREFERENCE: Int64Array = np.empty(0, dtype=np.int64)
-
-
-def price_in_numpy(
-    table: Int64Array,
-    rows: Int64Array,
-    shared: Int64Array,
-    effective: Float64Array,
-    preference: Int64Array,
-    request_blocks: int,
-    full_blocks: int,
-    block_size: int,
-    weight: float,
-    more_credit: float,
-    request_weight: float,
-    tracked: bool,
-    terms: Float64Array,
-) -> int:
-    """The same as kernels.price.price_ranks."""
-    tokens, decode = table[0].take(rows), table[1].take(rows) + full_blocks - shared.take(rows)
-    if not tracked:
-        decode = np.zeros_like(decode)
-    requests = table[2].take(rows)
-    terms[:] = price_terms(
-        request_blocks, effective, tokens, decode, block_size, weight, more_credit, request_weight, requests
-    )
-    cost = terms[3]
-    best = cost == cost.min()
-    if preference.size:
-        best &= preference == preference[best].max()
-    return int(best.argmax()) << 32 | int(np.count_nonzero(best))
-
-
-if kernels_available():
-    from streams.core.routing.kernels.price import price_ranks
-else:
-    price_ranks = price_in_numpy
 
 
 class Priced(NamedTuple):

@@ -1,4 +1,4 @@
-"""What events do to a store of runs, as in the pure-Python core.reducer.run_store.
+"""What events do to a store of runs, as core.reducer.run_store.RunStore describes it.
 
 What lives here: adding and removing blocks, ending ranks, taking runs that were read back. What must not: the bytes of
 records (streams/tables), and which batch is new (core.reducer.ordering).

@@ -23,8 +23,8 @@ from typing import NamedTuple
 import numpy as np
 
 from streams.core.ids import Float64Array, Int64Array, Tier
-from streams.core.kernels.available import kernels_available
 from streams.core.loads.observations import Forecast, Observation
+from streams.core.routing.kernels.price_times import price_times
 from streams.core.routing.policies.expected_time_defaults import (
     DECODE_WEIGHT,
     DISK_GB_PER_S,
@@ -102,69 +102,6 @@ class Numbers(NamedTuple):
     room_share: float
 
 
-def price_in_numpy(
-    table: Int64Array,
-    times: Int64Array,
-    rows: Int64Array,
-    shared: Int64Array,
-    cached: Float64Array,
-    load_ms: Float64Array,
-    capacity: Int64Array,
-    n_tokens: int,
-    full_blocks: int,
-    block_size: int,
-    numbers: Float64Array,
-    terms: Float64Array,
-) -> int:
-    """The same as kernels.price_times.price_times, with the same bits."""
-    n_numbers = len(Numbers._fields)
-    given = Numbers(*numbers[:n_numbers].tolist())
-    _, active_blocks, n_requests, output_blocks = table.take(rows, axis=1)
-    waiting_us, n_waiting, earliest_ms, prefilled_ms, charged_us, waiting_tokens, _ = times.take(rows, axis=1)
-    used = shared.take(rows)
-    blocks = used.astype(np.float64)
-    if cached.size:
-        blocks = np.maximum(blocks, cached)
-    uncached = np.maximum(1, n_tokens - (blocks * block_size).astype(np.int64)).astype(np.float64)
-    own = given.prefill_base + given.prefill_per_token * uncached
-    load = load_ms if load_ms.size else np.zeros(len(rows))
-    elapsed = np.maximum(0.0, given.now_ms - np.maximum(earliest_ms, prefilled_ms))
-    backlog = charged_us / 1000.0 + given.prefill_per_token * np.maximum(0, table[0].take(rows) - waiting_tokens)
-    backlog += np.where(n_waiting > 0, np.maximum(0.0, waiting_us / 1000.0 - elapsed), 0.0)
-    active, new = active_blocks.astype(np.float64), (full_blocks - used).astype(np.float64)
-    in_use, wait = active + new, np.zeros(len(rows))
-    if capacity.size:
-        growth = np.maximum(0.0, n_requests * given.output_tokens * 0.5 / block_size - output_blocks)
-        expected = active + growth
-        excess = expected + new - given.room_share * capacity
-        full_step = given.decode_base + given.decode_per_block * capacity
-        wait = np.where(
-            (capacity > 0) & (excess > 0.0),
-            excess / np.maximum(1.0, expected) * given.output_tokens * full_step,
-            0.0,
-        )
-        in_use = np.where(capacity > 0, np.minimum(in_use, capacity), in_use)
-    n_decoding = np.maximum(0, n_requests - n_waiting)
-    uncached_ms = given.uncached_weight * given.prefill_per_token * uncached
-    spared, start = np.zeros(len(rows)), 0.0
-    for end, share in numbers[n_numbers:].reshape(-1, 2).tolist():
-        spared += np.maximum(0.0, end - np.maximum(start, blocks)) * block_size * share
-        start = end
-    popular_ms = 0.0 - (1.0 + given.uncached_weight) * given.prefill_per_token * np.minimum(spared, uncached)
-    slowed_ms = given.decode_weight * n_decoding * own
-    decode_ms = given.decode_weight * given.output_tokens * (given.decode_base + given.decode_per_block * in_use)
-    cost = backlog + wait + own + load + uncached_ms + popular_ms + slowed_ms + decode_ms
-    terms[:] = (blocks, uncached, backlog, wait, own, load, uncached_ms, popular_ms, slowed_ms, decode_ms, cost)
-    best = cost == cost.min()
-    return int(best.argmax()) << 32 | int(np.count_nonzero(best))
-
-
-if kernels_available():
-    from streams.core.routing.kernels.price_times import price_times
-else:
-    price_times = price_in_numpy
-
-
 def popular_runs(users: Sequence[tuple[int, int, int]]) -> list[float]:
     """Turn the users of a prompt's leading blocks into what follows the Numbers in what the kernel takes.
 
@@ -185,7 +122,6 @@ __all__ = [
     "Numbers",
     "expected_time",
     "popular_runs",
-    "price_in_numpy",
     "price_times",
 ]
 
