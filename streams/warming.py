@@ -31,7 +31,6 @@ import streams.core.index.kernels as index
 import streams.core.kernels as hashing
 import streams.core.reducer.kernels as reducer
 import streams.core.routing.kernels as routing
-import streams.decision_log.kernels as decision_log
 import streams.tables.kernels as tables
 from streams.errors import ProcessError
 from streams.progress import log_console, shown
@@ -56,7 +55,6 @@ ROUTER = (
     *_named(tables, tables.DECODING),
     *_named(block_facts, block_facts.ENTRY_POINTS),
     *_named(routing, routing.ENTRY_POINTS),
-    *_named(decision_log, decision_log.ENTRY_POINTS),
 )
 #: For a Faust worker without a router.
 AGENT = (*_named(reducer, reducer.ENTRY_POINTS), *HASHING, *_named(tables, tables.STORING))

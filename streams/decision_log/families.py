@@ -60,6 +60,12 @@ def family_positions(n_blocks: int, block_size: int) -> Int64Array:
     return positions
 
 
+def family_hashes(chain: HashArray, block_size: int) -> HashArray:
+    """The sequence hashes that are kept of a prompt: uint64[n]. chain: those of all its full blocks."""
+    kept: HashArray = chain[family_positions(len(chain), block_size)]
+    return kept
+
+
 def salted(hashes: HashArray, keys: FamilyKeys) -> npt.NDArray[np.uint64]:
     """Turn sequence hashes into families: uint64[n], of FAMILY_BITS each."""
     mixed: npt.NDArray[np.uint64] = _mix(_mix(hashes ^ keys.before) ^ keys.between) >> np.uint64(64 - FAMILY_BITS)

@@ -1,11 +1,9 @@
 """Decisions as the log keeps them: values, and the bytes of a record of `router-decisions` (pure).
 
-What lives here: `DecisionEncoder`, which a router uses, and `decode_batch` for readers. What must not: Kafka, clocks,
-and what a decision means (words, trace).
+What lives here: `encode_batch`, which a router uses, and `decode_batch` for readers. What must not: Kafka, clocks, and
+what a decision means (words, trace).
 
-A record has many decisions as packed rows, and everything that many of them share once. Most of a batch has that form
-already (batches), and the rest is written without fastavro (datum). One Avro record for each decision would cost a
-router three times as much.
+A record has many decisions as packed rows, and everything that many of them share once.
 """
 
 from __future__ import annotations
@@ -16,23 +14,20 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from streams.avro_frames import codec
-from streams.core.ids import DpRank, HashArray, RankId, WorkerId
-from streams.core.routing.identity_cache import IdentityCache
-from streams.decision_log.batches import BOOKED, DECISION, PREFERRED, DecisionBatch, DecisionKind
-from streams.decision_log.datum import Column, datum_of
-from streams.decision_log.families import FAMILY_TOKENS, FamilyKeys, salted
+from streams.core.ids import U32_MAX, DpRank, HashArray, RankId, WorkerId
+from streams.decision_log.families import FAMILY_TOKENS, FamilyKeys, family_hashes, salted
+from streams.decision_log.noted import BOOKED, PREFERRED, DecisionKind, ListedCandidates, NotedDecision
 from streams.errors import BadRecord, KvStreamsError
 
 SCHEMA = "router-decisions"
 
-_RANK = np.dtype([("worker_id", "<u8"), ("dp_rank", "<u4")])
-_CANDIDATE = np.dtype([("cost", "<f8"), ("rank", "<u4"), ("blocks", "<u4")])
-_REPORT = np.dtype([("ended_at_ms", "<i8"), ("prefilled_at_ms", "<i8"), ("output_tokens", "<u4")])
-
-_PACK_REPORT = struct.Struct("<qqI").pack
+#: The packed rows; the schema names their fields.
+_DECISION = struct.Struct("<qIIIIIIHHBB")
+_RANK = struct.Struct("<QI")
+_CANDIDATE = struct.Struct("<dII")
+_REPORT = struct.Struct("<qqI")
 
 
 class Report(NamedTuple):
@@ -42,10 +37,6 @@ class Report(NamedTuple):
     ended_at_ms: int = 0
     prefilled_at_ms: int = 0
     output_tokens: int = 0
-
-
-#: A Report as a plain tuple, which is made in a quarter of the time, for requests of which only the end was reported.
-EndReport = tuple[str, int, int, int]
 
 
 class FleetSize(NamedTuple):
@@ -100,74 +91,63 @@ class LoggedDecision:
         return self.decided_at_ms - self.queued_ms
 
 
-class DecisionEncoder:
-    """Encodes batches for one router. Not thread-safe."""
+class LogOrigin(NamedTuple):
+    """What all records of one router have in common. keys: of the families. share: of requests that is recorded."""
 
-    def __init__(self, keys: FamilyKeys, share: float) -> None:
-        """keys: of the families."""
-        self._keys = keys
-        self._share = share
-        self._rank_rows: IdentityCache[npt.NDArray[Any]] = IdentityCache()
+    router_id: str
+    keys: FamilyKeys
+    share: float
 
-    def encode(
-        self,
-        batch: DecisionBatch | None,
-        reports: Sequence[Report | EndReport],
-        fleets: Sequence[FleetSize],
-        router_id: str,
-        written_at_ms: int,
-    ) -> bytes:
-        """Encode one record; raises KvStreamsError for what does not fit the schema."""
-        batch = _NO_DECISIONS if batch is None else batch
-        ranks, candidates = self._candidates(batch)
-        try:
-            return datum_of(
-                router_id,
-                written_at_ms,
-                self._share,
-                FAMILY_TOKENS,
-                [{**kind._asdict(), "term_names": names} for kind, names in batch.kinds],
-                batch.request_ids,
-                (
-                    batch.rows(),
-                    ranks,
-                    candidates,
-                    batch.terms().astype("<f4", copy=False),
-                    salted(batch.families(), self._keys).astype("<u8", copy=False),
-                ),
-                [request_id for request_id, _, _, _ in reports],
-                b"".join([_PACK_REPORT(ended, first, tokens) for _, ended, first, tokens in reports]),
-                [each._asdict() for each in fleets],
-                header=codec(SCHEMA).header,
+
+def encode_batch(
+    origin: LogOrigin,
+    written_at_ms: int,
+    decisions: Sequence[tuple[NotedDecision, ListedCandidates]],
+    reports: Sequence[Report],
+    fleets: Sequence[FleetSize],
+) -> bytes:
+    """Encode one record; raises KvStreamsError for what does not fit the schema."""
+    kinds: dict[tuple[DecisionKind, tuple[str, ...]], int] = {}
+    numbers: dict[RankId, int] = {}
+    rows, listed = bytearray(), bytearray()
+    families = [np.empty(0, dtype=np.uint64)]
+    try:
+        for decision, candidates in decisions:
+            families.append(family_hashes(decision.chain, decision.kind.block_size))
+            rows += _DECISION.pack(
+                decision.decided_at_ms,
+                decision.queued_ms,
+                decision.n_tokens,
+                decision.request_blocks,
+                min(decision.expected_output_tokens, U32_MAX),
+                candidates.n_eligible,
+                candidates.n_lowest,
+                kinds.setdefault((decision.kind, candidates.term_names), len(kinds)),
+                len(families[-1]),
+                len(candidates.ranks),
+                decision.flags,
             )
-        except (ValueError, struct.error) as exc:
-            raise KvStreamsError(f"cannot encode a {SCHEMA} record: {exc}") from exc
-
-    def _candidates(self, batch: DecisionBatch) -> tuple[Column, Column]:
-        """The ranks that occur, and the candidates."""
-        if not batch.n:
-            return np.empty(0, dtype=_RANK), np.empty(0, dtype=_CANDIDATE)
-        costs, ranks, blocks = batch.listed()
-        tables = [self._rows_of(table) for table in batch.tables]
-        table = tables[0] if len(tables) == 1 else np.concatenate(tables)
-        occurs = np.zeros(len(table), dtype=np.bool_)
-        occurs[ranks] = True
-        found = np.empty(len(costs), dtype=_CANDIDATE)
-        found["cost"], found["blocks"] = costs, blocks
-        found["rank"] = (occurs.cumsum() - 1)[ranks]
-        return table[occurs], found
-
-    def _rows_of(self, base: Sequence[RankId]) -> npt.NDArray[Any]:
-        """Ranks as rows; those of a tuple are cached."""
-        rows = self._rank_rows.get(base) if isinstance(base, tuple) else None
-        if rows is None:
-            rows = np.array([(rank.worker_id, rank.dp_rank) for rank in base], dtype=_RANK)
-            if isinstance(base, tuple):
-                self._rank_rows.put(base, rows)
-        return rows
-
-
-_NO_DECISIONS = DecisionBatch(0, 0)
+            for rank, cost, blocks in zip(candidates.ranks, candidates.costs, candidates.blocks, strict=True):
+                listed += _CANDIDATE.pack(cost, numbers.setdefault(rank, len(numbers)), blocks)
+        datum = {
+            "router_id": origin.router_id,
+            "written_at_ms": written_at_ms,
+            "share": origin.share,
+            "family_tokens": FAMILY_TOKENS,
+            "kinds": [{**kind._asdict(), "term_names": names} for kind, names in kinds],
+            "request_ids": [decision.request_id for decision, _ in decisions],
+            "decisions": bytes(rows),
+            "ranks": b"".join(_RANK.pack(*rank) for rank in numbers),
+            "candidates": bytes(listed),
+            "terms": b"".join(candidates.terms for _, candidates in decisions),
+            "families": salted(np.concatenate(families), origin.keys).astype("<u8", copy=False).tobytes(),
+            "reported_ids": [report.request_id for report in reports],
+            "reports": b"".join(_REPORT.pack(*report[1:]) for report in reports),
+            "fleets": [fleet._asdict() for fleet in fleets],
+        }
+    except struct.error as exc:
+        raise KvStreamsError(f"cannot encode a {SCHEMA} record: {exc}") from exc
+    return codec(SCHEMA).encode(datum)
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +172,7 @@ class LoggedBatch:
         """
         try:
             yield from self._decisions(terms)
-        except (ValueError, IndexError, TypeError) as exc:
+        except (ValueError, IndexError, TypeError, struct.error) as exc:
             raise BadRecord("bad_decisions", f"the columns of a batch of decisions do not fit together: {exc}") from exc
 
     def _decisions(self, with_terms: bool) -> Iterator[LoggedDecision]:
@@ -201,11 +181,11 @@ class LoggedBatch:
             (DecisionKind(*(kind[name] for name in DecisionKind._fields)), tuple(kind["term_names"]))
             for kind in datum["kinds"]
         ]
-        ranks = [RankId(WorkerId(w), DpRank(d)) for w, d in np.frombuffer(datum["ranks"], dtype=_RANK).tolist()]
-        candidates = np.frombuffer(datum["candidates"], dtype=_CANDIDATE).tolist()
+        ranks = [RankId(WorkerId(worker_id), DpRank(dp)) for worker_id, dp in _RANK.iter_unpack(datum["ranks"])]
+        candidates = list(_CANDIDATE.iter_unpack(datum["candidates"]))
         terms = np.frombuffer(datum["terms"], dtype="<f4").tolist()
         families = np.frombuffer(datum["families"], dtype="<u8")
-        rows = np.frombuffer(datum["decisions"], dtype=DECISION).tolist()
+        rows = list(_DECISION.iter_unpack(datum["decisions"]))
         candidate_at = term_at = family_at = 0
         for request_id, row in zip(datum["request_ids"], rows, strict=True):
             decided_at_ms, queued_ms, n_tokens, blocks, expected, n_eligible, n_lowest, kind, n_families, n, flags = row
@@ -242,9 +222,9 @@ def decode_batch(raw: bytes | None, schema_ids: Mapping[str, int] | None = None)
     """Decode one record; raises BadRecord."""
     datum = codec(SCHEMA).decode(raw, schema_ids)
     try:
-        rows = np.frombuffer(datum["reports"], dtype=_REPORT).tolist()
+        rows = list(_REPORT.iter_unpack(datum["reports"]))
         reports = tuple(Report(name, *row) for name, row in zip(datum["reported_ids"], rows, strict=True))
-    except ValueError as exc:
+    except (ValueError, struct.error) as exc:
         raise BadRecord("bad_decisions", f"the reports of a batch of decisions do not fit together: {exc}") from exc
     fleets = tuple(FleetSize(*(each[name] for name in FleetSize._fields)) for each in datum["fleets"])
     return LoggedBatch(

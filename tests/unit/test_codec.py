@@ -124,10 +124,11 @@ from streams.cxl.records import (
     parked_key,
     pool_key,
 )
-from streams.decision_log.batches import DecisionBatch, DecisionKind
 from streams.decision_log.families import family_keys
-from streams.decision_log.records import DecisionEncoder, FleetSize, Report
+from streams.decision_log.noted import DecisionKind, NotedDecision, listed_candidates
+from streams.decision_log.records import FleetSize, LogOrigin, Report
 from streams.decision_log.records import decode_batch as decode_decisions
+from streams.decision_log.records import encode_batch as encode_decisions
 from streams.errors import BadRecord, KvStreamsError
 from streams.event_encoding import datum_of
 from streams.load_records import encoded_load
@@ -395,11 +396,10 @@ def decision_record() -> bytes:
     terms = np.array([(3.0, 5.0), (0.0, 0.0), (0.0, 0.0), (3.0, 5.0)])
     columns = TermColumns((RANK, RankId(WorkerId(8), DpRank(0))), np.array([2, 0]), np.array([2.0, 0.0]), terms)
     kind = DecisionKind("m", 16, "kv", "", 0.0, "exact", None, "exact", None)
-    batch = DecisionBatch(1, 2)
-    batch.add("r", 1_000, 5, kind, 1024, 64, None, np.arange(64, dtype=np.uint64), columns, 0, 0)
-    return DecisionEncoder(family_keys("salt"), 1.0).encode(
-        batch, [Report("r", 1_200, 1_100, 20)], [FleetSize("m", 16, 2, 1000)], "router", 1_300
-    )
+    noted = NotedDecision("r", 1_000, 5, kind, 1024, 64, 0, 0, np.arange(64, dtype=np.uint64), columns, 0)
+    decisions = [(noted, listed_candidates(columns, 0, 2))]
+    origin = LogOrigin("router", family_keys("salt"), 1.0)
+    return encode_decisions(origin, 1_300, decisions, [Report("r", 1_200, 1_100, 20)], [FleetSize("m", 16, 2, 1000)])
 
 
 GOOD: dict[str, tuple[str, bytes, Callable[[bytes | None], Any]]] = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,14 +17,13 @@ from streams.avro_frames import codec
 from streams.core.hashing import sequence_hashes
 from streams.core.ids import DpRank, Float64Array, RankId, WorkerId
 from streams.core.loads.bookings import BookingPhase
+from streams.core.routing.cost import TermColumns
 from streams.core.routing.policies.interface import Policy, Prices, Situation
 from streams.core.routing.selection import RouterMode
 from streams.core.routing.trust import AnswerMode, DegradedReason
 from streams.decision_log import words
-from streams.decision_log.batches import COST_TERMS, note_in_numpy
-from streams.decision_log.buffers import HEAD, N_FAMILIES, N_TERMS, ROW
 from streams.decision_log.families import FAMILIES_MAX, FAMILY_BITS, family_keys, family_positions, salted
-from streams.decision_log.kernels.note import note_decision
+from streams.decision_log.noted import COST_TERMS, listed_candidates
 from streams.decision_log.records import FleetSize, LoggedBatch, LoggedDecision, Report, decode_batch
 from streams.decision_log.trace import OUTPUT_TOKENS_DEFAULT, recording_of
 from streams.errors import BadRecord, InvalidRequest, SettingsError
@@ -38,13 +36,15 @@ from streams.router_api import decision_recorder
 from streams.router_api.decision_recorder import DecisionRecorder
 from streams.router_api.router import Router
 from streams.router_api.wire import RouteRequest, answer_json, parse_route, parse_route_query
-from tests.helpers.api import packed
+from streams.waiting import wait_for
+from tests.helpers.api import PATIENCE_S, packed
 from tests.helpers.recording_producer import RecordingProducer
 from tests.helpers.routers import router_of
 
 KEYS = family_keys("salt")
 PROMPT = list(range(5000, 5000 + 1100))
 FOREVER = 1 << 60
+FOREVER_S = 3600.0
 
 
 @pytest.fixture
@@ -209,7 +209,7 @@ def test_what_is_reported_without_an_end_is_bounded(
     recorder = recorder_of(router_of(decision_log=True))
     for number in range(5):
         recorder.output(f"r{number}", number + 1)
-    assert [report[0] for report in recorder._reports] == ["r0", "r1"]
+    assert [report.request_id for report in recorder._reports] == ["r0", "r1"]
     assert list(recorder._pending) == ["r2", "r3", "r4"]
     assert producer.records == []
 
@@ -219,8 +219,7 @@ def test_what_is_reported_without_an_end_is_bounded(
 
 def test_a_full_buffer_drops_and_counts(producer: RecordingProducer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests are answered as before; what does not fit is counted, and later decisions are recorded again."""
-    monkeypatch.setattr(decision_recorder, "BATCH_DECISIONS_MAX", 4)
-    monkeypatch.setattr(decision_recorder, "BUFFER_BYTES_MAX", 15_000)
+    monkeypatch.setattr(decision_recorder, "WAITING_DECISIONS_MAX", 8)
     router = router_of(decision_log=True)
     for number in range(10):
         ask(router, f"r{number}", PROMPT[:100])
@@ -230,6 +229,18 @@ def test_a_full_buffer_drops_and_counts(producer: RecordingProducer, monkeypatch
     assert sum(map(len, written(router, producer))) == kept
     ask(router, "later", PROMPT[:100])
     assert sum(map(len, written(router, producer))) == kept + 1
+
+
+def test_reports_that_wait_are_limited(producer: RecordingProducer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond WAITING_REPORTS_MAX, further reports are left out, and later ones are recorded again."""
+    monkeypatch.setattr(decision_recorder, "WAITING_REPORTS_MAX", 3)
+    router = router_of(decision_log=True)
+    for number in range(5):
+        router.report_phase(f"r{number}", BookingPhase.FREE)
+    (batch,) = written(router, producer)
+    assert [report.request_id for report in batch.reports] == ["r0", "r1", "r2"]
+    router.report_phase("later", BookingPhase.FREE)
+    assert [report.request_id for report in written(router, producer)[-1].reports] == ["later"]
 
 
 def test_while_kafka_does_not_answer_records_are_limited(
@@ -266,22 +277,24 @@ def test_many_decisions_become_several_records(producer: RecordingProducer, monk
     assert all(len(batch.reports) <= 2 for batch in batches)
 
 
-def test_a_full_batch_is_sent_after_the_answers(producer: RecordingProducer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On an event loop, decisions are encoded in a later step of it, and not within the request that fills a batch."""
+def test_a_full_batch_is_sent_by_the_thread_at_once(
+    producer: RecordingProducer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The request that fills a batch encodes nothing; the thread does, without waiting for its interval."""
     monkeypatch.setattr(decision_recorder, "BATCH_DECISIONS_MAX", 3)
+    monkeypatch.setattr(decision_recorder, "INTERVAL_S", FOREVER_S)
     router = router_of(decision_log=True)
-
-    async def serve() -> list[int]:
-        n_sent = []
-        for number in range(4):
-            ask(router, f"r{number}", PROMPT[:40])
-            n_sent.append(len(producer.values("router-decisions")))
-        await asyncio.sleep(0)
-        return [*n_sent, len(producer.values("router-decisions"))]
-
-    assert asyncio.run(serve()) == [0, 0, 0, 0, 2]
-    batches = [decode_batch(value) for value in producer.values("router-decisions")]
-    assert [[each.request_id for each in batch.decisions()] for batch in batches] == [["r0", "r1", "r2"], ["r3"]]
+    for number in range(3):
+        ask(router, f"r{number}", PROMPT[:40])
+    assert producer.values("router-decisions") == []
+    recorder = recorder_of(router)
+    recorder.start()
+    try:
+        wait_for(lambda: bool(producer.values("router-decisions")), PATIENCE_S, "the full batch to be sent")
+    finally:
+        recorder.stop()
+    (value,) = producer.values("router-decisions")
+    assert [each.request_id for each in decode_batch(value).decisions()] == ["r0", "r1", "r2"]
 
 
 def test_a_share_of_the_requests_is_recorded_with_what_is_reported(producer: RecordingProducer) -> None:
@@ -305,61 +318,26 @@ def test_a_share_of_the_requests_is_recorded_with_what_is_reported(producer: Rec
 
 @settings(max_examples=200, deadline=None)
 @given(st.data())
-def test_the_kernel_notes_what_numpy_notes(data: st.DataObject) -> None:
-    """Both write the same rows, candidates, terms and families, with equal costs and with fewer candidates than are
-    asked; arrays of other lengths are refused, and nothing is written."""
+def test_the_chosen_and_the_cheapest_candidates_are_noted(data: st.DataObject) -> None:
+    """They are the chosen one, and then others in order of cost, also with equal costs and fewer than are asked."""
     n = data.draw(st.integers(1, 70))
     rng = np.random.default_rng(data.draw(st.integers(0, 1 << 30)))
     costs = rng.integers(0, data.draw(st.sampled_from([1, 3, 1000])) + 1, n).astype(np.float64)
-    n_given, has_one_more, further = data.draw(st.tuples(st.integers(0, 9), st.booleans(), st.integers(0, 2)))
-    terms, one_more, blocks = rng.random((n_given, n)), rng.random(n), rng.integers(0, 1 << 20, n)
-    if has_one_more:
-        terms = np.concatenate([terms, [costs]])
-    chain = rng.integers(0, 1 << 63, data.draw(st.sampled_from([0, 1, 31, 32, 33, 500])), dtype=np.uint64)
-    chain[::2] |= np.uint64(1 << 63)
+    terms, cached, blocks = np.vstack([rng.random((3, n)), costs]), rng.random(n), rng.integers(0, 1 << 20, n)
+    cxl, moe = (rng.integers(0, 9, n) if data.draw(st.booleans()) else None for _ in range(2))
+    ranks = tuple(RankId(WorkerId(number), DpRank(0)) for number in range(n))
+    columns = TermColumns(ranks, blocks, cached, terms, cxl_accessible_scores=cxl, moe_scores=moe)
     chosen, n_best = data.draw(st.integers(0, n - 1)), data.draw(st.integers(0, 64))
-    block_size = data.draw(st.sampled_from([1, 16, 48, 512, 1024, 4096]))
-    n_columns, n_before = n_given + has_one_more + further, data.draw(st.integers(0, 3))
-    first, second, third, fourth, fifth = data.draw(st.tuples(*[st.integers(0, 1 << 32)] * 5))
-    row = (first, second, third, fourth, fifth, data.draw(st.integers(0, 3)))
-    listed_at = HEAD + 4 * ROW
-    kind = data.draw(st.integers(0, 9))
-    head = (n_best, n_given, int(has_one_more), n_columns, kind, block_size)
-    counts = (n_before, 70, 70 * 12, 300, listed_at, listed_at + 140, 140)
-    column = one_more if has_one_more else costs
-    found = []
-    for note in (note_decision, note_in_numpy):
-        integers, numbers = np.zeros(listed_at + 140 + 600, np.int64), np.zeros(140 + 140 * 12)
-        integers[:HEAD] = *counts, *head
-        before = integers.copy()
-        assert not note(column, terms[:, 1:].copy(), blocks, chain, integers, numbers, chosen, *row)
-        assert not note(column, np.zeros((len(terms) + 1, n)), blocks, chain, integers, numbers, chosen, *row)
-        assert (integers == before).all() and not numbers.any()
-        n_listed = note(column, terms, blocks, chain, integers, numbers, chosen, *row)
-        found.append((n_listed, integers, numbers))
-    (our_n, ours, our_numbers), (n_listed, expected, numbers) = found
-    assert our_n == n_listed and n_listed - min(n, n_best) in (0, 1)
-    done = (n_before + 1, 70 + n_listed, 70 * 12 + n_listed * n_columns)
-    assert (*expected[: N_TERMS + 1],) == done
-    # The kernel orders candidates in the buffer, and leaves what it does not keep behind the last one.
-    end = listed_at + 70 + n_listed
-    assert np.array_equal(ours[:end], expected[:end])
-    assert np.array_equal(ours[listed_at + 140 :], expected[listed_at + 140 :])
-    assert expected[N_FAMILIES] - 300 == len(family_positions(len(chain), block_size))
-    assert np.array_equal(our_numbers[: 70 + n_listed], numbers[: 70 + n_listed])
-    assert np.array_equal(our_numbers[140:], numbers[140:])
-    assert ours[listed_at + 70] == chosen | int(blocks[chosen]) << 32
-    at = HEAD + n_before * ROW
-    n_lowest = int((costs == costs.min()).sum())
-    assert ours[at : at + ROW].tolist() == [
-        *row[:5],
-        n,
-        n_lowest,
-        kind,
-        expected[N_FAMILIES] - 300,
-        n_listed,
-        row[5],
-    ]
+    found = listed_candidates(columns, chosen, n_best)
+    cheapest = sorted(range(n), key=lambda index: (costs[index], index))[:n_best]
+    listed = [chosen, *(index for index in cheapest if index != chosen)]
+    assert (found.n_eligible, found.n_lowest) == (n, int((costs == costs.min()).sum()))
+    assert found.ranks == [ranks[index] for index in listed]
+    assert (found.costs, found.blocks) == (costs[listed].tolist(), blocks[listed].tolist())
+    rows = [*terms[:3], cached, *(column for column in (cxl, moe) if column is not None)]
+    assert len(found.term_names) == len(rows)
+    expected = [np.float32(row[index]) for index in listed for row in rows]
+    assert np.frombuffer(found.terms, dtype="<f4").tolist() == expected
 
 
 class ForeignPolicy:
@@ -410,7 +388,7 @@ def test_arrays_of_a_foreign_policy_are_converted_or_refused(
     assert later.request_id == "later" and all(len(each.terms) == len(later.term_names) for each in later.candidates)
 
 
-def test_candidates_of_different_kinds_are_found_again(producer: RecordingProducer) -> None:
+def test_listed_candidates_different_kinds_are_found_again(producer: RecordingProducer) -> None:
     """Each decision of a record has its own terms, whatever ranks and terms those before it have."""
     router = router_of(5, decision_log=True, decision_log_candidates=1)
     answers = {}

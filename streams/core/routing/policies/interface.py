@@ -81,6 +81,8 @@ class Prices(NamedTuple):
     compute; the booking charges it for the others. names, terms: what the costs are made of, for `explain`, as
     float64[len(names), n]. Names carry their unit, for example `backlog_ms`. best: index of the first of the cheapest
     candidates and how many are as cheap, if the policy has found that out already.
+
+    The arrays must not change afterwards: the decision log reads them after the answer.
     """
 
     costs: Float64Array
