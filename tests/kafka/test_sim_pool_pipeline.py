@@ -42,6 +42,7 @@ def counted(engine: Engine) -> tuple[int, int]:
 
 
 @pytest.mark.first_ring("sim-pool")
+@pytest.mark.long_running
 def test_a_prefix_outlives_its_engine_in_the_pool_and_is_loaded_by_the_chosen_engine(stack: Stack) -> None:
     """A prefix that one engine offloads is visible to the router, and another engine loads it instead of computing it.
 

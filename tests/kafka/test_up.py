@@ -13,6 +13,7 @@ from tests.helpers.commands import PATIENCE_S, Run, Start
 
 
 @pytest.mark.first_ring("kafka", "up")
+@pytest.mark.long_running
 def test_everything_runs_on_a_kafka_that_was_started_before_and_leaves_it_running(
     run: Run, start: Start, tmp_path: Path
 ) -> None:
