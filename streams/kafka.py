@@ -30,7 +30,7 @@ from confluent_kafka.admin import AdminClient, ConfigResource, NewTopic  # type:
 from streams.errors import BadRecord, KafkaRefused, KafkaUnreachable, KvStreamsError, TopicMismatch
 from streams.kafka_log import CLIENT_LOGGER, UNREACHED, Ask, watch_of
 from streams.security.kafka import librdkafka_config
-from streams.settings import Settings
+from streams.settings import ScopeSettings
 from streams.topics import DEAD_LETTER_BYTES_MAX, TopicSpec
 from streams.waiting import wait_for
 
@@ -104,7 +104,7 @@ class TopicState:
     config: dict[str, str]
 
 
-def _common(settings: Settings) -> dict[str, Any]:
+def _common(settings: ScopeSettings) -> dict[str, Any]:
     """What every client's configuration has in common: the brokers, and how the client authenticates.
 
     Raises SettingsError for credentials that cannot be used.
@@ -112,14 +112,14 @@ def _common(settings: Settings) -> dict[str, Any]:
     return {"bootstrap.servers": settings.kafka, **librdkafka_config(settings)}
 
 
-def _logs(settings: Settings) -> dict[str, Any]:
+def _logs(settings: ScopeSettings) -> dict[str, Any]:
     """What producers and consumers have in common: their errors start the watch, and Python logs their lines."""
     watch = watch_of(settings.kafka, lambda: _asks(settings))
     # librdkafka hands its lines over when the client is polled.
     return {"error_cb": watch.on_error, "logger": CLIENT_LOGGER, "log_level": 3}
 
 
-def _asks(settings: Settings) -> Ask:
+def _asks(settings: ScopeSettings) -> Ask:
     """Return a function that asks Kafka whether it is there, with a client of its own."""
     reasons: list[KafkaError] = []
     # After the default of up to 10 s between attempts, the end of an outage would be noticed late.
@@ -144,7 +144,7 @@ def _most_telling(errors: Sequence[KafkaError]) -> KafkaError:
     return next((error for error in errors if error.code() not in vague), errors[0])
 
 
-def producer(settings: Settings, **overrides: Any) -> Producer:
+def producer(settings: ScopeSettings, **overrides: Any) -> Producer:
     """An idempotent producer with acks=all, which partitions keys in the same way as Faust and Java."""
     return Producer(
         {
@@ -165,7 +165,7 @@ def producer(settings: Settings, **overrides: Any) -> Producer:
     )
 
 
-def reader(settings: Settings, **overrides: Any) -> Consumer:
+def reader(settings: ScopeSettings, **overrides: Any) -> Consumer:
     """A consumer of assigned partitions, without a group, that reads committed records only.
 
     auto.offset.reset is `error`: otherwise a saved offset beyond the end of a recreated topic would be taken for that
@@ -264,7 +264,9 @@ def as_record(message: Message) -> Record:
     return Record(topic, partition, offset, message.timestamp()[1], message.key() or b"", message.value())
 
 
-def admin(settings: Settings, on_error: Callable[[KafkaError], None] | None = None, **overrides: Any) -> AdminClient:
+def admin(
+    settings: ScopeSettings, on_error: Callable[[KafkaError], None] | None = None, **overrides: Any
+) -> AdminClient:
     """An admin client that logs nothing. Its calls raise; on_error receives the reasons why no broker is reached."""
     config: dict[str, Any] = {**_common(settings), **_CREATES_NO_TOPIC, "log_level": 0, **overrides}
     if on_error is not None:
@@ -272,7 +274,7 @@ def admin(settings: Settings, on_error: Callable[[KafkaError], None] | None = No
     return AdminClient(config)
 
 
-def describe_topics(settings: Settings, specs: Iterable[TopicSpec]) -> dict[str, TopicState | None]:
+def describe_topics(settings: ScopeSettings, specs: Iterable[TopicSpec]) -> dict[str, TopicState | None]:
     """Each topic as the broker has it, or None if it has none. Raises KvStreamsError if no broker answers."""
     specs = list(specs)
     found: dict[str, TopicState | None] = {}
@@ -316,7 +318,7 @@ def describe_topics(settings: Settings, specs: Iterable[TopicSpec]) -> dict[str,
     return found
 
 
-def ensure_topics(settings: Settings, specs: Iterable[TopicSpec]) -> dict[str, TopicState]:
+def ensure_topics(settings: ScopeSettings, specs: Iterable[TopicSpec]) -> dict[str, TopicState]:
     """Create the topics that are missing and check the others; an existing topic is never altered.
 
     Raises TopicMismatch, with the remedy, for other partitions or settings, and KvStreamsError if no broker answers.
@@ -349,7 +351,7 @@ def ensure_topics(settings: Settings, specs: Iterable[TopicSpec]) -> dict[str, T
     return ready
 
 
-def missing_topics(settings: Settings, specs: Iterable[TopicSpec]) -> list[str]:
+def missing_topics(settings: ScopeSettings, specs: Iterable[TopicSpec]) -> list[str]:
     """Names of the topics that the broker does not have; the others are checked, and none is created.
 
     Raises the same errors as `ensure_topics`.
@@ -389,14 +391,14 @@ def topics_missing(missing: Sequence[str]) -> str:
     return f"{len(missing)} topics of this scope are missing, {missing[0]} among them"
 
 
-def require_topics(settings: Settings, specs: Iterable[TopicSpec]) -> None:
+def require_topics(settings: ScopeSettings, specs: Iterable[TopicSpec]) -> None:
     """Raise KvStreamsError, with the remedies, if any of these topics is missing, and what `missing_topics` raises."""
     missing = missing_topics(settings, specs)
     if missing:
         raise KvStreamsError(topics_missing(missing), remedy=TOPICS_REMEDY, topics_missing=missing)
 
 
-async def wait_for_topics(settings: Settings, specs: Iterable[TopicSpec], note: Callable[[str], None]) -> None:
+async def wait_for_topics(settings: ScopeSettings, specs: Iterable[TopicSpec], note: Callable[[str], None]) -> None:
     """Wait until none of these topics is missing, and log what the wait is for. note: called with the reason.
 
     Raises what `missing_topics` raises at its first call. Later, the broker may be unreachable for a while.
@@ -419,7 +421,7 @@ async def wait_for_topics(settings: Settings, specs: Iterable[TopicSpec], note: 
             log.debug("cannot check for missing topics, trying again: %s", exc)
 
 
-def require_topic(settings: Settings, name: str, timeout_s: float = ANSWER_TIMEOUT_S) -> None:
+def require_topic(settings: ScopeSettings, name: str, timeout_s: float = ANSWER_TIMEOUT_S) -> None:
     """Raise KvStreamsError if no broker answers, or if the topic does not exist. Needs only a writer's rights."""
     reasons: list[KafkaError] = []
     client = admin(settings, reasons.append)
@@ -435,7 +437,7 @@ def require_topic(settings: Settings, name: str, timeout_s: float = ANSWER_TIMEO
         )
 
 
-def _await_created(settings: Settings, specs: list[TopicSpec]) -> dict[str, TopicState | None]:
+def _await_created(settings: ScopeSettings, specs: list[TopicSpec]) -> dict[str, TopicState | None]:
     """Poll until the broker has all created topics; for a moment it may not list them."""
     states: dict[str, TopicState | None] = {}
 
@@ -468,7 +470,7 @@ def _is_about_credentials(error: KafkaError) -> bool:
     return error.code() in _NO_CREDENTIALS or "SSL routines" in error.str()
 
 
-def _refused(settings: Settings, error: KafkaError, reasons: list[KafkaError]) -> KvStreamsError:
+def _refused(settings: ScopeSettings, error: KafkaError, reasons: list[KafkaError]) -> KvStreamsError:
     credentials = next((each for each in (*reasons, error) if _is_about_credentials(each)), None)
     if credentials is not None:
         return KafkaRefused(
@@ -512,7 +514,7 @@ def _watermarks(consumer: Consumer, where: TopicPartition) -> tuple[int, int]:
             time.sleep(_LEADER_POLL_S)
 
 
-def log_end(settings: Settings, topic: str, partition: int) -> int:
+def log_end(settings: ScopeSettings, topic: str, partition: int) -> int:
     """Offset after everything in a partition's log, including markers and open transactions.
 
     Raises KafkaException if no broker answers.
@@ -524,7 +526,7 @@ def log_end(settings: Settings, topic: str, partition: int) -> int:
         consumer.close()
 
 
-def first_offset(settings: Settings, topic: str, partition: int, wanted: int) -> FirstOffset:
+def first_offset(settings: ScopeSettings, topic: str, partition: int, wanted: int) -> FirstOffset:
     """Find the first record at or after offset `wanted`, since retention and markers leave offsets without records.
 
     Raises KafkaException if no broker answers.
@@ -555,7 +557,7 @@ class GroupMember:
     assigned: frozenset[tuple[str, int]]
 
 
-def group_members(settings: Settings) -> list[GroupMember] | None:
+def group_members(settings: ScopeSettings) -> list[GroupMember] | None:
     """Members of the agents' group as its coordinator has them, or None during a rebalance.
 
     Raises KvStreamsError if no broker answers.
@@ -588,7 +590,7 @@ def _member(description: Any) -> GroupMember:  # a class of the client, without 
     return GroupMember(description.client_id, description.client_host, assigned)
 
 
-def delete_topics(settings: Settings, specs: Iterable[TopicSpec]) -> None:
+def delete_topics(settings: ScopeSettings, specs: Iterable[TopicSpec]) -> None:
     """Delete the topics of a scope that is no longer used; topics that do not exist are skipped."""
     client = admin(settings)
     for future in client.delete_topics([spec.name for spec in specs], operation_timeout=CREATE_TIMEOUT_S).values():

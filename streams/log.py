@@ -15,7 +15,7 @@ from typing import Any
 
 import orjson
 
-from streams.settings import Settings
+from streams.settings import LogSettings
 
 #: Attributes of a line that are not fields of its JSON object: those of every line, and a mark of kafka_log.
 _PLAIN = frozenset(logging.LogRecord("", 0, "", 0, "", (), None).__dict__) | {
@@ -53,7 +53,7 @@ class JsonFormatter(logging.Formatter):
             return json.dumps({key: str(value) for key, value in fields.items()})
 
 
-def dict_config(settings: Settings, number: int | None = None) -> dict[str, Any]:
+def dict_config(settings: LogSettings, number: int | None = None) -> dict[str, Any]:
     """Configuration for `logging.config.dictConfig`, which Faust takes as well. number: as for `configure`."""
     level = settings.log_level.upper()
     # Faust and aiokafka log several lines for every rebalance and fetch; our own lines contain what matters.
@@ -84,7 +84,7 @@ def _handler() -> logging.Handler:
     return handler
 
 
-def configure(settings: Settings, number: int | None = None) -> None:
+def configure(settings: LogSettings, number: int | None = None) -> None:
     """Send the logs of this process to standard error, in the format that the settings choose.
 
     number: that of the process, if several write to the same place.

@@ -1,8 +1,8 @@
-"""All settings, in one frozen, validated object.
+"""All settings: a frozen group for each subject, and one validated object that is all of them.
 
 What lives here: the settings, their ranges and help, and where their values come from: the command line, then
 `KVSTREAMS_*` variables, then a TOML file, then defaults. What must not: hidden reads. A function that needs settings
-takes them as an argument.
+takes the group that it needs as an argument.
 
 Faust's command line refuses options that it does not define, so a worker's settings come from the environment or a
 file.
@@ -107,9 +107,9 @@ def _secret(text: str) -> Any:
     return field(default="", repr=False, metadata={"help": text, "secret": True})
 
 
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """All settings. `kvstreams config` and `--help` print each field's help."""
+@dataclass(frozen=True)
+class KafkaSettings:
+    """How clients connect to Kafka."""
 
     kafka: str = _setting("127.0.0.1:9092", "bootstrap servers, host:port, separated by commas")
     kafka_security: KafkaSecurity = _setting(
@@ -138,39 +138,113 @@ class Settings:
         "", "file that contains the client secret, instead of kafka_oidc_client_secret"
     )
     kafka_oidc_scope: str = _setting("", "scope that is requested there")
+
+
+@dataclass(frozen=True)
+class TopicSettings:
+    """What all processes of a scope agree on: its topics, the records in them, and how late these may be."""
+
     topic_prefix: str = _setting(
         "", "prefix of every topic's name; processes with the same prefix form one scope, that is one fleet"
     )
     partitions: int = _setting(8, "partitions of every topic; cannot be changed later", low=1, high=1024)
     replication: int = _setting(1, "replicas of every topic; use 3 with three or more brokers", low=1, high=7)
-    data_dir: str = _setting(".kvstreams/state", "folder of the tables' RocksDB; each process needs its own")
+    retention_ms: int = _setting(3_600_000, "retention of kv-events and cxl-events", low=60_000)
+    booking_ttl_s: float = _setting(
+        600.0, "a booking that is not freed ends after this time", low=1.0, high=30 * 86_400.0
+    )
+    decision_log_retention_ms: int = _setting(86_400_000, "retention of router-decisions", low=60_000)
+    decision_log_bytes_max: int = _setting(
+        2 * 1024 * 1024 * 1024,
+        "most bytes of router-decisions before the oldest are deleted, all partitions together, without replicas",
+        low=1024 * 1024 * 1024 // 16,
+    )
     block_size: int = _setting(
         16, "tokens per KV block, for models that model_block_sizes does not name", low=1, high=4096
     )
     model_block_sizes: dict[str, int] = field(
         default_factory=dict, metadata={"help": "tokens per KV block by model, for example llama=64,qwen=16"}
     )
+    schema_ids: dict[str, int] = field(
+        default_factory=dict,
+        metadata={"help": "ids that a Confluent schema registry gave our schemas, for example kv-events=12"},
+    )
+    stale_after_ms: int = _setting(
+        3000, "answers are degraded if a partition's owner has been silent for longer than this", low=100
+    )
+    behind_after_ms: int = _setting(
+        750, "answers are degraded if a partition's owner lags behind its events by more than this", low=10
+    )
+
+    def block_size_of(self, model: str) -> int:
+        """Tokens per KV block of a model. Each model has one block size within a scope."""
+        return self.model_block_sizes.get(model, self.block_size)
+
+    @property
+    def app_id(self) -> str:
+        """Faust's app id, which names the consumer group and the changelogs."""
+        return f"{self.topic_prefix}kvstreams"
+
+
+@dataclass(frozen=True)
+class ScopeSettings(TopicSettings, KafkaSettings):
+    """What a client of a scope needs: the cluster, and the scope's topics on it."""
+
+
+@dataclass(frozen=True)
+class TableSettings:
+    """The tables of a Faust worker."""
+
+    data_dir: str = _setting(".kvstreams/state", "folder of the tables' RocksDB; each process needs its own")
+    session_timeout_s: float = _setting(
+        6.0, "a Faust worker that is silent for this long loses its partitions", low=1.0, high=1800.0
+    )
+    transaction_timeout_ms: int = _setting(10_000, "Kafka aborts a transaction that stays open for longer", low=1000)
+    batch_records_max: int = _setting(500, "most source records in one transaction", low=1)
+    queue_records_high: int = _setting(
+        4096, "records that may wait for one partition before its source is paused", low=1
+    )
+    queue_bytes_high: int = _setting(
+        64 * 1024 * 1024, "bytes of records that may wait for one partition before its source is paused", low=1
+    )
+    rocksdb_cache_mb: int = _setting(8, "size of the block cache of one partition's RocksDB, in MiB", low=1)
+    worker_grace_s: float = _setting(
+        300.0,
+        "a worker that stays silent for this long after its lease has expired is removed",
+        low=1.0,
+        high=30 * 86_400.0,
+    )
+    clear_degraded_after_s: float = _setting(
+        0.0, "clear a rank that has been degraded for this long; 0 never does", low=0.0, high=30 * 86_400.0
+    )
+    cxl_evicted_ttl_s: float = _setting(
+        3600.0, "how long metadata of a block evicted from a CXL pool are kept", low=1.0, high=30 * 86_400.0
+    )
+
+
+@dataclass(frozen=True)
+class WorkerSettings:
+    """What a Faust worker runs, and what it empties first."""
+
     router: bool = _setting(True, "a Faust worker serves the HTTP API as well")
     router_process: bool = _setting(
         False,
         "a Faust worker serves the HTTP API by a process of its own, which starts and ends with it, so that requests "
         "do not wait for agents; `processes` is the number of these processes",
     )
+    router_reset_states: bool = _setting(
+        False,
+        "empty the scope's index, loads and events at start; refused while another process of the scope is running",
+    )
+    router_reset_force: bool = _setting(False, "reset even if another process of the scope is running")
+
+
+@dataclass(frozen=True)
+class AccessSettings:
+    """Where a process listens for HTTP, and who may call it."""
+
     host: str = _setting("127.0.0.1", "address that the HTTP API listens on; 0.0.0.0 for all interfaces")
     port: int = _setting(8000, "port of the HTTP API", low=0, high=65535)
-    processes: int = _setting(
-        1,
-        "processes of `kvstreams router`, or of a worker with router_process, that share one port; each has its own "
-        "copy of the index",
-        low=1,
-        high=64,
-    )
-    process_port: int = _setting(
-        0,
-        "own port of the first of several processes, and the next port for each further one; 0 is port + 1",
-        low=0,
-        high=65535,
-    )
     metrics_port: int = _setting(
         0,
         "port of /healthz, /ready and /metrics in a bridge, and in a Faust worker with router off or router_process "
@@ -195,6 +269,66 @@ class Settings:
     tls_client_ca: str = _setting(
         "", "PEM file with authorities; a client must have a certificate that one of them has signed (mTLS)"
     )
+
+
+@dataclass(frozen=True)
+class HttpSettings:
+    """The limits of HTTP requests, and how a server stops."""
+
+    request_tokens_max: int = _setting(1_048_576, "most tokens that a request may have", low=1)
+    body_bytes_max: int = _setting(16 * 1024 * 1024, "most bytes that an HTTP body may have", low=1024)
+    bodies_bytes_max: int = _setting(
+        128 * 1024 * 1024, "most bytes of HTTP bodies over 64 KiB that are read at the same time", low=65_536
+    )
+    first_request_timeout_s: float = _setting(
+        10.0, "time within which a new connection must send a request with all its headers", low=0.1, high=3600.0
+    )
+    body_timeout_s: float = _setting(10.0, "time within which an HTTP body must arrive", low=0.1, high=3600.0)
+    connections_max: int = _setting(4096, "most HTTP connections that are open at the same time", low=1)
+    drain_notice_s: float = _setting(
+        0.0,
+        "a stopping router answers for this long after /ready has said so, so that load balancers notice",
+        low=0.0,
+        high=3600.0,
+    )
+    drain_timeout_s: float = _setting(
+        10.0, "a stopping router finishes its requests and sends its records within this time", low=0.1, high=3600.0
+    )
+
+
+@dataclass(frozen=True)
+class ProcessSettings:
+    """The processes of a router, and how they run."""
+
+    processes: int = _setting(
+        1,
+        "processes of `kvstreams router`, or of a worker with router_process, that share one port; each has its own "
+        "copy of the index",
+        low=1,
+        high=64,
+    )
+    process_port: int = _setting(
+        0,
+        "own port of the first of several processes, and the next port for each further one; 0 is port + 1",
+        low=0,
+        high=65535,
+    )
+    router_event_threads: int = _setting(4, "threads of a router that read topics", low=1, high=64)
+    router_min_initial_workers: int = _setting(
+        0, "a starting router is not ready until this many workers are registered", low=0, high=1_000_000
+    )
+    router_realtime: bool = _setting(
+        False,
+        "let the threads of a router run before those of ordinary processes, so that answers do not wait while others "
+        "use all processors; needs CAP_SYS_NICE (docs/http.md)",
+    )
+    router_replica_sync: bool = _setting(True, "share bookings with other routers")
+
+
+@dataclass(frozen=True)
+class RoutingSettings:
+    """How a router chooses a rank."""
+
     router_mode: RouterMode = _setting(RouterMode.KV, f"routing policy: {', '.join(RouterMode)}")
     kv_overlap_score_weight: float = _setting(
         1.0, "weight of prefill load against decode load; 0 balances load only", low=0.0, high=WEIGHT_MAX
@@ -209,6 +343,80 @@ class Settings:
         0.0, "for kv: cost of each request in flight, in blocks", low=0.0, high=WEIGHT_MAX
     )
     router_policy: str = _setting("", "for policy: name of the policy, built-in or of an installed package")
+    router_temperature: float = _setting(
+        0.0,
+        "0 chooses the cheapest rank; greater values choose at random, cheaper ranks more often",
+        low=0.0,
+        high=WEIGHT_MAX,
+    )
+    encoder_cuda_to_cpu_ratio: float = _setting(
+        CUDA_TO_CPU_RATIO,
+        "for device-aware-weighted: throughput of a worker on another device, relative to one on a CPU",
+        low=0.001,
+        high=WEIGHT_MAX,
+    )
+    kv_events: bool = _setting(
+        True, "learn what ranks hold from their events; off predicts it from this router's own choices"
+    )
+    router_ttl_s: float = _setting(
+        120.0, "with kv_events off: how long a routed prompt is assumed to be cached", low=0.01, high=86_400.0
+    )
+    router_predicted_ttl_s: float = _setting(
+        0.0,
+        "with kv_events on: how long a routed prompt is assumed to be cached, until its events arrive; 0 disables this",
+        low=0.0,
+        high=86_400.0,
+    )
+    track_active_blocks: bool = _setting(True, "include blocks in use in the cost; off for workers that only prefill")
+    active_decode_blocks_threshold: float = _setting(
+        0.0,
+        "a rank with a greater share of its blocks in use is busy and gets no requests; 0 disables this",
+        low=0.0,
+        high=100.0,
+    )
+    active_prefill_tokens_threshold: int = _setting(
+        0, "a rank with more tokens still to prefill is busy and gets no requests; 0 disables this", low=0
+    )
+    router_session_affinity_ttl_s: float = _setting(
+        0.0,
+        "a session stays on its rank until it has been idle for this long; 0 disables this",
+        low=0.0,
+        high=31_536_000.0,
+    )
+    router_avoid_s: float = _setting(
+        5.0,
+        "how long routers avoid a worker after PUT /workers/{id}/avoid, which fronts call when an engine fails; at "
+        "most a third of a model's ranks is avoided at a time; 0 disables this",
+        low=0.0,
+        high=600.0,
+    )
+    router_seed: int = _setting(0, "seed of the router's random generator; 0 takes one from the system", low=0)
+    tier_weights: tuple[float, ...] = _setting(
+        (1.0, 0.75, 0.25, 0.0), "value of a cached block on device, host, disk and external storage"
+    )
+    cxl_score_weight: float = _setting(
+        CXL_SCORE_WEIGHT,
+        "value of a block that a rank can read from a CXL pool; 0 ignores pools",
+        low=0.0,
+        high=WEIGHT_MAX,
+    )
+    moe_score_weight: float = _setting(
+        MOE_SCORE_WEIGHT,
+        "additional value of a cached block that matches the request's moe_query",
+        low=0.0,
+        high=WEIGHT_MAX,
+    )
+
+    @property
+    def reads_index(self) -> bool:
+        """Whether a router reads the index's changelog: not if overlap has no weight or is only predicted."""
+        return self.kv_events and self.kv_overlap_score_weight > 0.0
+
+
+@dataclass(frozen=True)
+class ExpectedTimeSettings:
+    """What the mode expected-time weighs."""
+
     expected_time_uncached_weight: float = _setting(
         UNCACHED_WEIGHT,
         "for expected-time: cost of evicting other blocks for uncached tokens, relative to computing them",
@@ -245,41 +453,12 @@ class Settings:
         low=0.0,
         high=WEIGHT_MAX,
     )
-    router_temperature: float = _setting(
-        0.0,
-        "0 chooses the cheapest rank; greater values choose at random, cheaper ranks more often",
-        low=0.0,
-        high=WEIGHT_MAX,
-    )
-    encoder_cuda_to_cpu_ratio: float = _setting(
-        CUDA_TO_CPU_RATIO,
-        "for device-aware-weighted: throughput of a worker on another device, relative to one on a CPU",
-        low=0.001,
-        high=WEIGHT_MAX,
-    )
-    kv_events: bool = _setting(
-        True, "learn what ranks hold from their events; off predicts it from this router's own choices"
-    )
-    router_ttl_s: float = _setting(
-        120.0, "with kv_events off: how long a routed prompt is assumed to be cached", low=0.01, high=86_400.0
-    )
-    router_predicted_ttl_s: float = _setting(
-        0.0,
-        "with kv_events on: how long a routed prompt is assumed to be cached, until its events arrive; 0 disables this",
-        low=0.0,
-        high=86_400.0,
-    )
-    router_replica_sync: bool = _setting(True, "share bookings with other routers")
-    track_active_blocks: bool = _setting(True, "include blocks in use in the cost; off for workers that only prefill")
-    active_decode_blocks_threshold: float = _setting(
-        0.0,
-        "a rank with a greater share of its blocks in use is busy and gets no requests; 0 disables this",
-        low=0.0,
-        high=100.0,
-    )
-    active_prefill_tokens_threshold: int = _setting(
-        0, "a rank with more tokens still to prefill is busy and gets no requests; 0 disables this", low=0
-    )
+
+
+@dataclass(frozen=True)
+class QueueSettings:
+    """Requests that wait in a router."""
+
     router_queue_policy: QueuePolicy = _setting(
         QueuePolicy.ARRIVAL_PLUS_PREFILL, f"order of waiting requests: {', '.join(QueuePolicy)}"
     )
@@ -303,61 +482,12 @@ class Settings:
     router_queue_bytes_max: int = _setting(
         64 * 1024 * 1024, "most bytes of memory that waiting requests may use, by an estimate", low=65_536
     )
-    router_min_initial_workers: int = _setting(
-        0, "a starting router is not ready until this many workers are registered", low=0, high=1_000_000
-    )
-    router_session_affinity_ttl_s: float = _setting(
-        0.0,
-        "a session stays on its rank until it has been idle for this long; 0 disables this",
-        low=0.0,
-        high=31_536_000.0,
-    )
-    router_avoid_s: float = _setting(
-        5.0,
-        "how long routers avoid a worker after PUT /workers/{id}/avoid, which fronts call when an engine fails; at "
-        "most a third of a model's ranks is avoided at a time; 0 disables this",
-        low=0.0,
-        high=600.0,
-    )
-    router_event_threads: int = _setting(4, "threads of a router that read topics", low=1, high=64)
-    router_seed: int = _setting(0, "seed of the router's random generator; 0 takes one from the system", low=0)
-    tier_weights: tuple[float, ...] = _setting(
-        (1.0, 0.75, 0.25, 0.0), "value of a cached block on device, host, disk and external storage"
-    )
-    cxl_score_weight: float = _setting(
-        CXL_SCORE_WEIGHT,
-        "value of a block that a rank can read from a CXL pool; 0 ignores pools",
-        low=0.0,
-        high=WEIGHT_MAX,
-    )
-    moe_score_weight: float = _setting(
-        MOE_SCORE_WEIGHT,
-        "additional value of a cached block that matches the request's moe_query",
-        low=0.0,
-        high=WEIGHT_MAX,
-    )
-    booking_ttl_s: float = _setting(
-        600.0, "a booking that is not freed ends after this time", low=1.0, high=30 * 86_400.0
-    )
-    request_tokens_max: int = _setting(1_048_576, "most tokens that a request may have", low=1)
-    body_bytes_max: int = _setting(16 * 1024 * 1024, "most bytes that an HTTP body may have", low=1024)
-    bodies_bytes_max: int = _setting(
-        128 * 1024 * 1024, "most bytes of HTTP bodies over 64 KiB that are read at the same time", low=65_536
-    )
-    first_request_timeout_s: float = _setting(
-        10.0, "time within which a new connection must send a request with all its headers", low=0.1, high=3600.0
-    )
-    body_timeout_s: float = _setting(10.0, "time within which an HTTP body must arrive", low=0.1, high=3600.0)
-    connections_max: int = _setting(4096, "most HTTP connections that are open at the same time", low=1)
-    drain_notice_s: float = _setting(
-        0.0,
-        "a stopping router answers for this long after /ready has said so, so that load balancers notice",
-        low=0.0,
-        high=3600.0,
-    )
-    drain_timeout_s: float = _setting(
-        10.0, "a stopping router finishes its requests and sends its records within this time", low=0.1, high=3600.0
-    )
+
+
+@dataclass(frozen=True)
+class FrontSettings:
+    """A front between clients and engines."""
+
     front_requests_max: int = _setting(4096, "most requests that a front serves at the same time", low=1)
     front_attempts_max: int = _setting(
         3, "engines that a front sends one request to, if those before fail before their first token", low=1, high=64
@@ -427,56 +557,24 @@ class Settings:
         "memory for the tokens of parts that prompts share, of the front and these processes, in MiB",
         low=0,
     )
-    stale_after_ms: int = _setting(
-        3000, "answers are degraded if a partition's owner has been silent for longer than this", low=100
-    )
-    behind_after_ms: int = _setting(
-        750, "answers are degraded if a partition's owner lags behind its events by more than this", low=10
-    )
-    session_timeout_s: float = _setting(
-        6.0, "a Faust worker that is silent for this long loses its partitions", low=1.0, high=1800.0
-    )
-    transaction_timeout_ms: int = _setting(10_000, "Kafka aborts a transaction that stays open for longer", low=1000)
-    batch_records_max: int = _setting(500, "most source records in one transaction", low=1)
-    queue_records_high: int = _setting(
-        4096, "records that may wait for one partition before its source is paused", low=1
-    )
-    queue_bytes_high: int = _setting(
-        64 * 1024 * 1024, "bytes of records that may wait for one partition before its source is paused", low=1
-    )
-    rocksdb_cache_mb: int = _setting(8, "size of the block cache of one partition's RocksDB, in MiB", low=1)
-    worker_grace_s: float = _setting(
-        300.0,
-        "a worker that stays silent for this long after its lease has expired is removed",
-        low=1.0,
-        high=30 * 86_400.0,
-    )
-    clear_degraded_after_s: float = _setting(
-        0.0, "clear a rank that has been degraded for this long; 0 never does", low=0.0, high=30 * 86_400.0
-    )
-    retention_ms: int = _setting(3_600_000, "retention of kv-events and cxl-events", low=60_000)
-    cxl_evicted_ttl_s: float = _setting(
-        3600.0, "how long metadata of a block evicted from a CXL pool are kept", low=1.0, high=30 * 86_400.0
-    )
-    schema_ids: dict[str, int] = field(
-        default_factory=dict,
-        metadata={"help": "ids that a Confluent schema registry gave our schemas, for example kv-events=12"},
-    )
+
+
+@dataclass(frozen=True)
+class BridgeSettings:
+    """A bridge between engines and Kafka."""
+
     bridge_lease_s: float = _setting(
         6.0, "a bridge that is silent for this long loses its engines to another bridge", low=0.3, high=600.0
     )
     metrics_interval_s: float = _setting(
         1.0, "interval at which a bridge reads each engine's Prometheus metrics; 0 disables this", low=0.0, high=180.0
     )
-    router_reset_states: bool = _setting(
-        False,
-        "empty the scope's index, loads and events at start; refused while another process of the scope is running",
-    )
-    router_reset_force: bool = _setting(False, "reset even if another process of the scope is running")
-    tracing: bool = _setting(
-        False,
-        "send an OpenTelemetry trace of every decision by OTLP; needs kvstreams[otel]; OTEL_* variables configure it",
-    )
+
+
+@dataclass(frozen=True)
+class DecisionLogSettings:
+    """What a router records of its decisions."""
+
     decision_log: bool = _setting(
         False, "record every decision with its terms on the topic router-decisions (docs/decisions.md)"
     )
@@ -489,23 +587,42 @@ class Settings:
     decision_log_candidates: int = _setting(
         4, "how many of the cheapest ranks are recorded with their terms, in addition to the chosen one", low=0, high=64
     )
-    decision_log_retention_ms: int = _setting(86_400_000, "retention of router-decisions", low=60_000)
-    decision_log_bytes_max: int = _setting(
-        2 * 1024 * 1024 * 1024,
-        "most bytes of router-decisions before the oldest are deleted, all partitions together, without replicas",
-        low=1024 * 1024 * 1024 // 16,
-    )
     decision_log_salt: str = _secret(
         "secret with which families of prompts are hashed in the decision log, the same for all routers of a scope; "
         "without it, the scope's name is used"
     )
-    router_realtime: bool = _setting(
+
+
+@dataclass(frozen=True)
+class LogSettings:
+    """What a process writes about itself."""
+
+    tracing: bool = _setting(
         False,
-        "let the threads of a router run before those of ordinary processes, so that answers do not wait while others "
-        "use all processors; needs CAP_SYS_NICE (docs/http.md)",
+        "send an OpenTelemetry trace of every decision by OTLP; needs kvstreams[otel]; OTEL_* variables configure it",
     )
     log_level: str = _setting("info", "debug, info, warning or error")
     log_json: bool = _setting(False, "write logs as JSON, one object per line")
+
+
+# Fields come in the reverse order of the bases.
+@dataclass(frozen=True)
+class Settings(
+    LogSettings,
+    DecisionLogSettings,
+    BridgeSettings,
+    FrontSettings,
+    QueueSettings,
+    ExpectedTimeSettings,
+    RoutingSettings,
+    ProcessSettings,
+    HttpSettings,
+    AccessSettings,
+    WorkerSettings,
+    TableSettings,
+    ScopeSettings,
+):
+    """All groups in one. `kvstreams config` and `--help` print each field's help."""
 
     def __post_init__(self) -> None:
         for setting in fields(self):
@@ -531,15 +648,6 @@ class Settings:
             )
 
     @property
-    def reads_index(self) -> bool:
-        """Whether a router reads the index's changelog: not if overlap has no weight or is only predicted."""
-        return self.kv_events and self.kv_overlap_score_weight > 0.0
-
-    def block_size_of(self, model: str) -> int:
-        """Tokens per KV block of a model. Each model has one block size within a scope."""
-        return self.model_block_sizes.get(model, self.block_size)
-
-    @property
     def faust_arguments(self) -> list[str]:
         """Arguments of the Python interpreter that run a Faust worker, whose settings come from `as_environ`.
 
@@ -547,11 +655,6 @@ class Settings:
         """
         level = "warn" if self.log_level == "warning" else self.log_level
         return ["-m", "faust", "--quiet", "-A", "streams", "worker", "--loglevel", level]
-
-    @property
-    def app_id(self) -> str:
-        """Faust's app id, which names the consumer group and the changelogs."""
-        return f"{self.topic_prefix}kvstreams"
 
 
 #: Settings whose values are never shown.
@@ -564,7 +667,7 @@ def shown_value(settings: Settings, name: str) -> str:
     return MASKED if name in SECRETS and value else str(value)
 
 
-def tables_path(settings: Settings) -> Path:
+def tables_path(settings: TableSettings) -> Path:
     """Folder of the tables' local copies, with one folder per partition."""
     return Path(settings.data_dir) / "tables"
 

@@ -22,7 +22,7 @@ from confluent_kafka import IsolationLevel, KafkaException, TopicCollection, Top
 from confluent_kafka.admin import AdminClient, OffsetSpec  # type: ignore[attr-defined]
 
 from streams.kafka import admin
-from streams.settings import Settings
+from streams.settings import ScopeSettings
 from streams.tables.applied_until import SourceOffset
 from streams.topics import TopicSpec
 
@@ -81,7 +81,7 @@ class TopicWatch:
 
     def __init__(
         self,
-        settings: Settings,
+        settings: ScopeSettings,
         topics: Sequence[TopicSpec],
         with_ends: Sequence[TopicSpec],
         on_reading: Callable[[TopicReading], None],

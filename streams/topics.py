@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from streams.core.engine_metrics import METRICS_TTL_MS_MAX
-from streams.settings import Settings
+from streams.settings import TopicSettings
 
-#: Settings that make compaction run soon. Kafka's defaults (segments of 1 GiB, 7 days, half of the log dirty)
+#: TopicSettings that make compaction run soon. Kafka's defaults (segments of 1 GiB, 7 days, half of the log dirty)
 #: would leave hours of superseded records, which every starting reader has to read: for one hour at full rate, 85 GB
 #: and 18 minutes.
 _COMPACTED = {
@@ -100,7 +100,7 @@ class Topics:
         )
 
 
-def topics(settings: Settings) -> Topics:
+def topics(settings: TopicSettings) -> Topics:
     """The topics of the scope that the settings describe."""
 
     def spec(name: str, key: str, schema: str | None, config: Mapping[str, str]) -> TopicSpec:

@@ -45,7 +45,7 @@ from streams.frontend.requests import Kind
 from streams.frontend.resuming import StreamRelay, figures_of, resumed_request
 from streams.frontend.spans import Spans
 from streams.frontend.tokenizing import Tokenizing
-from streams.settings import Settings
+from streams.settings import FrontSettings
 
 if TYPE_CHECKING:
     from streams.frontend.proxy import Exchange
@@ -106,7 +106,7 @@ class Mover:
 
     def __init__(
         self,
-        settings: Settings,
+        settings: FrontSettings,
         tokenizing: Tokenizing,
         fleet: Fleet,
         counts: FrontCounts,

@@ -41,7 +41,7 @@ from streams.frontend.disaggregation import (
 from streams.frontend.fleet import Fleet
 from streams.frontend.metrics import FrontCounts
 from streams.frontend.moving import ENGINE_FAILURES
-from streams.settings import KvTransfer, Settings
+from streams.settings import FrontSettings, KvTransfer
 
 log = logging.getLogger(__name__)
 
@@ -100,7 +100,7 @@ class Prefilling:
 
     def __init__(
         self,
-        settings: Settings,
+        settings: FrontSettings,
         router: KvRouterClient,
         fleet: Fleet,
         counts: FrontCounts,

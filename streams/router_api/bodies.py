@@ -19,7 +19,7 @@ from aiohttp import web
 
 from streams.errors import InvalidRequest, Overloaded, RequestTimeout, RequestTooLarge, UnsupportedEncoding
 from streams.router_api.connections import LINGERING_S
-from streams.settings import Settings
+from streams.settings import HttpSettings
 
 #: Bodies up to this size are read even if all others together are over their limit, so that ordinary requests pass
 #: while large uploads are refused. `connections_max` limits their number.
@@ -45,7 +45,7 @@ _T = TypeVar("_T")
 class Bodies:
     """Reads bodies within the limits of the settings. bytes_held: of the counted bodies that are in memory."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: HttpSettings) -> None:
         self.bytes_held = 0
         self._timeout_s = settings.body_timeout_s
         self._body_bytes_max = settings.body_bytes_max

@@ -13,7 +13,7 @@ from streams.core.ids import HashArray, RankId, WorkerId
 from streams.core.index.interface import OverlapScores, with_predictions
 from streams.core.index.predicted_index import PredictedPrefixIndex
 from streams.core.workers import Worker
-from streams.settings import Settings
+from streams.settings import RoutingSettings
 
 _NO_RANKS: frozenset[RankId] = frozenset()
 
@@ -25,7 +25,7 @@ class Predictions:
     publish events are predicted as well.
     """
 
-    def __init__(self, settings: Settings, now_ms: Callable[[], int]) -> None:
+    def __init__(self, settings: RoutingSettings, now_ms: Callable[[], int]) -> None:
         self._now_ms = now_ms
         self._lock = threading.Lock()
         self.changes = 0

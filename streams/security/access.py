@@ -19,7 +19,7 @@ from streams.errors import Forbidden, SettingsError, Unauthorized
 from streams.security.files import Watched, read_text
 from streams.security.tls import server_context
 from streams.security.tokens import ANONYMOUS, FILE_BYTES_MAX, Grant, Right, Tokens, parse_tokens
-from streams.settings import Settings
+from streams.settings import AccessSettings
 
 log = logging.getLogger(__name__)
 
@@ -41,11 +41,11 @@ _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 class Access:
     """The tokens and certificates of one server. Files are read by `check`; requests use what was read last."""
 
-    def __init__(self, settings: Settings | None = None) -> None:
+    def __init__(self, settings: AccessSettings | None = None) -> None:
         """Without settings: no tokens and no TLS, for loopback only. Raises SettingsError for files that cannot be
         used.
         """
-        settings = settings or Settings()
+        settings = settings or AccessSettings()
         self._allows_anonymous = settings.allow_anonymous
         files = [each.strip() for each in settings.tokens_file.split(",") if each.strip()]
         if not settings.tls_certificate and (settings.tls_key or settings.tls_client_ca):

@@ -25,7 +25,7 @@ from streams.security.kafka import (
     client_secret_of,
     password_of,
 )
-from streams.settings import SaslMechanism, Settings
+from streams.settings import KafkaSettings, SaslMechanism
 
 #: A token of an OpenID provider is replaced after this share of its lifetime, as librdkafka does.
 _RENEW_AT = 0.8
@@ -37,7 +37,7 @@ TOKEN_TIMEOUT_S = 10.0
 _ANSWER_BYTES_MAX = 64 * 1024
 
 
-def faust_credentials(settings: Settings) -> Any:
+def faust_credentials(settings: KafkaSettings) -> Any:
     """The credentials of Faust's clients, or None. Raises SettingsError, which names the setting."""
     security = settings.kafka_security
     check_kafka_security(settings)
@@ -58,7 +58,7 @@ def faust_credentials(settings: Settings) -> Any:
 class FileTokens(AbstractTokenProvider):  # type: ignore[misc]  # aiokafka ships no types that mypy follows
     """Gives Faust's clients the token that a file has at the moment."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: KafkaSettings) -> None:
         self._path = settings.kafka_oauth_token_file
 
     async def token(self) -> str:
@@ -69,7 +69,7 @@ class FileTokens(AbstractTokenProvider):  # type: ignore[misc]  # aiokafka ships
 class OidcTokens(AbstractTokenProvider):  # type: ignore[misc]
     """Gives Faust's clients tokens of an OpenID provider, as librdkafka gets them for the other clients."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: KafkaSettings) -> None:
         self._settings = settings
         self._token = ""
         self._renew_at_s = 0.0  # monotonic

@@ -16,13 +16,13 @@ from typing import Any
 from streams.errors import SettingsError
 from streams.security.files import read_secret
 from streams.security.tls import reason_of
-from streams.settings import SaslMechanism, Settings
+from streams.settings import KafkaSettings, SaslMechanism
 
 #: A token that does not say when it expires is read from its file again after this time.
 UNDATED_TOKEN_S = 300.0
 
 
-def librdkafka_config(settings: Settings) -> dict[str, Any]:
+def librdkafka_config(settings: KafkaSettings) -> dict[str, Any]:
     """The security part of a client of confluent_kafka. Raises SettingsError, which names the setting."""
     security = settings.kafka_security
     check_kafka_security(settings)
@@ -43,7 +43,7 @@ def librdkafka_config(settings: Settings) -> dict[str, Any]:
     return config
 
 
-def _sasl_config(settings: Settings) -> dict[str, Any]:
+def _sasl_config(settings: KafkaSettings) -> dict[str, Any]:
     if settings.kafka_sasl_mechanism is not SaslMechanism.OAUTHBEARER:
         return {"sasl.username": settings.kafka_sasl_username, "sasl.password": password_of(settings)}
     if settings.kafka_oauth_token_file:
@@ -59,7 +59,7 @@ def _sasl_config(settings: Settings) -> dict[str, Any]:
     }
 
 
-def check_kafka_security(settings: Settings) -> None:
+def check_kafka_security(settings: KafkaSettings) -> None:
     """Raise SettingsError if settings of Kafka's security contradict each other or have no effect."""
     security = settings.kafka_security
     for name in ("kafka_tls_ca", "kafka_tls_certificate", "kafka_tls_key"):
@@ -88,27 +88,27 @@ def check_kafka_security(settings: Settings) -> None:
         _one_of(settings, "kafka_oidc_client_secret", "kafka_oidc_client_secret_file")
 
 
-def _one_of(settings: Settings, first: str, second: str) -> None:
+def _one_of(settings: KafkaSettings, first: str, second: str) -> None:
     if bool(getattr(settings, first)) == bool(getattr(settings, second)):
         found = "both are" if getattr(settings, first) else "none is"
         raise SettingsError(f"{first} or {second} must be set, and {found}", remedy="Set one of the two")
 
 
-def password_of(settings: Settings) -> str:
+def password_of(settings: KafkaSettings) -> str:
     """The password for PLAIN and SCRAM; raises SettingsError."""
     if settings.kafka_sasl_password:
         return settings.kafka_sasl_password
     return read_secret("kafka_sasl_password_file", settings.kafka_sasl_password_file)
 
 
-def client_secret_of(settings: Settings) -> str:
+def client_secret_of(settings: KafkaSettings) -> str:
     """The secret for the OpenID provider; raises SettingsError."""
     if settings.kafka_oidc_client_secret:
         return settings.kafka_oidc_client_secret
     return read_secret("kafka_oidc_client_secret_file", settings.kafka_oidc_client_secret_file)
 
 
-def client_context(settings: Settings) -> ssl.SSLContext:
+def client_context(settings: KafkaSettings) -> ssl.SSLContext:
     """The TLS context of Faust's clients; raises SettingsError, which names the setting and the file."""
     try:
         context = ssl.create_default_context(cafile=settings.kafka_tls_ca or None)

@@ -9,10 +9,10 @@ from __future__ import annotations
 import ssl
 
 from streams.errors import SettingsError
-from streams.settings import Settings
+from streams.settings import AccessSettings
 
 
-def server_context(settings: Settings) -> ssl.SSLContext:
+def server_context(settings: AccessSettings) -> ssl.SSLContext:
     """A context of the certificate, key and authorities that the settings name.
 
     Raises SettingsError, which names the setting and the file.
