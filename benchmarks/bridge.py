@@ -46,7 +46,8 @@ from streams.codec import decode_batch
 from streams.core.events import EngineEvents
 from streams.core.ids import DpRank, Incarnation, RankId, WorkerId
 from streams.engines.dialects.registry import DIALECTS
-from streams.engines.publisher import RankWriter, event_producer
+from streams.engines.rank_records import event_producer
+from streams.engines.rank_writer import RankWriter
 from streams.engines.replay import END_MARKER, SEQUENCE
 from streams.interpreter import exempt_from_collection
 from streams.kafka import admin, reader
@@ -245,7 +246,7 @@ def _per_block(machine: Machinery, samples: Samples, n_blocks: int, n_batches: i
     for number, payload in enumerate(payloads):
         decoded = decoder.decode(payload)
         writer.write(number, number, decoded.emitted_at_ms or 0, decoded.events)
-        while not writer.send():
+        while not writer.records.send():
             kafka.poll(0.01)
     called_s = time.perf_counter()
     assert kafka.flush(60.0) == 0

@@ -25,7 +25,7 @@ from confluent_kafka import KafkaError, Message
 from benchmarks.report import OURS, Samples
 from streams.engines.bridge import Bridge
 from streams.engines.connection import EventConnection
-from streams.engines.publisher import event_producer
+from streams.engines.rank_records import event_producer
 from streams.settings import Settings
 from streams.topics import topics
 

@@ -20,7 +20,7 @@ from streams.engines.feed_machine import FeedMachine, LiveBatchPublished
 from streams.engines.gap_filling import Digests
 from streams.engines.heartbeats import Heartbeats
 from streams.engines.missing_events import MissingEvents
-from streams.engines.publisher import RankWriter
+from streams.engines.rank_writer import RankWriter
 from streams.engines.replay import Batch
 from streams.engines.wiring import EngineWiring
 from streams.errors import WRONG_BLOCK_SIZE, BadRecord, KvStreamsError
@@ -226,37 +226,41 @@ class BatchPublisher:
         """
         while True:
             await self._wiring.lease_handle.allowed(self._wiring.term)
-            if self._writer.waits_for_transitions:
+            if self._writer.records.waits_for_transitions:
                 self._wiring.kafka.poll(0)  # their acknowledgements
                 self.check_deliveries()
-            if self._writer.send():
+            if self._writer.records.send():
                 self._unsent_since_s = None
                 return
             if self._unsent_since_s is None:
                 self._unsent_since_s = time.monotonic()
-            await asyncio.sleep(TRANSITION_S if self._writer.waits_for_transitions else FULL_S)
+            await asyncio.sleep(TRANSITION_S if self._writer.records.waits_for_transitions else FULL_S)
 
     @property
     def may_write_now(self) -> bool:
         """Whether a batch may be written without waiting."""
         return (
-            not self._writer.failed and self._wiring.lease_handle.is_allowed(self._wiring.term) and self._writer.send()
+            not self._writer.records.failed
+            and self._wiring.lease_handle.is_allowed(self._wiring.term)
+            and self._writer.records.send()
         )
 
     @property
     def states_live_feed(self) -> bool:
         """Whether the rank's last record says that its feed is live, and Kafka's client has all records."""
-        return self._writer.feed is FeedState.LIVE and not self._writer.has_unsent
+        return self._writer.feed is FeedState.LIVE and not self._writer.records.has_unsent
 
     async def send_unsent(self) -> None:
         """Wait until Kafka's client has all records; perhaps nothing follows for long that would send them."""
-        if self._writer.has_unsent:
+        if self._writer.records.has_unsent:
             await self.may_write()
 
     def check_deliveries(self) -> None:
         """Raise KvStreamsError if Kafka refused a record."""
-        if self._writer.failed:
-            raise KvStreamsError(f"Kafka did not take {len(self._writer.failed)} records: {self._writer.failed[0]}")
+        if self._writer.records.failed:
+            raise KvStreamsError(
+                f"Kafka did not take {len(self._writer.records.failed)} records: {self._writer.records.failed[0]}"
+            )
 
     def has_waited(self, now_s: float, longer_than_s: float) -> bool:
         """Whether a record has waited for space in Kafka's client for so long."""

@@ -27,8 +27,8 @@ from streams.engines.bridged_engine import FLUSH_TIMEOUT_S, BridgedEngine, Bridg
 from streams.engines.connection import receive_hwm, shared_context
 from streams.engines.feed_counters import RankCounters
 from streams.engines.pooled_rows import read_pooled
-from streams.engines.publisher import BUFFERED_RECORDS_MAX, event_producer
 from streams.engines.pulse import Pulse
+from streams.engines.rank_records import BUFFERED_RECORDS_MAX, event_producer
 from streams.engines.recovery import recover_workers
 from streams.engines.registry_reader import RegistryReader
 from streams.engines.shared_calls import SharedCalls

@@ -71,7 +71,7 @@ class BridgeParts:
 
     name: the bridge's. recoveries: reads the ranks of the workers of a partition. models: claims a model, or only
     checks its record if the second part of the key is False. pooled: reads the rows of the workers of a partition in
-    the agents' table of pooled blocks. counters: of every rank, which outlive their feeds. in_flight: see RankWriter.
+    the agents' table of pooled blocks. counters: of every rank, which outlive their feeds. in_flight: see RankRecords.
     epoch_of: returns a CXL pool's epoch. receive_hwm: see EngineWiring. refused: called when the block size of an
     engine's model contradicts the scope's, with the contradiction, and with None when it no longer does; raises if the
     bridge shall end. watch: of all event sockets. context: of the engines whose addresses need no lookup.

@@ -21,7 +21,7 @@ from streams.engines.continuity import mint_incarnation
 from streams.engines.evidence import evidence_over_http
 from streams.engines.feed_counters import FeedCounters
 from streams.engines.heartbeats import Heartbeats
-from streams.engines.publisher import RankWriter
+from streams.engines.rank_writer import RankWriter
 from streams.engines.recovery import RecoveredRank
 from streams.engines.restatements import Restatements
 from streams.engines.wiring import EngineWiring
@@ -83,7 +83,7 @@ class EventlessFeed:
     def passes_on(self, now_s: float) -> bool:
         """Whether Kafka takes the ranks' records, and routers know the first one of each rank; see RankFeed."""
         return all(
-            not writer.is_late(now_s) and (number not in self._replaced or writer.is_read(now_s))
+            not writer.records.is_late(now_s) and (number not in self._replaced or writer.records.is_read(now_s))
             for number, writer in enumerate(self._writers)
         )
 
@@ -95,7 +95,8 @@ class EventlessFeed:
         writer, restatements, counters = self._writers[number], self._restatements[number], self._counters[number]
         counters.resyncs_requested += 1
         if not (
-            restatements.answers(request, writer.incarnation, writer.sequence, now_s, is_proven=True) and writer.send()
+            restatements.answers(request, writer.incarnation, writer.sequence, now_s, is_proven=True)
+            and writer.records.send()
         ):
             return
         now_us = time.time_ns() // 1000

@@ -59,7 +59,7 @@ from streams.engines.gap_filling import ReplayFinding
 from streams.engines.heartbeats import Heartbeats
 from streams.engines.model_check import ModelCheck
 from streams.engines.process_start import ServedModel
-from streams.engines.publisher import RankWriter
+from streams.engines.rank_writer import RankWriter
 from streams.engines.receiving import Receiver
 from streams.engines.recovery import RecoveredRank
 from streams.engines.restating import Restater
@@ -172,7 +172,9 @@ class RankFeed:
 
         Until then they have the last record of a former feed, which may say that it is live.
         """
-        return not self._writer.is_late(now_s) and (not self._replaces_state or self._writer.is_read(now_s))
+        return not self._writer.records.is_late(now_s) and (
+            not self._replaces_state or self._writer.records.is_read(now_s)
+        )
 
     def has_waited_for_kafka(self, now_s: float, longer_than_s: float) -> bool:
         """Whether a record has waited for space in Kafka's client for so long."""
@@ -180,7 +182,7 @@ class RankFeed:
 
     async def finish(self) -> None:
         """Wait until Kafka's client has a batch that waits for its CXL transitions, at most FINISH_S."""
-        if not self._writer.waits_for_transitions:
+        if not self._writer.records.waits_for_transitions:
             return
         try:
             async with asyncio.timeout(FINISH_S):

@@ -12,7 +12,7 @@ import time
 
 from streams.core.events import FeedState
 from streams.engines.feed_counters import FeedCounters
-from streams.engines.publisher import RankWriter
+from streams.engines.rank_writer import RankWriter
 from streams.engines.turns import next_turn, share_of
 from streams.engines.wiring import EngineWiring
 
@@ -93,7 +93,7 @@ class Heartbeats:
 
     def _publish(self, lease_ms: int) -> bool:
         """Publish a heartbeat, and return True, unless a batch waits for Kafka; that shows life as well."""
-        if not self._writer.send():
+        if not self._writer.records.send():
             return False
         self._writer.heartbeat(self._wiring.lease_handle.lease.bridge, lease_ms, time.time_ns() // 1_000_000)
         self._counters.heartbeats += 1

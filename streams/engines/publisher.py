@@ -1,12 +1,7 @@
-"""Writes `kv-events` and `cxl-events`: for engines that embed it (`KvEventPublisher`), and for bridges (`RankWriter`).
+"""Publishes a rank's cache events from inside the engine's process.
 
-What lives here: the writers, which combine a rank's ledger, names, sequence numbers and producer. What must not: any
-engine's message format.
-
-A CXL transition is sent before the batch that it follows. Agents park a transition that arrives early. In the other
-order, a bridge that crashed between the two and resumed after its last batch would never publish the transition. Topics
-have different leaders, so a bridge's batch waits until Kafka has acknowledged the transition. A publisher inside an
-engine does not wait, since nobody resumes its incarnation if it crashes.
+What lives here: the publisher that an engine embeds, its lease and its answers to resync requests. What must not: any
+engine's message format, and what a record contains (rank_writer).
 """
 
 from __future__ import annotations
@@ -14,385 +9,48 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, Self
 
 import numpy as np
 import xxhash
-from confluent_kafka import KafkaError, KafkaException, Message, Producer
+from confluent_kafka import KafkaException, Producer
 
-from streams.codec import encode_batch
 from streams.core.cxl_memory import CxlMemoryMetadata
 from streams.core.events import (
     BEFORE_FIRST,
     AllBlocksCleared,
     BlocksRemoved,
     BlocksStored,
-    Body,
-    EngineBatch,
-    EngineEvents,
     FeedState,
-    Heartbeat,
     KvEvent,
     MoeLabels,
-    RestatementChunk,
     ResyncRequest,
     check_labels,
 )
 from streams.core.hashing import Tokens, hash_seed, local_hashes, salted_seed
 from streams.core.ids import U64_MASK, DpRank, EngineHash, HashArray, Incarnation, RankId, Tier, WorkerId
-from streams.cxl.events import (
-    TRANSITION_BLOCKS_MAX,
-    AddressedBlocks,
-    CxlStateChanged,
-    CxlTransition,
-    addressed,
-    state_changed,
-)
+from streams.cxl.events import state_changed
 from streams.cxl.pool_registry import PoolDirectory
-from streams.cxl.records import encode_transition
-from streams.cxl.states import stored_as
-from streams.engines.acknowledgements import Acknowledgements, tolerated_s
-from streams.engines.cxl_names import CxlNames, PooledRows, announced_states
-from streams.engines.dialects.interface import EngineEvent
+from streams.engines.cxl_names import announced_states
 from streams.engines.held_lease import HeldLease
-from streams.engines.ledger import Ledger
 from streams.engines.pooled_rows import read_pooled
-from streams.engines.restatements import Restatements, chunks
+from streams.engines.rank_records import event_producer
+from streams.engines.rank_writer import RankWriter
+from streams.engines.restatements import Restatements
 from streams.engines.stored_blocks import StoredBlock, store_events
-from streams.errors import BadRecord, BlockSizeContradicted, InvalidEvent, InvalidRequest, KvStreamsError
-from streams.kafka import partition_of, producer, require_topic, worker_key
+from streams.errors import BlockSizeContradicted, InvalidEvent, InvalidRequest, KvStreamsError
+from streams.kafka import partition_of, require_topic
 from streams.model_registry import claim_model, writer_name
 from streams.settings import Settings
-from streams.topics import EVENT_BYTES_MAX, topics
+from streams.topics import topics
 from streams.warming import HASHING, warm
 
 log = logging.getLogger(__name__)
 
 #: How long a publisher waits for space in the client's queue, and a flush for the broker.
 PUBLISH_TIMEOUT_S = 30.0
-
-#: Records, and their kilobytes, that wait in the client of one process until Kafka takes them. While this buffer is
-#: full, a bridge takes no further batches from its engines' sockets.
-BUFFERED_RECORDS_MAX = 100_000
-BUFFERED_KBYTES_MAX = 256 * 1024
-
-
-#: How long the client waits for further records of a partition before it sends one. Each request costs it and the
-#: broker about 0.1 ms of processor time, whatever it contains. With 4,000 batches per second over 8 partitions and the
-#: usual 2 ms, nearly each batch would be a request of its own.
-LINGER_MS = 5
-
-
-def event_producer(settings: Settings) -> Producer:
-    """Return a producer of events. It never drops a record, since only the engine could fill the gap.
-
-    While Kafka is slower than the engines, its queue fills, up to the limits above. `RankWriter.send` then returns
-    False, and the writer keeps the records of the batch that did not fit.
-    """
-    limits = {
-        "queue.buffering.max.messages": BUFFERED_RECORDS_MAX,
-        "queue.buffering.max.kbytes": BUFFERED_KBYTES_MAX,
-        "linger.ms": LINGER_MS,
-    }
-    return producer(settings, **{"message.timeout.ms": 0, **limits})
-
-
-def no_pools(pool_id: str) -> int:  # noqa: ARG001 - the signature is that of every `epoch_of`
-    """Return epoch 0, which is before that of any registered pool; for writers that do not read the registry."""
-    return 0
-
-
-class RankWriter:
-    """Writes one rank's batches in the order given. Owner of that rank's ledger and of its names in CXL pools."""
-
-    def __init__(
-        self,
-        settings: Settings,
-        kafka: Producer,
-        rank: RankId,
-        model: str,
-        incarnation: Incarnation,
-        counts_copies: bool,
-        epoch_of: Callable[[str], int] = no_pools,
-        in_flight: Counter[WorkerId] | None = None,
-        *,
-        may_resume: bool = False,
-    ) -> None:
-        """epoch_of: returns the epoch of a CXL pool from the registry.
-
-        in_flight: counts each worker's records that Kafka has neither acknowledged nor refused, for several writers.
-        may_resume: the incarnation may go on after this writer, so that its batches wait for their transitions.
-        """
-        self._may_resume = may_resume
-        self._transitions_sent = 0  # those that Kafka has neither acknowledged nor refused
-        self._in_flight = Counter[WorkerId]() if in_flight is None else in_flight
-        self._topic = topics(settings).kv_events.name
-        self._cxl_topic = topics(settings).cxl_events.name
-        self._epoch_of = epoch_of
-        self._kafka = kafka
-        self._block_size = settings.block_size_of(model)
-        self._counts_copies = counts_copies
-        self.rank = rank
-        self.model = model
-        self.incarnation = incarnation
-        self.ledger = Ledger(counts_copies)
-        self.names = CxlNames()
-        #: The last batch published in this incarnation, and the digest of its payload.
-        self.sequence = BEFORE_FIRST
-        self.digest = 0
-        #: State of the rank's feed, which every record states; and the state that the last record stated.
-        self.feed = FeedState.LIVE
-        self.feed_shown: FeedState | None = None
-        #: Blocks for which no transition was published, since neither ledger nor pool names contain their engine hash.
-        self.unknown_names = 0
-        self.published = 0
-        self.delivered = 0
-        self.failed: list[str] = []
-        self._key = worker_key(rank.worker_id)
-        # Records of the last batch that the client had no space for, or that wait for its transitions.
-        self._unsent: deque[tuple[str, bytes]] = deque()
-        self._tolerated_s = tolerated_s(settings)
-        self._acknowledgements = {topic: Acknowledgements() for topic in (self._topic, self._cxl_topic)}
-        self._on_delivery_of = {topic: partial(self._on_delivery, topic) for topic in self._acknowledgements}
-        #: If a caller sets a list here, the offsets in `cxl-events` of all later transitions are appended to it.
-        self.transitions_at: list[int] | None = None
-
-    def write(
-        self,
-        sequence: int,
-        digest: int,
-        emitted_at_ms: int,
-        events: Iterable[EngineEvent],
-        n_unindexed: int = 0,
-        *,
-        is_incomplete: bool = False,
-    ) -> None:
-        """Publish one batch. A batch that changes nothing is published as well, so that its number is not missing.
-
-        is_incomplete: whether events of the batch are lost that could matter.
-        Raises BadRecord if an event has invalid CXL metadata, and for a batch that is too large. Its number is on Kafka
-        even then: in an incomplete batch with the other events, and in one without events.
-        """
-        changes: list[KvEvent] = []
-        was_early, was_left_out = self.ledger.removed_early, self.ledger.left_out
-        refused: BadRecord | None = None
-        for event in events:
-            try:
-                states = announced_states(event)
-                if not isinstance(event, CxlStateChanged):
-                    changes += self.ledger.apply(event, may_wait=True)
-                for changed in states:
-                    self._change(changed, sequence, emitted_at_ms)
-            except BadRecord as exc:
-                refused = refused or exc
-        changes += self.ledger.end_batch()
-        n_unindexed = self.ledger.count_unindexed(n_unindexed, was_left_out)
-        if is_incomplete or refused:
-            self.ledger.lost_events()
-        if self.ledger.removed_early and not was_early:
-            log.info(
-                "rank %s is approximate from batch %d on: the engine may hold further copies of a removed block",
-                self.rank,
-                sequence,
-            )
-        n_unindexed += self.ledger.removed_early
-        body = EngineEvents(tuple(changes))
-        try:
-            self._send(sequence, digest, emitted_at_ms, body, n_unindexed, is_incomplete or refused is not None)
-        except BadRecord as exc:  # too large; the ledger has its events, so a restatement contains them
-            refused = exc
-            self._send(sequence, digest, emitted_at_ms, EngineEvents(()), n_unindexed, is_incomplete=True)
-        self.sequence, self.digest = sequence, digest
-        if refused is not None:
-            raise refused
-
-    def count_copies(self, counts_copies: bool) -> None:
-        """Change whether the rank's ledger counts copies, once it is known what kind of engine it is."""
-        self._counts_copies = counts_copies
-        self.ledger.count_copies(counts_copies)
-
-    def change_state(self, changed: CxlStateChanged, emitted_at_ms: int) -> list[int]:
-        """Publish that blocks enter a state of CXL memory after the last batch.
-
-        Returns the engine hashes that name no block; the transition is published for all others.
-        """
-        return self._change(changed, self.sequence, emitted_at_ms)
-
-    def _change(self, changed: CxlStateChanged, follows: int, emitted_at_ms: int) -> list[int]:
-        blocks, unknown = self.names.resolve(changed, self.ledger)
-        self.unknown_names += len(unknown)
-        for first in range(0, len(blocks), TRANSITION_BLOCKS_MAX):
-            self._send_transition(changed, blocks[first : first + TRANSITION_BLOCKS_MAX], follows, emitted_at_ms)
-        return unknown
-
-    def _send_transition(
-        self, changed: CxlStateChanged, blocks: AddressedBlocks, follows: int, emitted_at_ms: int
-    ) -> None:
-        transition = CxlTransition(
-            rank=self.rank,
-            model=self.model,
-            incarnation=self.incarnation,
-            follows=follows,
-            event_id=changed.event_id,
-            state=changed.state,
-            pool_id=changed.pool_id,
-            pool_epoch=0 if changed.pool_id is None else self._epoch_of(changed.pool_id),
-            accessible_workers=changed.accessible_workers,
-            emitted_at_ms=emitted_at_ms,
-            blocks=blocks,
-        )
-        self._produce(self._cxl_topic, encode_transition(transition))
-
-    def restate_placements(self, rows: PooledRows, emitted_at_ms: int) -> int:
-        """Publish where blocks are in CXL memory, for those that the agents' table lacks; return their number.
-
-        rows: the rank's rows in that table. They are gone after a reset of the scope, and a restatement has only the
-        blocks that the rank holds itself. A transition that the agents have not applied yet is published twice, which
-        changes nothing.
-        """
-        missing = self.names.missing(rows, self.incarnation)
-        for metadata, named in missing.items():
-            blocks = addressed(named)
-            for state in stored_as(metadata.state):
-                changed = CxlStateChanged(0, blocks.engine, state, metadata.pool_id, metadata.accessible_workers)
-                for first in range(0, len(blocks), TRANSITION_BLOCKS_MAX):
-                    piece = blocks[first : first + TRANSITION_BLOCKS_MAX]
-                    self._send_transition(changed, piece, self.sequence, emitted_at_ms)
-        return sum(map(len, missing.values()))
-
-    def restatement(self, restatement_id: int) -> list[RestatementChunk]:
-        """Return the whole ledger, complete to the last batch, in chunks.
-
-        This takes about a second for 100,000 blocks, so call it on a thread. Until all chunks are sent, nothing but
-        heartbeats may be written.
-        """
-        runs = self.ledger.restated(self.names.placements())
-        return chunks(runs, restatement_id, exact=self.ledger.complete)
-
-    def send_chunk(self, chunk: RestatementChunk, emitted_at_ms: int) -> None:
-        """Publish one chunk of a restatement of the last batch."""
-        self._send(self.sequence, self.digest, emitted_at_ms, chunk, int(self.ledger.may_lack_blocks))
-
-    def heartbeat(self, bridge: str, lease_ms: int, emitted_at_ms: int) -> None:
-        """Publish that this rank is being fed, with the number of its last batch, so that a lost last batch is noticed.
-
-        bridge: the bridge's name, shown to people. lease_ms: for how long the heartbeat is valid.
-        """
-        self._send(self.sequence, self.digest, emitted_at_ms, Heartbeat(bridge, lease_ms), 0)
-
-    def _send(
-        self,
-        sequence: int,
-        digest: int,
-        emitted_at_ms: int,
-        body: Body,
-        n_unindexed: int,
-        is_incomplete: bool = False,
-    ) -> None:
-        value = encode_batch(
-            EngineBatch(
-                rank=self.rank,
-                model=self.model,
-                block_size=self._block_size,
-                incarnation=self.incarnation,
-                sequence=sequence,
-                digest=digest,
-                emitted_at_ms=emitted_at_ms,
-                body=body,
-                n_unindexed=n_unindexed,
-                incomplete=is_incomplete,
-                feed=self.feed,
-            )
-        )
-        if len(value) > EVENT_BYTES_MAX:
-            raise BadRecord("too_large", f"batch {sequence} of rank {self.rank} has {len(value)} bytes")
-        self._produce(self._topic, value)
-        self.feed_shown = self.feed
-        self.published += 1
-
-    def _produce(self, topic: str, value: bytes) -> None:
-        self._unsent.append((topic, value))
-        self._acknowledgements[topic].written(time.monotonic())
-        self.send()
-
-    def send(self) -> bool:
-        """Hand the records that wait to Kafka's client; return whether none waits any more.
-
-        Call it before a batch, and write no batch while it returns False: the number of records that wait is limited
-        only in that way.
-        """
-        waiting = self._unsent
-        try:
-            while waiting:
-                topic, value = waiting[0]
-                if topic == self._topic and self.waits_for_transitions:
-                    return False
-                self._kafka.produce(topic, key=self._key, value=value, on_delivery=self._on_delivery_of[topic])
-                waiting.popleft()
-                self._transitions_sent += topic == self._cxl_topic
-                self._in_flight[self.rank.worker_id] += 1
-        except BufferError:
-            return False
-        return True
-
-    @property
-    def waits_for_transitions(self) -> bool:
-        """Whether no batch may be sent now, because Kafka has not acknowledged a transition, or has refused one."""
-        return self._may_resume and (self._transitions_sent > 0 or bool(self.failed))
-
-    @property
-    def has_unsent(self) -> bool:
-        """Whether records wait for space in Kafka's client, or for transitions."""
-        return bool(self._unsent)
-
-    def send_within(self, timeout_s: float) -> None:
-        """Block until no record waits. Raises KvStreamsError after the timeout; the records are kept."""
-        deadline = time.monotonic() + timeout_s
-        while not self.send():
-            if time.monotonic() > deadline:
-                raise KvStreamsError(f"Kafka took no event for {timeout_s:g} s")
-            self._kafka.poll(0.05)
-        self._kafka.poll(0)
-
-    def begin_incarnation(self, incarnation: Incarnation) -> None:
-        """Start over with an empty ledger, in this incarnation or a greater one."""
-        self.incarnation = incarnation
-        self.resume(BEFORE_FIRST, 0, Ledger(self._counts_copies))
-
-    def resume(self, sequence: int, digest: int, ledger: Ledger, names: CxlNames | None = None) -> None:
-        """Continue this incarnation after a batch, with the ledger as of that batch and the names of pooled blocks."""
-        self.sequence, self.digest, self.ledger = sequence, digest, ledger
-        self.names = names or CxlNames()
-        self.failed.clear()
-        while self._unsent:
-            topic, _ = self._unsent.pop()
-            self._acknowledgements[topic].withdrawn()
-
-    def is_late(self, now_s: float) -> bool:
-        """Whether Kafka has not taken a record for longer than an exact answer may lag behind the log."""
-        return any(each.are_late(now_s, self._tolerated_s) for each in self._acknowledgements.values())
-
-    def is_read(self, now_s: float) -> bool:
-        """Whether this writer's first record has been read by each router whose answers may be exact."""
-        return self._acknowledgements[self._topic].is_first_read(now_s, self._tolerated_s)
-
-    def _on_delivery(self, topic: str, error: KafkaError | None, message: Message) -> None:
-        self._acknowledgements[topic].ended(time.monotonic(), acknowledged=error is None)
-        self._transitions_sent -= topic == self._cxl_topic
-        worker_id = self.rank.worker_id
-        self._in_flight[worker_id] -= 1
-        if not self._in_flight[worker_id]:
-            del self._in_flight[worker_id]
-        if error is None:
-            self.delivered += 1
-            if self.transitions_at is not None and topic == self._cxl_topic:
-                self.transitions_at.append(message.offset() or 0)
-        else:
-            self.failed.append(error.str())
 
 
 class KvEventPublisher:
@@ -544,13 +202,13 @@ class KvEventPublisher:
         with self._lock:
             self._make_room()
             sequence = self._write(events)
-            self._writer.send_within(PUBLISH_TIMEOUT_S)
+            self._writer.records.send_within(PUBLISH_TIMEOUT_S)
         return sequence
 
     def _make_room(self) -> None:
         """Wait until no earlier record waits. If that fails, what was to be written now is lost."""
         try:
-            self._writer.send_within(PUBLISH_TIMEOUT_S)
+            self._writer.records.send_within(PUBLISH_TIMEOUT_S)
         except (KvStreamsError, KafkaException):
             self._lost = True
             self._writer.ledger.lost_events()
@@ -595,7 +253,7 @@ class KvEventPublisher:
         with self._lock:
             self._make_room()
             unknown = self._writer.change_state(changed, time.time_ns() // 1_000_000)
-            self._writer.send_within(PUBLISH_TIMEOUT_S)
+            self._writer.records.send_within(PUBLISH_TIMEOUT_S)
         if unknown:
             raise InvalidEvent(
                 f"{len(unknown)} of {len(block_hashes)} hashes name no block that this rank holds or has in a pool",
@@ -623,7 +281,7 @@ class KvEventPublisher:
     def _heartbeat(self, bridge: str, lease_ms: int) -> None:
         """Publish a heartbeat, unless the last batch still waits for space."""
         with self._lock:
-            if self._writer.send():
+            if self._writer.records.send():
                 self._write_loss()
                 self._writer.heartbeat(bridge, lease_ms, time.time_ns() // 1_000_000)
             self._kafka.poll(0)
@@ -640,7 +298,7 @@ class KvEventPublisher:
                 return
             for piece in writer.restatement(now_ns // 1000):
                 writer.send_chunk(piece, now_ns // 1_000_000)
-                writer.send_within(PUBLISH_TIMEOUT_S)
+                writer.records.send_within(PUBLISH_TIMEOUT_S)
             self._restatements.sent(writer.sequence, time.monotonic())
             log.info("rank %s: restated to batch %d: %s", writer.rank, writer.sequence, request.reason)
             has_names = len(writer.names) > 0
@@ -649,19 +307,20 @@ class KvEventPublisher:
             rows = read_pooled(self._settings, partition_of(worker_id, self._settings.partitions), [worker_id])
             with self._lock:
                 writer.restate_placements(rows[worker_id].get(writer.rank, {}), time.time_ns() // 1_000_000)
-                writer.send_within(PUBLISH_TIMEOUT_S)
+                writer.records.send_within(PUBLISH_TIMEOUT_S)
 
     def flush(self, timeout_s: float = PUBLISH_TIMEOUT_S) -> None:
         """Wait until the broker has acknowledged everything. Raises KvStreamsError if it has not within the timeout."""
         with self._lock:
-            self._writer.send_within(timeout_s)
+            self._writer.records.send_within(timeout_s)
             self._write_loss()
-            self._writer.send_within(timeout_s)
+            self._writer.records.send_within(timeout_s)
         left = self._kafka.flush(timeout_s)
-        if left or self._writer.failed:
-            why = self._writer.failed[0] if self._writer.failed else "no answer"
+        failed = self._writer.records.failed
+        if left or failed:
+            why = failed[0] if failed else "no answer"
             raise KvStreamsError(
-                f"{left + len(self._writer.failed)} batches were not acknowledged by Kafka at {self._address}: {why}",
+                f"{left + len(failed)} batches were not acknowledged by Kafka at {self._address}: {why}",
                 remedy="Queued batches are sent when the broker answers, unless this process ends before that",
             )
 
@@ -685,6 +344,6 @@ def _end_former_incarnation(
     writer = RankWriter(replace(settings, model_block_sizes=sizes), kafka, rank, model, incarnation, False)
     writer.feed = FeedState.UNPROVEN  # the engine may run, and nothing is known of its cache
     writer.write(BEFORE_FIRST, 0, time.time_ns() // 1_000_000, ())
-    writer.send_within(PUBLISH_TIMEOUT_S)
+    writer.records.send_within(PUBLISH_TIMEOUT_S)
     if kafka.flush(PUBLISH_TIMEOUT_S):
         log.warning("rank %s: Kafka did not take the end of its former incarnation", rank)

@@ -19,7 +19,7 @@ from streams.core.ids import RankId
 from streams.engines.batch_publishing import BatchPublisher
 from streams.engines.cxl_names import PooledRows
 from streams.engines.feed_counters import FeedCounters
-from streams.engines.publisher import RankWriter
+from streams.engines.rank_writer import RankWriter
 from streams.engines.restatements import Restatements
 from streams.engines.wiring import EngineWiring
 from streams.errors import KvStreamsError

@@ -15,7 +15,9 @@ from streams.core.cxl_memory import CxlMemoryState
 from streams.core.ids import RankId
 from streams.cxl.events import CxlStateChanged
 from streams.cxl.pool_registry import PoolDirectory
-from streams.engines.publisher import PUBLISH_TIMEOUT_S, RankWriter, event_producer
+from streams.engines.publisher import PUBLISH_TIMEOUT_S
+from streams.engines.rank_records import event_producer
+from streams.engines.rank_writer import RankWriter
 from streams.engines.recovery import recover_ranks
 from streams.engines.verdicts import TransitionVerdict, VerdictWatch
 from streams.errors import KvStreamsError, UnknownId
@@ -63,11 +65,13 @@ def send_transition(
         writer = RankWriter(settings, kafka, rank, model, recovered.incarnation, False, pools.epoch_of)
         writer.resume(recovered.sequence, recovered.digest, recovered.ledger, recovered.names)
         sent_at: list[int] = []
-        writer.transitions_at = sent_at
+        writer.records.transitions_at = sent_at
         unknown = writer.change_state(changed, time.time_ns() // 1_000_000)
-        writer.send_within(PUBLISH_TIMEOUT_S)
-        if kafka.flush(PUBLISH_TIMEOUT_S) or writer.failed:
-            raise KvStreamsError(f"Kafka did not take the record: {writer.failed[0] if writer.failed else 'no answer'}")
+        writer.records.send_within(PUBLISH_TIMEOUT_S)
+        if kafka.flush(PUBLISH_TIMEOUT_S) or writer.records.failed:
+            raise KvStreamsError(
+                f"Kafka did not take the record: {writer.records.failed[0] if writer.records.failed else 'no answer'}"
+            )
         if watch is None or wait_s is None or not sent_at:
             return SentTransition(unknown, None)
         return SentTransition(unknown, watch.verdict(sent_at, wait_s))

@@ -43,7 +43,7 @@ class EngineWiring:
     on_page_block_size: takes the size of the engine's blocks from its metrics page, None if the page has none.
     on_stored_block_size: takes it from an event that stores blocks. It is called with None when a rank begins another
     incarnation. receive_hwm: returns how many batches may wait in one rank's socket. read_pooled: reads a worker's rows
-    from the agents' table of pooled blocks, by rank. in_flight: see RankWriter. watch: of all event sockets.
+    from the agents' table of pooled blocks, by rank. in_flight: see RankRecords. watch: of all event sockets.
     is_late: whether events of the engine may be late before they reach the sockets, at a monotonic time.
     """
 

@@ -18,7 +18,7 @@ from streams.core.ids import DpRank, Incarnation, RankId, WorkerId
 from streams.engines.dead_letters import of_payload
 from streams.engines.dialects.interface import UnusableEvent, undecodable
 from streams.engines.dialects.registry import DIALECTS
-from streams.engines.publisher import RankWriter
+from streams.engines.rank_writer import RankWriter
 from streams.errors import BadRecord, UnknownParent
 from streams.settings import Settings
 from streams.topics import topics

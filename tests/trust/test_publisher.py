@@ -114,7 +114,7 @@ def test_a_publisher_heals_a_batch_that_was_lost(fleet: TrustFleet, monkeypatch:
     register(fleet, worker_id, model)
     with KvEventPublisher(fleet.stack.settings, worker_id, model, lease_s=2.0) as publisher:
         publisher.stored_blocks(blocks()[:1])
-        send, lost = publisher._writer._kafka, []
+        send, lost = publisher._writer.records._kafka, []
 
         class Losing:
             """Loses the next batch."""
@@ -125,10 +125,10 @@ def test_a_publisher_heals_a_batch_that_was_lost(fleet: TrustFleet, monkeypatch:
             def __getattr__(self, name: str) -> object:
                 return getattr(send, name)
 
-        monkeypatch.setattr(publisher._writer, "_kafka", Losing())
+        monkeypatch.setattr(publisher._writer.records, "_kafka", Losing())
         with publisher._lock:
             publisher.stored_blocks(blocks()[1:3], 1)
-            monkeypatch.setattr(publisher._writer, "_kafka", send)
+            monkeypatch.setattr(publisher._writer.records, "_kafka", send)
         assert len(lost) == 1
         publisher.stored_blocks(blocks()[3:], 3)
         fleet.wait_exact(model, PROMPT, N_BLOCKS)

@@ -11,7 +11,8 @@ from urllib.request import Request, urlopen
 import msgpack
 import pytest
 
-from streams.engines.publisher import KvEventPublisher, event_producer
+from streams.engines.publisher import KvEventPublisher
+from streams.engines.rank_records import event_producer
 from streams.errors import BlockSizeContradicted
 from streams.lab.engines.engine_config import EngineConfig
 from streams.lab.processes import Child, Children

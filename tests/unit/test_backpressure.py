@@ -24,7 +24,7 @@ from streams.cxl.events import CxlStateChanged
 from streams.engines.address import EngineAddress
 from streams.engines.connection import RECEIVE_HWM, RECEIVE_HWM_MIN, RECEIVE_HWM_OF_ALL, receive_hwm
 from streams.engines.feed import RankFeed
-from streams.engines.publisher import RankWriter
+from streams.engines.rank_writer import RankWriter
 from streams.engines.wiring import EngineWiring
 from streams.settings import Settings
 from streams.topics import topics
@@ -171,20 +171,20 @@ def test_a_bridge_sends_a_batch_once_kafka_has_its_transitions() -> None:
     """A bridge that resumed after a batch whose transitions were lost would never publish them."""
     pooling = _Pooling(may_resume=True)
     assert pooling.topics == [_EVENTS, _TRANSITIONS, _TRANSITIONS]
-    assert pooling.writer.has_unsent
-    assert not pooling.writer.send()
+    assert pooling.writer.records.has_unsent
+    assert not pooling.writer.records.send()
     pooling.deliver(None)
-    assert pooling.writer.send()
+    assert pooling.writer.records.send()
     assert pooling.topics == [_EVENTS, _TRANSITIONS, _TRANSITIONS, _EVENTS]
-    assert not pooling.writer.has_unsent
+    assert not pooling.writer.records.has_unsent
 
 
 def test_a_bridge_does_not_send_a_batch_whose_transition_kafka_refused() -> None:
     """The next feed of the engine resumes before this batch, and publishes its transitions again."""
     pooling = _Pooling(may_resume=True)
     pooling.deliver(KafkaError(KafkaError.TOPIC_AUTHORIZATION_FAILED))
-    assert pooling.writer.failed
-    assert not pooling.writer.send()
+    assert pooling.writer.records.failed
+    assert not pooling.writer.records.send()
     assert pooling.topics == [_EVENTS, _TRANSITIONS, _TRANSITIONS]
 
 

@@ -18,7 +18,7 @@ from streams.engines import bridged_engine as bridged_engine_module
 from streams.engines.acknowledgements import Acknowledgements
 from streams.engines.address import EngineAddress
 from streams.engines.ledger import Ledger
-from streams.engines.publisher import RankWriter
+from streams.engines.rank_writer import RankWriter
 from streams.engines.recovery import RecoveredRank
 from streams.lab.kafka.ports import free_port
 from streams.settings import Settings
@@ -173,6 +173,6 @@ def test_records_that_a_writer_gives_up_are_not_late() -> None:
 
     writer = RankWriter(Settings(), Full(), RANK, "m", Incarnation(1), False)
     writer.heartbeat("b", 1000, 0)
-    assert writer.is_late(time.monotonic() + MUCH_LATER_S)
+    assert writer.records.is_late(time.monotonic() + MUCH_LATER_S)
     writer.begin_incarnation(Incarnation(2))
-    assert not writer.is_late(time.monotonic() + MUCH_LATER_S)
+    assert not writer.records.is_late(time.monotonic() + MUCH_LATER_S)

@@ -30,7 +30,7 @@ from streams.engines.address import EngineAddress
 from streams.engines.cxl_names import PooledRows
 from streams.engines.heartbeats import ENDED_ENGINE_LEASE_MS
 from streams.engines.ledger import Ledger
-from streams.engines.publisher import RankWriter
+from streams.engines.rank_writer import RankWriter
 from streams.engines.recovery import RecoveredRank
 from streams.lab.kafka.ports import free_port
 from streams.settings import Settings
