@@ -51,33 +51,17 @@ from streams.core.ids import U64_MASK, EngineHash, SequenceHash, Tier
 from streams.cxl.events import BlockAddress
 from streams.engines.cache_groups import CacheGroups
 from streams.engines.dialects.interface import BlocksCopied, BlocksDropped, BlocksOffloaded, GroupChanged
+from streams.engines.tier_blocks import HeldBlock, TierBlocks
 
 #: Stores that wait for their parent in one rank. An offloading connector completes some hundred chunks at a time.
 WAITING_STORES_MAX = 4096
-
-
-#: Going through the enumeration itself takes 2 us, for each event.
-_TIERS = tuple(Tier)
 
 
 #: What changes which blocks of the indexed group a rank holds.
 _Change = KvEvent | BlocksCopied | BlocksDropped
 
 
-class _HeldBlock(NamedTuple):
-    """One block held.
-
-    published_as: the name that it was published under. position: on its chain, from 0. before: sequence hash of the
-    block before it, None at the root.
-    """
-
-    published_as: int
-    local: int
-    before: int | None
-    position: int
-
-
-class _Found(NamedTuple):
+class _Parent(NamedTuple):
     """The parent of a store."""
 
     sequence: int
@@ -92,12 +76,7 @@ NO_PLACEMENTS: Mapping[int, CxlMemoryMetadata] = MappingProxyType({})
 class Ledger:
     """Takes one rank's events, and returns the events to publish.
 
-    _names[tier]: engine hash to the sequence hash of the block that it names. _copies[tier]: engine hash to the number
-    of its copies, unless it is one; negative if there may be more. _held[tier]: sequence hash to the fields of
-    _HeldBlock, for every block that has a name. _more_names[tier]: sequence hash to the number of its further names,
-    for blocks with several. _other_names[tier]: published name to sequence hash, for the blocks that
-    are published under a name that the engine does not give them, or no longer. _labels[tier]:
-    sequence hash to labels, for those of the blocks that have labels.
+    _tiers: the blocks of each tier, by the tier's number.
     complete: whether the ledger contains everything that the engine reported. False after a lost batch, or a store
     whose parent is unknown, until the engine clears its cache.
     removed_early: whether a block was removed of which the engine may have further copies. has_unindexed: whether the
@@ -112,13 +91,7 @@ class Ledger:
 
     def __init__(self, counts_copies: bool) -> None:
         self._counts_copies = counts_copies
-        self._names: tuple[dict[int, int], ...] = tuple({} for _ in Tier)
-        self._copies: tuple[dict[int, int], ...] = tuple({} for _ in Tier)
-        # The values are plain tuples: a batch adds thousands of them, and a NamedTuple takes four times as long.
-        self._held: tuple[dict[int, tuple[int, int, int | None, int]], ...] = tuple({} for _ in Tier)
-        self._more_names: tuple[dict[int, int], ...] = tuple({} for _ in Tier)
-        self._other_names: tuple[dict[int, int], ...] = tuple({} for _ in Tier)
-        self._labels: tuple[dict[int, MoeLabels], ...] = tuple({} for _ in Tier)
+        self._tiers = tuple(TierBlocks(tier) for tier in Tier)
         self.complete = True
         self.removed_early = False
         self.has_unindexed = False
@@ -136,8 +109,8 @@ class Ledger:
         If they are not counted from now on, every block has one copy.
         """
         if self._counts_copies and not counts_copies:
-            for copies in self._copies:
-                copies.clear()
+            for blocks in self._tiers:
+                blocks.copies.clear()
         self._counts_copies = counts_copies
 
     def apply(self, event: _Change | GroupChanged, *, may_wait: bool = False) -> list[KvEvent]:
@@ -171,15 +144,10 @@ class Ledger:
                     self._stop_waiting(event)
                 return self._remove(event)
             case BlocksDropped():
-                return [each for part in self._by_tier(event) for each in self._apply(part, may_wait)]
+                return [change for part in self._by_tier(event) for change in self._apply(part, may_wait)]
             case AllBlocksCleared():
-                for tier in _TIERS:
-                    self._names[tier].clear()
-                    self._copies[tier].clear()
-                    self._held[tier].clear()
-                    self._more_names[tier].clear()
-                    self._other_names[tier].clear()
-                    self._labels[tier].clear()
+                for blocks in self._tiers:
+                    blocks.clear()
                 self._waiting.clear()
                 self.n_waiting = 0
                 self.complete = True  # an empty ledger is complete, since the rank holds nothing
@@ -240,34 +208,34 @@ class Ledger:
 
     def __len__(self) -> int:
         """The number of blocks held; a block in two tiers counts twice."""
-        return sum(map(len, self._held))
+        return sum(len(blocks.held) for blocks in self._tiers)
 
     def adopt(self, run: RestatedRun) -> None:
         """Hold the blocks of a run, one copy each under its published name; blocks already held do not change."""
         before = run.parent
         self.is_adopted = True
         chained: list[int] = sequence_hashes(run.local, before).tolist()
-        engines, locals_, tier = run.engine.tolist(), run.local.tolist(), run.tier
+        engines, locals_, blocks = run.engine.tolist(), run.local.tolist(), self._tiers[run.tier]
         for first, end, moe in run.by_labels():
             for offset in range(first, end):
                 engine, block = engines[offset], chained[offset]
-                if block not in self._held[tier] and engine not in self._names[tier]:
-                    self._names[tier][engine] = block
+                if block not in blocks.held and engine not in blocks.names:
+                    blocks.names[engine] = block
                     if self._counts_copies:
-                        self._copies[tier][engine] = -1
-                    self._held[tier][block] = (engine, locals_[offset], before, run.start + offset)
+                        blocks.copies[engine] = -1
+                    blocks.held[block] = (engine, locals_[offset], before, run.start + offset)
                     if moe is not None:
-                        self._labels[tier][block] = moe
+                        blocks.labels[block] = moe
                 before = SequenceHash(block)
 
     def address(self, engine: EngineHash) -> BlockAddress | None:
         """Return the chain position of the block that an engine hash names in any tier; None if it names none."""
-        for where in _TIERS:
-            block = self._names[where].get(engine)
+        for blocks in self._tiers:
+            block = blocks.names.get(engine)
             if block is None:
-                block = self._other_names[where].get(engine)
+                block = blocks.other_names.get(engine)
             if block is not None:
-                held = _HeldBlock(*self._held[where][block])
+                held = HeldBlock(*blocks.held[block])
                 before = None if held.before is None else SequenceHash(held.before)
                 return BlockAddress(SequenceHash(block), before, held.position)
         return None
@@ -278,13 +246,13 @@ class Ledger:
         placements: where blocks are in CXL memory, by sequence hash.
         """
         by_position = [
-            (held[-1], tier, block, _HeldBlock(*held))
-            for tier in _TIERS
-            for block, held in self._held[tier].items()
-            if self._groups is None or self._groups.is_published(tier, block)
+            (held[-1], blocks.tier, block, HeldBlock(*held))
+            for blocks in self._tiers
+            for block, held in blocks.held.items()
+            if self._groups is None or self._groups.is_published(blocks.tier, block)
         ]
         by_position.sort(key=lambda row: row[:3])  # so that a block's run exists before those of its children
-        runs: list[tuple[Tier, _HeldBlock, list[int], list[int], list[BlockFacts]]] = []
+        runs: list[tuple[Tier, HeldBlock, list[int], list[int], list[BlockFacts]]] = []
         ends: dict[tuple[Tier, int | None], int] = {}  # tier and last block of a run, to its number
         for _, tier, block, held in by_position:
             number = ends.pop((tier, held.before), None) if held.before is not None else None
@@ -292,7 +260,7 @@ class Ledger:
                 number = len(runs)
                 runs.append((tier, held, [], [], []))
             _, _, engine, local, facts = runs[number]
-            moe, cxl = self._labels[tier].get(block), placements.get(block)
+            moe, cxl = self._tiers[tier].labels.get(block), placements.get(block)
             if moe is not None or cxl is not None:
                 _append_fact(facts, len(engine), moe, cxl)
             engine.append(held.published_as)
@@ -319,10 +287,10 @@ class Ledger:
             if not event.is_stored:
                 return
             self._groups = CacheGroups()
-            rows = [(held[-1], tier, block) for tier in _TIERS for block, held in self._held[tier].items()]
+            rows = [(held[-1], blocks.tier, block) for blocks in self._tiers for block, held in blocks.held.items()]
             for position, tier, block in sorted(rows):
-                name, local, before, _ = self._held[tier][block]
-                moe = self._labels[tier].get(block)
+                name, local, before, _ = self._tiers[tier].held[block]
+                moe = self._tiers[tier].labels.get(block)
                 self._groups.store(tier, name, block, local, before, position, moe=moe, is_published=True)
         self._groups.change(event)
 
@@ -341,9 +309,9 @@ class Ledger:
                     out.append(BlocksRemoved(np.array(unknown, dtype=np.uint64), tier))
                 continue
             for name in names:
-                block = self._published_as(tier, name)
+                block = self._tiers[tier].published_as(name)
                 if block is not None:  # otherwise the same event has ended it
-                    _, local, before, position = self._held[tier][block]
+                    _, local, before, position = self._tiers[tier].held[block]
                     groups.store(tier, name, block, local, before, position, moe=change.moe, cxl=change.cxl)
         return out
 
@@ -351,8 +319,8 @@ class Ledger:
         """Store the blocks that other tiers hold under these names."""
         out: list[KvEvent] = []
         for engine in map(EngineHash, event.engine.tolist()):
-            source = next((where for where in _TIERS if engine in self._names[where]), None)
-            held = None if source is None else _HeldBlock(*self._held[source][self._names[source][engine]])
+            source = next((blocks for blocks in self._tiers if engine in blocks.names), None)
+            held = None if source is None else HeldBlock(*source.held[source.names[engine]])
             parent = None if held is None or held.before is None else self._name_of(held.before)
             if held is None or (parent is None) != (held.before is None):
                 self.left_out += 1
@@ -369,12 +337,12 @@ class Ledger:
         """
         is_whole = event.is_whole and self.complete and not self.is_adopted
         local, n_kept = event.local.copy(), len(event.engine)
-        for at, name in enumerate(event.engine.tolist()):
-            tier = next((where for where in _TIERS if name in self._names[where]), None)
-            if tier is not None:
-                local[at] = self._held[tier][self._names[tier][name]][1]
+        for index, name in enumerate(event.engine.tolist()):
+            source = next((blocks for blocks in self._tiers if name in blocks.names), None)
+            if source is not None:
+                local[index] = source.held[source.names[name]][1]
             elif not is_whole and name not in event.known:
-                n_kept = at
+                n_kept = index
                 break
         self.left_out += len(event.engine) - n_kept
         return BlocksStored(event.parent, event.engine[:n_kept], local[:n_kept], event.tier, event.moe, event.cxl)
@@ -392,15 +360,14 @@ class Ledger:
         }
         by_tier: dict[Tier, list[int]] = {}
         for name in event.engine.tolist():
-            tiers = [tier for tier in _TIERS if name in self._names[tier] or (tier, name) in waiting]
+            tiers = [blocks.tier for blocks in self._tiers if name in blocks.names or (blocks.tier, name) in waiting]
             for tier in tiers or [Tier.DEVICE]:
                 by_tier.setdefault(tier, []).append(name)
         return [BlocksRemoved(np.array(names, dtype=np.uint64), tier) for tier, names in by_tier.items()]
 
     def _name_of(self, block: int) -> EngineHash | None:
         """Return the name that a block was published under in some tier; None if no tier holds it."""
-        found = (self._held[where][block][0] for where in _TIERS if block in self._held[where])
-        name = next(found, None)
+        name = next((blocks.held[block][0] for blocks in self._tiers if block in blocks.held), None)
         return None if name is None else EngineHash(name)
 
     def _keep_waiting(self, parent: int, stores: list[BlocksStored]) -> None:
@@ -419,7 +386,7 @@ class Ledger:
                 if not gone:
                     kept.append(store)
                     continue
-                first = next(at for at, name in enumerate(store.engine.tolist()) if name in names)
+                first = next(index for index, name in enumerate(store.engine.tolist()) if name in names)
                 if first:
                     kept.append(replace(store, engine=store.engine[:first], local=store.local[:first]))
             self._keep_waiting(parent, kept)
@@ -440,25 +407,26 @@ class Ledger:
         before: int | None = None
         position = 0
         if event.parent is not None:
-            found = self._find(event.parent, event.tier)
-            if found is None and may_wait:
+            parent_block = self._find(event.parent, event.tier)
+            if parent_block is None and may_wait:
                 self._keep_waiting(event.parent, [*self._waiting.get(event.parent, ()), event])
                 return []
-            if found is None:
+            if parent_block is None:
                 self.unknown_parents += 1
                 self.complete = False
                 return [event]
-            before, parent_published, position = found.sequence, found.published_as, found.position + 1
-        tier = event.tier
+            before, parent_published, position = parent_block
+            position += 1
+        tier_blocks = self._tiers[event.tier]
         blocks: list[int] = sequence_hashes(event.local, None if before is None else SequenceHash(before)).tolist()
         local: list[int] = event.local.tolist()
         engines: list[int] = event.engine.tolist()
-        if self._are_new(tier, engines, blocks):
-            self._names[tier].update(zip(engines, blocks, strict=True))
+        if self._are_new(tier_blocks, engines, blocks):
+            tier_blocks.names.update(zip(engines, blocks, strict=True))
             held = zip(engines, local, chain((before,), blocks), count(position), strict=False)
-            self._held[tier].update(zip(blocks, held, strict=False))
+            tier_blocks.held.update(zip(blocks, held, strict=False))
             if event.moe is not None:
-                self._labels[tier].update(dict.fromkeys(blocks, event.moe))
+                tier_blocks.labels.update(dict.fromkeys(blocks, event.moe))
             parent = None if parent_published is None else EngineHash(parent_published)
             stored: list[KvEvent] = [event if parent == event.parent else replace(event, parent=parent)]
             return stored + self._end_waiting(engines) if self._waiting else stored
@@ -466,20 +434,20 @@ class Ledger:
         out: list[KvEvent] = []
         new: list[int] = []  # published names of the consecutive new blocks that end before `index`
         for index, (engine, block) in enumerate(zip(engines, blocks, strict=True)):
-            name = self._names[tier].get(engine)
+            name = tier_blocks.names.get(engine)
             removed = None
             if name is not None and name != block:
                 # The engine gave the name to another block, so the block that it named before has one name fewer.
-                removed, name = self._drop_name(engine, tier), None
+                removed, name = tier_blocks.drop_name(engine), None
             if name is None:
-                is_new = self._take(engine, block, tier, local[index], before, position + index)
+                is_new = self._take(engine, block, tier_blocks, (local[index], before, position + index))
             else:
                 is_new = False
-                self._note_copy(engine, tier, adds_copies)
+                self._note_copy(engine, tier_blocks, adds_copies)
             if is_new and event.moe is not None:
-                self._labels[tier][block] = event.moe
+                tier_blocks.labels[block] = event.moe
             before = block
-            published_as = self._held[tier][block][0]
+            published_as = tier_blocks.held[block][0]
             if is_new:
                 new.append(published_as)
             if removed == published_as:
@@ -490,23 +458,23 @@ class Ledger:
             parent_published = published_as
             if removed is not None:
                 # After the store and not before it: the removed block may be the parent that the store names.
-                out.append(BlocksRemoved(np.array([removed], dtype=np.uint64), tier))
+                out.append(BlocksRemoved(np.array([removed], dtype=np.uint64), event.tier))
         self._flush(out, event, new, len(blocks), parent_published)
         return out + self._end_waiting(engines) if self._waiting else out
 
-    def _are_new(self, tier: Tier, engines: list[int], blocks: list[int]) -> bool:
+    def _are_new(self, tier_blocks: TierBlocks, engines: list[int], blocks: list[int]) -> bool:
         """Whether a store has blocks and names that are all new, so that each is published under its own name.
 
         This is what most stores have, and needs a fifth of the time.
         """
-        if not engines or not self._names[tier].keys().isdisjoint(engines):
+        if not engines or not tier_blocks.names.keys().isdisjoint(engines):
             return False
-        if not self._held[tier].keys().isdisjoint(blocks) or len(set(engines)) < len(engines):
+        if not tier_blocks.held.keys().isdisjoint(blocks) or len(set(engines)) < len(engines):
             return False
-        if self._other_names[tier] and not self._other_names[tier].keys().isdisjoint(engines):
+        if tier_blocks.other_names and not tier_blocks.other_names.keys().isdisjoint(engines):
             return False
-        for where in _TIERS:
-            for table in (self._names[where], self._other_names[where]) if where is not tier else ():
+        for other in self._tiers:
+            for table in (other.names, other.other_names) if other is not tier_blocks else ():
                 if table and not all(map(eq, map(table.get, engines, blocks), blocks)):
                     return False
         return True
@@ -518,31 +486,32 @@ class Ledger:
         """
         if event.parent is not None:
             return True
-        names = self._names[event.tier]
+        names = self._tiers[event.tier].names
         return self.complete and not self.removed_early and any(engine not in names for engine in event.engine.tolist())
 
-    def _note_copy(self, engine: int, tier: Tier, adds_copies: bool) -> None:
+    def _note_copy(self, engine: int, tier_blocks: TierBlocks, adds_copies: bool) -> None:
         """Count one reported copy of a block that has this name already."""
         if not adds_copies and not self._counts_copies:
             return
-        copies = self._copies[tier].get(engine, 1)
+        copies = tier_blocks.copies.get(engine, 1)
         if adds_copies:
-            self._copies[tier][engine] = copies + (1 if copies > 0 else -1)
+            tier_blocks.copies[engine] = copies + (1 if copies > 0 else -1)
         else:
-            self._copies[tier][engine] = -abs(copies)
+            tier_blocks.copies[engine] = -abs(copies)
 
-    def _take(self, engine: int, block: int, tier: Tier, local: int, before: int | None, position: int) -> bool:
-        """Give a block another name; return whether it was not held before."""
-        self._names[tier][engine] = block
-        if block in self._held[tier]:
-            if self._other_names[tier].get(engine) == block:
-                del self._other_names[tier][engine]  # the engine gives it its old name again
-            self._more_names[tier][block] = self._more_names[tier].get(block, 0) + 1
+    def _take(self, engine: int, block: int, tier_blocks: TierBlocks, place: tuple[int, int | None, int]) -> bool:
+        """Give a block another name; return whether it was not held before.
+
+        place: the block's local hash, the sequence hash of the block before it, and its position.
+        """
+        tier_blocks.names[engine] = block
+        if block in tier_blocks.held:
+            tier_blocks.add_name(engine, block)
             return False
         published_as = self._free_name(engine, block)
-        self._held[tier][block] = (published_as, local, before, position)
+        tier_blocks.held[block] = (published_as, *place)
         if published_as != engine:
-            self._other_names[tier][published_as] = block
+            tier_blocks.other_names[published_as] = block
         return True
 
     def _free_name(self, engine: int, block: int) -> int:
@@ -551,53 +520,26 @@ class Ledger:
         All tiers are checked, since agents look up a parent's name in all of them.
         """
         names = chain((engine,), (block + more & U64_MASK for more in count()))
-        return next(name for name in names if all(self._published_as(where, name) in (None, block) for where in _TIERS))
-
-    def _published_as(self, tier: Tier, name: int) -> int | None:
-        """Return the block that is published under a name in a tier; None if there is none."""
-        block = self._names[tier].get(name)
-        if block is not None and block in self._held[tier] and self._held[tier][block][0] == name:
-            return block
-        return self._other_names[tier].get(name)
+        return next(name for name in names if all(blocks.published_as(name) in (None, block) for blocks in self._tiers))
 
     def _remove(self, event: BlocksRemoved) -> list[KvEvent]:
         engines: list[int] = event.engine.tolist()
-        removed = self._drop_blocks(engines, event.tier)
+        tier_blocks = self._tiers[event.tier]
+        removed = tier_blocks.drop_blocks(engines)
         if removed is None:
-            removed = self._remove_each(engines, event.tier)
+            removed = self._remove_copies(engines, tier_blocks)
         if removed == engines:
             return [event] if engines else []
         return [replace(event, engine=np.array(removed, dtype=np.uint64))] if removed else []
 
-    def _drop_blocks(self, engines: list[int], tier: Tier) -> list[int] | None:
-        """Drop blocks that have one name and one copy each; return the names that they were published under.
-
-        This is what most removals have, and needs a third of the time. Returns None, and drops nothing, for any other.
-        """
-        names = self._names[tier]
-        if self._copies[tier] or self._more_names[tier]:
-            return None
-        if len(set(engines)) < len(engines) or not all(map(names.__contains__, engines)):
-            return None
-        blocks = list(map(names.pop, engines))
-        removed = [held[0] for held in map(self._held[tier].pop, blocks)]
-        if self._other_names[tier]:
-            for engine, name in zip(engines, removed, strict=True):
-                if name != engine:
-                    del self._other_names[tier][name]
-        if self._labels[tier]:
-            for block in blocks:
-                self._labels[tier].pop(block, None)
-        return removed
-
-    def _remove_each(self, engines: list[int], tier: Tier) -> list[int]:
+    def _remove_copies(self, engines: list[int], tier_blocks: TierBlocks) -> list[int]:
         """Remove one copy of each block; return the published names of those that are no longer held."""
-        names, counted = self._names[tier], self._copies[tier]
+        names, counted = tier_blocks.names, tier_blocks.copies
         removed: list[int] = []
         for engine in engines:
             if engine not in names:
                 self.unknown_removals += 1
-                if engine not in self._other_names[tier]:  # otherwise a block with other names would be removed
+                if engine not in tier_blocks.other_names:  # otherwise a block with other names would be removed
                     removed.append(engine)
                 continue
             copies = counted.get(engine, 1)
@@ -605,43 +547,26 @@ class Ledger:
                 counted[engine] = copies + (1 if copies < 0 else -1)
                 continue
             self.removed_early |= copies < 0
-            published_as = self._drop_name(engine, tier)
+            published_as = tier_blocks.drop_name(engine)
             if published_as is not None:
                 removed.append(published_as)
         return removed
 
-    def _drop_name(self, engine: int, tier: Tier) -> int | None:
-        """Drop a name; if its block has no other, drop the block and return the name that it was published under."""
-        block = self._names[tier].pop(engine)
-        self._copies[tier].pop(engine, None)
-        more = self._more_names[tier]
-        if block in more:
-            more[block] -= 1
-            if not more[block]:
-                del more[block]
-            if self._held[tier][block][0] == engine:
-                self._other_names[tier][engine] = block
-            return None
-        published_as = self._held[tier].pop(block)[0]
-        if published_as != engine:
-            del self._other_names[tier][published_as]
-        self._labels[tier].pop(block, None)
-        return published_as
-
-    def _find(self, engine: EngineHash, tier: Tier) -> _Found | None:
+    def _find(self, engine: EngineHash, tier: Tier) -> _Parent | None:
         """Find a block by its name, in its own tier first.
 
         A name that the engine dropped is still valid as a parent while its block is held under another name.
         """
-        for where in (tier, *_TIERS):
-            block = self._names[where].get(engine)
+        tiers = self._tiers
+        for blocks in (tiers[tier], *tiers):
+            block = blocks.names.get(engine)
             if block is not None:
-                published_as, _, _, position = self._held[where][block]
-                return _Found(block, published_as, position)
-        for where in (tier, *_TIERS):
-            block = self._other_names[where].get(engine)
+                published_as, _, _, position = blocks.held[block]
+                return _Parent(block, published_as, position)
+        for blocks in (tiers[tier], *tiers):
+            block = blocks.other_names.get(engine)
             if block is not None:
-                return _Found(block, engine, self._held[where][block][-1])
+                return _Parent(block, engine, blocks.held[block][-1])
         return None
 
     @staticmethod
