@@ -17,12 +17,9 @@ from typing import Any, Protocol
 
 import aiohttp
 
+from streams.client import migration
 from streams.client.engine import EngineOptions, EngineStream
-from streams.client.moving import choose_worker
-from streams.client.payloads import given, pack_tokens, token_array, with_prompt
-from streams.client.reports import BookingKey, Report
-from streams.cxl import migration
-from streams.cxl.migration import (
+from streams.client.migration import (
     ChooseWorker,
     Failure,
     Finish,
@@ -35,6 +32,9 @@ from streams.cxl.migration import (
     TokensShown,
     prompt_computed,
 )
+from streams.client.payloads import given, pack_tokens, token_array, with_prompt
+from streams.client.reassignment import choose_worker
+from streams.client.reports import BookingKey, Report
 from streams.errors import EngineFailed, EngineRefused, KvStreamsError
 
 log = logging.getLogger(__name__)

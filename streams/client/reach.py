@@ -1,6 +1,6 @@
 """How much of a prompt the chosen worker can reach, from a router's answer with `explain` (pure).
 
-What lives here: reading it. What must not: what is done with it (streams.cxl.migration).
+What lives here: reading it. What must not: what is done with it (streams.client.migration).
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
+from streams.client.migration import Failure
 from streams.core.workers import RenderOutcome
-from streams.cxl.migration import Failure
 from streams.frontend.disaggregation import Split
 from streams.frontend.tokenizing import SOURCES
 from streams.metrics import Distribution, Label, Metric, counter, gauge, histogram

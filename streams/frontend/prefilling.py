@@ -40,7 +40,7 @@ from streams.frontend.disaggregation import (
 )
 from streams.frontend.fleet import Fleet
 from streams.frontend.metrics import FrontCounts
-from streams.frontend.moving import ENGINE_FAILURES
+from streams.frontend.migrating import ENGINE_FAILURES
 from streams.settings import FrontSettings, KvTransfer
 
 log = logging.getLogger(__name__)

@@ -39,7 +39,13 @@ from streams.frontend.client_stream import ClientGone, ClientStream, FrontRespon
 from streams.frontend.disaggregation import decode_body
 from streams.frontend.fleet import Fleet
 from streams.frontend.metrics import FrontCounts
-from streams.frontend.moving import CONNECT_TIMEOUT_S, ENGINE_FAILURES, OUTPUT_REPORT_TOKENS, Mover, Moving
+from streams.frontend.migrating import (
+    CONNECT_TIMEOUT_S,
+    ENGINE_FAILURES,
+    OUTPUT_REPORT_TOKENS,
+    MigratingStream,
+    StreamMigrator,
+)
 from streams.frontend.prefilling import PrefillFailed, Prefilling, RemotePrefill
 from streams.frontend.requests import (
     DETAILS,
@@ -88,7 +94,7 @@ class Exchange:
     reported_s: float = 0.0
     writing_since_s: float | None = None
     outcome: str = metrics.CLIENT_GONE
-    moving: Moving | None = None
+    moving: MigratingStream | None = None
     moved_tokens: int = 0
     prefilled_on: str | None = None
     answering: bool = False
@@ -129,7 +135,7 @@ class Proxy:
         self._engines: aiohttp.ClientSession | None = None
         self._http = PlainHttp(keepalive_s=KEEPALIVE_S, connect_timeout_s=CONNECT_TIMEOUT_S, keeps_spares=True)
         note_failed = self._failed_engines.note
-        self._mover = Mover(settings, tokenizing, fleet, counts, spans, self._session, self._http, note_failed)
+        self._mover = StreamMigrator(settings, tokenizing, fleet, counts, spans, self._session, self._http, note_failed)
 
     async def start(self) -> None:
         """Open the session for the calls of engines that are not streams, on the running loop."""
@@ -225,7 +231,7 @@ class Proxy:
         if booking.phase is not None:
             remote = await self._prefilling.begin(booking, self._session(), request.kind, body, known, options, sent)
         if self._settings.front_migration and request.stream:
-            exchange.moving = Moving(request.kind, body, sent, model, prompt.tokens if prompt.whole else None)
+            exchange.moving = MigratingStream(request.kind, body, sent, model, prompt.tokens if prompt.whole else None)
         refusal: _Refusal | EngineFailed | None = None
         for attempt in range(self._settings.front_attempts_max):
             if attempt and not await self._moved(booking):
@@ -394,7 +400,7 @@ class Proxy:
         return await self._copy(exchange, answer, client, watch)
 
     async def _carry(
-        self, exchange: Exchange, moving: Moving, answer: Answer, client: ClientStream, data: bytes
+        self, exchange: Exchange, moving: MigratingStream, answer: Answer, client: ClientStream, data: bytes
     ) -> web.StreamResponse:
         """Pass on a stream that goes on at another engine if its engine fails. data: its beginning."""
         await client.begin()

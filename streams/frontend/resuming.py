@@ -2,7 +2,7 @@
 
 What lives here: the field that asks engines for token ids, and its removal from what the client sees; the request that
 resumes an answer; and the form in which the rest of it reaches the client. What must not: HTTP, clocks, and the
-decision to move, which is the migration's (streams.cxl.migration).
+decision to move, which is the migration's (streams.client.migration).
 
 The first engine's events keep their form. An answer resumes at `/v1/completions`, so for a chat its events become
 chunks of a chat again, with the id of the first ones and without another role.
@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 import orjson
 
-from streams.cxl.migration import (
+from streams.client.migration import (
     KnownPart,
     Migration,
     MigrationFigures,

@@ -1,4 +1,4 @@
-"""Streams that move: engines die, stall or refuse in the middle of an answer, and the client does not notice."""
+"""Streams that migrate: engines die, stall or refuse in the middle of an answer, and the client does not notice."""
 
 from __future__ import annotations
 

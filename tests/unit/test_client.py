@@ -17,7 +17,7 @@ import orjson
 import pytest
 from hypothesis import given, strategies
 
-from streams.client import base, engine, http, moving, push, reports
+from streams.client import base, engine, http, push, reassignment, reports
 from streams.client.engine import EventSplitter
 from streams.client.matches import WorkerRank, overlap_scores
 from streams.client.payloads import (
@@ -60,7 +60,7 @@ def test_importing_the_client_imports_neither_kafka_nor_numba_nor_the_router() -
     loaded = set(done.stdout.split())
     assert "streams.client.http" in loaded
     ours = {name for name in loaded if name.startswith("streams.")}
-    others = {"streams.errors", "streams.version", "streams.cxl", "streams.cxl.migration"}  # all without dependencies
+    others = {"streams.errors", "streams.version"}  # without dependencies
     assert ours <= others | {name for name in ours if name.startswith("streams.client")}
     assert "streams.client.push" not in ours
     assert not loaded & {"numpy", "numba", "confluent_kafka", "aiokafka", "faust", "rocksdict", "zmq", "msgspec"}
@@ -229,7 +229,7 @@ def test_the_page_on_the_client_names_every_limit_and_option() -> None:
         )
         assert len(found) == len(numbers), (values, names)
         shown.update(zip(found, numbers, strict=True))
-    modules = (base, engine, http, moving, push, reports)
+    modules = (base, engine, http, push, reassignment, reports)
     limits = {name: value for module in modules for name, value in vars(module).items() if name.isupper()}
     limits |= {field.name: field.default for field in dataclasses.fields(engine.EngineOptions)}
     assert {name: limits[name] for name in shown} == shown

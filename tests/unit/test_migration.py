@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from streams.cxl.migration import (
+from streams.client.migration import (
     Abandon,
     ChooseWorker,
     ClientGone,

@@ -1,4 +1,4 @@
-"""Streams that move from engines that fail to other ones, with real processes: a pool, engines, a bridge and fronts.
+"""Streams that migrate from engines that fail to other ones, with real processes: a pool, engines, a bridge and fronts.
 
 What lives here: which of these processes there are and what they hold (`PooledFleet`), a client that reads a stream
 (`read_stream`), and one stream whose engine is killed (`killed_midway`). What must not: what is shown or checked of it

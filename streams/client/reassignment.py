@@ -1,7 +1,7 @@
-"""Moving the booking of an answer whose engine failed, for the front and for `generate`.
+"""Reassigning the booking of an answer whose engine failed, for the front and for `generate`.
 
 What lives here: asking routers for another worker until the stream's deadline, and what the chosen one can reach. What
-must not: the decisions (streams.cxl.migration), and the engines' answers (engine, frontend.moving).
+must not: the decisions (migration), and the engines' answers (engine, frontend.migrating).
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import asyncio
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from streams.client.migration import NoWorkerLeft, WorkerChosen
 from streams.client.reach import reach_of
-from streams.cxl.migration import NoWorkerLeft, WorkerChosen
 from streams.errors import AllWorkersBusy, KvStreamsError, NotReady, Overloaded, RouterUnavailable
 
 if TYPE_CHECKING:

@@ -1,7 +1,7 @@
-"""Streams that move: a stream whose engine fails after its first token goes on at another engine.
+"""Streams that migrate: a stream whose engine fails after its first token goes on at another engine.
 
 What lives here: performing what a stream's Migration decides, and noticing that an engine died, stalls or refuses. What
-must not: the decisions (streams.cxl.migration), the form of events (resuming), and everything before the first token
+must not: the decisions (streams.client.migration), the form of events (resuming), and everything before the first token
 (proxy).
 
 A client that leaves ends its request at any of these steps, by the cancellation of its handler: nothing is moved then.
@@ -20,10 +20,7 @@ import orjson
 
 from streams.client.engine import END_TIMEOUT_S, RANK_HEADER
 from streams.client.generation import Booking
-from streams.client.moving import choose_worker
-from streams.client.payloads import token_array
-from streams.client.plain_http import Answer, PlainHttp
-from streams.cxl.migration import (
+from streams.client.migration import (
     ChooseWorker,
     EngineEnded,
     EngineFailed,
@@ -35,6 +32,9 @@ from streams.cxl.migration import (
     Resume,
     obstacle,
 )
+from streams.client.payloads import token_array
+from streams.client.plain_http import Answer, PlainHttp
+from streams.client.reassignment import choose_worker
 from streams.errors import EngineFailed as EngineFailedError
 from streams.frontend import metrics
 from streams.frontend.answers import error_event
@@ -78,7 +78,7 @@ _BY_TEXT = b": resumed from text, since the engine reports no token ids\n\n"
 ENGINE_FAILURES = (aiohttp.ClientError, TimeoutError, OSError)
 
 
-class Moving:
+class MigratingStream:
     """What is needed to resume one request's answer.
 
     relay: the stream. body: the client's request. headers: for engines. prompt: the tokens of the whole prompt as the
@@ -101,7 +101,7 @@ class Moving:
         self.failed: dict[int, int | None] = {}
 
 
-class Mover:
+class StreamMigrator:
     """Passes on streams of all requests of a front, from engine to engine. Used on one loop."""
 
     def __init__(
@@ -136,7 +136,7 @@ class Mover:
     async def carry(
         self,
         exchange: Exchange,
-        moving: Moving,
+        moving: MigratingStream,
         answer: Answer,
         data: bytes,
         client: ClientStream,
@@ -181,7 +181,7 @@ class Mover:
             self._count(relay)
 
     async def _migrate(
-        self, exchange: Exchange, moving: Moving, failure: Failure, client: ClientStream
+        self, exchange: Exchange, moving: MigratingStream, failure: Failure, client: ClientStream
     ) -> tuple[Instruction, Answer | None]:
         """Go on at another engine; returns what to do next, and with Resume the engine's answer."""
         booking = exchange.booking
@@ -200,7 +200,7 @@ class Mover:
     def _ending(
         self,
         exchange: Exchange,
-        moving: Moving,
+        moving: MigratingStream,
         relay: StreamRelay,
         instruction: Instruction,
         *,
@@ -218,7 +218,7 @@ class Mover:
         return relay.figures_event(figures) + error_event(EngineFailedError.http_status, reason, EngineFailedError.code)
 
     async def _copy(
-        self, exchange: Exchange, moving: Moving, source: Answer, data: bytes, client: ClientStream
+        self, exchange: Exchange, moving: MigratingStream, source: Answer, data: bytes, client: ClientStream
     ) -> Failure | None:
         """Pass on the stream of one engine. Returns how it failed, or None if the answer is complete."""
         loop, relay, booking = asyncio.get_running_loop(), moving.relay, exchange.booking
@@ -255,7 +255,7 @@ class Mover:
             failure = Failure.DIED if relay.refusal is None else Failure.REFUSED
         return None if relay.finished else failure
 
-    def _failed(self, booking: Booking, moving: Moving, failure: Failure) -> Instruction:
+    def _failed(self, booking: Booking, moving: MigratingStream, failure: Failure) -> Instruction:
         assert moving.relay is not None
         loop = asyncio.get_running_loop()
         loop.call_later(NOTE_FAILED_S, self._note_failed, booking.worker_id)
@@ -264,7 +264,7 @@ class Mover:
         now_s = loop.time()
         return moving.relay.migration.handle(EngineFailed(now_s, failure, moving.heard_s))
 
-    async def _prepare(self, moving: Moving, booking: Booking) -> None:
+    async def _prepare(self, moving: MigratingStream, booking: Booking) -> None:
         """Find out whether the answer can be resumed, and its token ids if the engine reported none."""
         relay = moving.relay
         assert relay is not None
@@ -293,7 +293,7 @@ class Mover:
         else:
             migration.shown.restate(token_ids)
 
-    async def _tokens_of(self, moving: Moving, text: str, failed_url: str | None) -> array[int] | None:
+    async def _tokens_of(self, moving: MigratingStream, text: str, failed_url: str | None) -> array[int] | None:
         """Tokenize a part of an answer, with the model's files or by an engine that has not failed."""
         key = moving.headers.get("Authorization", "").removeprefix("Bearer ") or None
         for _ in range(TOKENIZING_ATTEMPTS_MAX):
@@ -306,14 +306,14 @@ class Mover:
         return None
 
     @staticmethod
-    def _prompt(moving: Moving) -> array[int] | None:
+    def _prompt(moving: MigratingStream) -> array[int] | None:
         """Return the prompt's token ids: the engine's, otherwise those that the front computed."""
         if moving.relay is not None and moving.relay.prompt_ids is not None:
             return moving.relay.prompt_ids
         return None if moving.prompt is None else token_array(moving.prompt)
 
     async def _resume(
-        self, exchange: Exchange, moving: Moving, choose: ChooseWorker, client: ClientStream
+        self, exchange: Exchange, moving: MigratingStream, choose: ChooseWorker, client: ClientStream
     ) -> tuple[Instruction, Answer | None]:
         """Move the booking, and send the answer so far to the chosen engine; returns what to do next.
 
