@@ -35,7 +35,7 @@ from streams.engines.evidence import EvidenceReader
 from streams.engines.feed_counters import FeedCounters
 from streams.engines.feed_machine import (
     Ask,
-    Begin,
+    BeginIncarnation,
     CatchUp,
     CheckModel,
     DropHeld,
@@ -50,7 +50,7 @@ from streams.engines.feed_machine import (
     ReportDecision,
     ReportExit,
     ReportUnreachable,
-    Resume,
+    ResumeIncarnation,
     StopAsking,
     StopReplay,
     Tick,
@@ -298,9 +298,9 @@ class RankFeed:
         """Perform instructions in their order."""
         for instruction in instructions:
             match instruction:
-                case Begin(incarnation):
+                case BeginIncarnation(incarnation):
                     await self._begin(incarnation)
-                case Resume():
+                case ResumeIncarnation():
                     await self._resume()
                 case _:
                     self._perform_at_once(instruction)

@@ -31,7 +31,7 @@ from streams.engines.continuity import (
     mint_incarnation,
     needs_replay_check,
 )
-from streams.engines.feed_table import MAY_REPLAY, OF_CONNECTION, Action, Phase, Signal, rule_of
+from streams.engines.feed_table import MAY_REPLAY, OF_CONNECTION, Action, FeedPhase, Signal, rule_of
 from streams.engines.link_delay import LinkDelay
 from streams.engines.turns import HALF, next_turn
 
@@ -80,14 +80,14 @@ class DropHeld:
 
 
 @dataclass(frozen=True, slots=True)
-class Begin:
+class BeginIncarnation:
     """Begin an incarnation, and publish its start, which empties the rank before the incarnation's first batch."""
 
     incarnation: Incarnation
 
 
 @dataclass(frozen=True, slots=True)
-class Resume:
+class ResumeIncarnation:
     """Continue the incarnation that Kafka has, after its last batch."""
 
 
@@ -106,22 +106,22 @@ class Ask:
 
     asked_at_s: float
     known: KnownIncarnation | None
-    phase: Phase
+    phase: FeedPhase
     started: Incarnation | None
 
     @property
     def at_once(self) -> bool:
         """Whether the HTTP server and the replay socket are asked at the same time, since the feed waits."""
-        return self.phase is not Phase.FEEDING
+        return self.phase is not FeedPhase.FEEDING
 
     def is_answered_by(self, evidence: Evidence) -> bool:
         """Whether evidence of the HTTP server needs nothing in addition."""
-        if self.phase is Phase.STARTING:
+        if self.phase is FeedPhase.STARTING:
             return not needs_replay_check(self.known, evidence)
         if evidence.started is None or self.started is None:
             return False
         # While the feed publishes, the catch-ups compare the last batch as well.
-        return evidence.started != self.started or self.phase in (Phase.FEEDING, Phase.FOREIGN_BATCHES)
+        return evidence.started != self.started or self.phase in (FeedPhase.FEEDING, FeedPhase.FOREIGN_BATCHES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,8 +174,8 @@ Instruction = (
     | Skip
     | Hold
     | DropHeld
-    | Begin
-    | Resume
+    | BeginIncarnation
+    | ResumeIncarnation
     | Reopen
     | Ask
     | StopAsking
@@ -335,7 +335,7 @@ class FeedMachine:
         self._share = share
         self._is_of_another_model = is_of_another_model
         #: What has to be found out before live batches may be published.
-        self.phase = Phase.STARTING
+        self.phase = FeedPhase.STARTING
         #: When the process of the incarnation started, by its metrics; None if that is not known.
         self.started: Incarnation | None = None
         #: When the connection became complete, None while it is not.
@@ -403,12 +403,12 @@ class FeedMachine:
     @property
     def takes_live(self) -> bool:
         """Whether live batches may be taken from the socket."""
-        return self.phase is Phase.FEEDING
+        return self.phase is FeedPhase.FEEDING
 
     @property
     def has_incarnation(self) -> bool:
         """Whether this feed has begun or resumed an incarnation."""
-        return self.phase is not Phase.STARTING
+        return self.phase is not FeedPhase.STARTING
 
     @property
     def may_replay(self) -> bool:
@@ -425,7 +425,7 @@ class FeedMachine:
         engine may be late before they reach the socket. is_model_unconfirmed: whether the process may serve another
         model.
         """
-        since_s, is_feeding = self.messages_since_s, self.phase is Phase.FEEDING
+        since_s, is_feeding = self.messages_since_s, self.phase is FeedPhase.FEEDING
         if self.is_unexplained or is_behind or is_late:
             return FeedState.CATCHING_UP
         if since_s is not None and (not is_feeding or now_s - since_s >= BACKLOG_S):
@@ -440,7 +440,7 @@ class FeedMachine:
     # -- signals and actions -------------------------------------------------------------------------------------------
 
     def _on_signal(
-        self, signal: Signal, now_s: float, begin: Begin | None = None, started: Incarnation | None = None
+        self, signal: Signal, now_s: float, begin: BeginIncarnation | None = None, started: Incarnation | None = None
     ) -> Sequence[Instruction]:
         """Change the phase as the table says, and perform the rule's actions on the machine.
 
@@ -456,7 +456,9 @@ class FeedMachine:
                 instructions.append(instruction)
         return instructions
 
-    def _do(self, action: Action, now_s: float, begin: Begin | None, started: Incarnation | None) -> Instruction | None:
+    def _do(
+        self, action: Action, now_s: float, begin: BeginIncarnation | None, started: Incarnation | None
+    ) -> Instruction | None:
         """Change what an action changes; return what the feed does because of it, if anything."""
         match action:
             case Action.PUBLISH:
@@ -495,7 +497,7 @@ class FeedMachine:
                 return begin
             case Action.RESUME:
                 self.started = started
-                return Resume()
+                return ResumeIncarnation()
             case Action.NOTE_START:
                 self.started = started if self.started is None else self.started
             case _:
@@ -526,7 +528,7 @@ class FeedMachine:
         instructions: list[Instruction] = []
         if now_s >= self._ask_at_s and self.question is None:
             in_turn_s = next_turn(now_s, INCARNATION_CHECK_S, self._share)
-            self._ask_at_s = in_turn_s if self.phase is Phase.FEEDING else now_s + RETRY_S
+            self._ask_at_s = in_turn_s if self.phase is FeedPhase.FEEDING else now_s + RETRY_S
             self._asked_at_s = now_s
             self.question = Ask(now_s, known, self.phase, self.started)
             instructions.append(self.question)
@@ -552,7 +554,7 @@ class FeedMachine:
 
     def _on_page(self, started: Incarnation, now_s: float) -> Sequence[Instruction]:
         """Save a question if the page shows the process that is being fed; otherwise ask at once."""
-        if self.phase is not Phase.FEEDING or self.started is None:
+        if self.phase is not FeedPhase.FEEDING or self.started is None:
             return ()
         is_same = started == self.started
         self._ask_at_s = now_s + INCARNATION_CHECK_S if is_same else now_s
@@ -562,7 +564,7 @@ class FeedMachine:
 
     def _known(self, published: KnownIncarnation) -> KnownIncarnation | None:
         """Return the last known incarnation of the rank, None if there is none."""
-        return self._recovered if self.phase is Phase.STARTING else published
+        return self._recovered if self.phase is FeedPhase.STARTING else published
 
     def _on_evidence(self, found: EvidenceFound) -> Sequence[Instruction]:
         """Decide what evidence shows, and continue, begin or resume an incarnation."""
@@ -572,7 +574,7 @@ class FeedMachine:
         instructions: list[Instruction] = []
         if evidence.shows_life:
             instructions.append(NoteHeard())
-        elif evidence.refused and phase is Phase.RECONNECTING and self.connected_at_s is None:
+        elif evidence.refused and phase is FeedPhase.RECONNECTING and self.connected_at_s is None:
             instructions.append(ReportExit())
         is_connected = self.connected_at_s is not None and found.question.asked_at_s >= self.connected_at_s
         waited_long = self._have_waited_long(found.now_s, known)
@@ -596,7 +598,7 @@ class FeedMachine:
                 done = self._on_signal(signal, found.now_s, started=self._start_of_same(evidence, known))
             case NewIncarnation(incarnation):
                 signal = Signal.ANOTHER if is_connected else Signal.ANOTHER_UNCONNECTED
-                done = self._on_signal(signal, found.now_s, Begin(incarnation), evidence.started)
+                done = self._on_signal(signal, found.now_s, BeginIncarnation(incarnation), evidence.started)
             case _:
                 assert_never(decision)
         return [*instructions, *done]
@@ -605,7 +607,7 @@ class FeedMachine:
         self, found: EvidenceFound, known: KnownIncarnation | None, *, alone: bool, is_connected: bool
     ) -> bool:
         """Whether there is a batch now that the replay socket was not asked for, and that has to decide."""
-        if self.phase is not Phase.CONNECTING or not is_connected or alone:
+        if self.phase is not FeedPhase.CONNECTING or not is_connected or alone:
             return False
         asked = found.question.known
         assert known is not None  # an incarnation has begun
@@ -616,7 +618,7 @@ class FeedMachine:
         self, evidence: Evidence, known: KnownIncarnation | None, now_us: int, *, alone: bool, is_connected: bool
     ) -> Decision:
         """Decide what evidence shows. alone: whether messages through this connection have waited long for it."""
-        if self.phase is Phase.STARTING:
+        if self.phase is FeedPhase.STARTING:
             decision = decide_at_start(known, evidence, now_us, alone=alone)
             if known is not None and isinstance(decision, SameIncarnation) and self._is_of_another_model:
                 # Only the beginning of an incarnation changes the rank's model, and empties it.
@@ -633,13 +635,13 @@ class FeedMachine:
             self.started,
             evidence,
             now_us,
-            contradicted=self.phase not in (Phase.FOREIGN_BATCHES, Phase.FEEDING),
-            stray=self.phase is Phase.STRAY_BATCH,
+            contradicted=self.phase not in (FeedPhase.FOREIGN_BATCHES, FeedPhase.FEEDING),
+            stray=self.phase is FeedPhase.STRAY_BATCH,
         )
 
     def _start_of_same(self, evidence: Evidence, known: KnownIncarnation | None) -> Incarnation | None:
         """Return the start time of a process whose incarnation continues, None if it may be that of another one."""
-        if self.phase is Phase.STARTING:
+        if self.phase is FeedPhase.STARTING:
             return evidence.started
         assert known is not None  # an incarnation has begun
         is_same = evidence.replay_check is ReplayCheck.SAME or known.sequence == BEFORE_FIRST
@@ -650,9 +652,9 @@ class FeedMachine:
 
         An incarnation also continues after a reconnection if it has no batches yet, whatever process that is.
         """
-        if isinstance(decision, NewIncarnation) or self.phase is Phase.STARTING:
+        if isinstance(decision, NewIncarnation) or self.phase is FeedPhase.STARTING:
             return True
         assert known is not None  # an incarnation has begun
         same_start = evidence.started is not None and evidence.started == self.started
-        reconnected = self.phase in (Phase.CONNECTING, Phase.RECONNECTING)
+        reconnected = self.phase in (FeedPhase.CONNECTING, FeedPhase.RECONNECTING)
         return reconnected and known.sequence == BEFORE_FIRST and not same_start

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 
-class Phase(enum.Enum):
+class FeedPhase(enum.Enum):
     """What has to be found out before live batches may be published."""
 
     FEEDING = "nothing: the connection is to the process of the rank's incarnation"
@@ -31,10 +31,10 @@ class Phase(enum.Enum):
 
 
 #: Phases in which the connection is what has to be identified. In all others but FEEDING, it is a batch or a replay.
-OF_CONNECTION = frozenset({Phase.STARTING, Phase.CONNECTING, Phase.RECONNECTING})
+OF_CONNECTION = frozenset({FeedPhase.STARTING, FeedPhase.CONNECTING, FeedPhase.RECONNECTING})
 
 #: Phases in which what the replay socket returns belongs to the incarnation that is being fed.
-MAY_REPLAY = frozenset({Phase.FEEDING, Phase.CONNECTING})
+MAY_REPLAY = frozenset({FeedPhase.FEEDING, FeedPhase.CONNECTING})
 
 
 class Signal(enum.Enum):
@@ -80,10 +80,10 @@ class Action(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class PhaseRule:
     """The phase that follows, and what is done."""
 
-    target: Phase
+    target: FeedPhase
     actions: tuple[Action, ...] = ()
 
 
@@ -127,73 +127,73 @@ _DECIDED: Mapping[Signal, Never] = {Signal.UNDECIDED: _DECIDES, Signal.OUTDATED:
 
 _ASK = (Action.ASK, Action.STOP_REPLAY)
 _ASK_ABOUT_BATCH = (Action.ASK_AFTER_PAUSE, Action.STOP_REPLAY, Action.NOTE_UNEXPLAINED)
-_BROKE = Rule(Phase.RECONNECTING, (*_ASK, Action.REOPEN))
-_BEGIN_UNCONNECTED = Rule(Phase.CONNECTING, (Action.BEGIN, *_ASK, Action.CATCH_UP_AT_ONCE))
+_BROKE = PhaseRule(FeedPhase.RECONNECTING, (*_ASK, Action.REOPEN))
+_BEGIN_UNCONNECTED = PhaseRule(FeedPhase.CONNECTING, (Action.BEGIN, *_ASK, Action.CATCH_UP_AT_ONCE))
 #: The connection was to the older process, and so are the batches that wait in its socket.
-_BEGIN_ANEW = Rule(Phase.CONNECTING, (Action.BEGIN, Action.REOPEN, *_ASK, Action.CATCH_UP_AT_ONCE))
-_BEGIN = Rule(Phase.FEEDING, (Action.BEGIN, Action.CATCH_UP))
-_CONTINUE = Rule(Phase.FEEDING, (Action.NOTE_START, Action.CATCH_UP))
-_DROP = Rule(Phase.FEEDING, (Action.NOTE_START, Action.DROP, Action.CATCH_UP))
+_BEGIN_ANEW = PhaseRule(FeedPhase.CONNECTING, (Action.BEGIN, Action.REOPEN, *_ASK, Action.CATCH_UP_AT_ONCE))
+_BEGIN = PhaseRule(FeedPhase.FEEDING, (Action.BEGIN, Action.CATCH_UP))
+_CONTINUE = PhaseRule(FeedPhase.FEEDING, (Action.NOTE_START, Action.CATCH_UP))
+_DROP = PhaseRule(FeedPhase.FEEDING, (Action.NOTE_START, Action.DROP, Action.CATCH_UP))
 
 #: What happens in each phase at each signal. Every pair has an entry.
-RULES: Mapping[Phase, Mapping[Signal, Rule | Never]] = {
-    Phase.STARTING: {
+RULES: Mapping[FeedPhase, Mapping[Signal, PhaseRule | Never]] = {
+    FeedPhase.STARTING: {
         **_BATCHES_WAIT,
         **_REPLAY_STOPPED,
-        Signal.CONNECTED: Rule(Phase.STARTING, (Action.ASK,)),
-        Signal.BROKE: Rule(Phase.STARTING, (Action.ASK, Action.REOPEN)),
-        Signal.FAILED: Rule(Phase.STARTING, (Action.REOPEN,)),
-        Signal.SAME: Rule(Phase.FEEDING, (Action.RESUME, Action.CATCH_UP)),
-        Signal.SAME_UNCONNECTED: Rule(Phase.CONNECTING, (Action.RESUME, *_ASK, Action.CATCH_UP_AT_ONCE)),
+        Signal.CONNECTED: PhaseRule(FeedPhase.STARTING, (Action.ASK,)),
+        Signal.BROKE: PhaseRule(FeedPhase.STARTING, (Action.ASK, Action.REOPEN)),
+        Signal.FAILED: PhaseRule(FeedPhase.STARTING, (Action.REOPEN,)),
+        Signal.SAME: PhaseRule(FeedPhase.FEEDING, (Action.RESUME, Action.CATCH_UP)),
+        Signal.SAME_UNCONNECTED: PhaseRule(FeedPhase.CONNECTING, (Action.RESUME, *_ASK, Action.CATCH_UP_AT_ONCE)),
         Signal.ANOTHER: _BEGIN,
         Signal.ANOTHER_UNCONNECTED: _BEGIN_UNCONNECTED,
-        Signal.UNDECIDED: Rule(Phase.STARTING),
+        Signal.UNDECIDED: PhaseRule(FeedPhase.STARTING),
         Signal.OUTDATED: _CURRENT,
     },
-    Phase.CONNECTING: {
+    FeedPhase.CONNECTING: {
         **_BATCHES_WAIT,
-        Signal.CONNECTED: Rule(Phase.CONNECTING, (Action.ASK,)),
+        Signal.CONNECTED: PhaseRule(FeedPhase.CONNECTING, (Action.ASK,)),
         Signal.BROKE: _BROKE,
-        Signal.FAILED: Rule(Phase.CONNECTING, (Action.REOPEN,)),
-        Signal.REPLAY_DIFFERS: Rule(Phase.REPLAY_DIFFERS, _ASK_ABOUT_BATCH),
+        Signal.FAILED: PhaseRule(FeedPhase.CONNECTING, (Action.REOPEN,)),
+        Signal.REPLAY_DIFFERS: PhaseRule(FeedPhase.REPLAY_DIFFERS, _ASK_ABOUT_BATCH),
         # The connection is not identified yet, and what identifies it says the same about the buffered batches.
-        Signal.REPLAY_TOO_SHORT: Rule(Phase.CONNECTING, _ASK_ABOUT_BATCH),
+        Signal.REPLAY_TOO_SHORT: PhaseRule(FeedPhase.CONNECTING, _ASK_ABOUT_BATCH),
         Signal.SAME: _CONTINUE,
         Signal.SAME_UNCONNECTED: _PROVES,
         Signal.ANOTHER: _BEGIN,
         Signal.ANOTHER_UNCONNECTED: _BEGIN_UNCONNECTED,
-        Signal.UNDECIDED: Rule(Phase.CONNECTING),
-        Signal.OUTDATED: Rule(Phase.CONNECTING, (Action.ASK,)),
+        Signal.UNDECIDED: PhaseRule(FeedPhase.CONNECTING),
+        Signal.OUTDATED: PhaseRule(FeedPhase.CONNECTING, (Action.ASK,)),
     },
-    Phase.RECONNECTING: {
+    FeedPhase.RECONNECTING: {
         **_BATCHES_WAIT,
         **_REPLAY_STOPPED,
-        Signal.CONNECTED: Rule(Phase.RECONNECTING, (Action.ASK,)),
+        Signal.CONNECTED: PhaseRule(FeedPhase.RECONNECTING, (Action.ASK,)),
         Signal.BROKE: _BROKE,
-        Signal.FAILED: Rule(Phase.RECONNECTING, (Action.REOPEN,)),
+        Signal.FAILED: PhaseRule(FeedPhase.RECONNECTING, (Action.REOPEN,)),
         Signal.SAME: _CONTINUE,
         Signal.SAME_UNCONNECTED: _PROVES,
         Signal.ANOTHER: _BEGIN,
         Signal.ANOTHER_UNCONNECTED: _BEGIN_UNCONNECTED,
-        Signal.UNDECIDED: Rule(Phase.RECONNECTING),
+        Signal.UNDECIDED: PhaseRule(FeedPhase.RECONNECTING),
         Signal.OUTDATED: _CURRENT,
     },
-    Phase.FEEDING: {
+    FeedPhase.FEEDING: {
         **_STAYS_CONNECTED,
         **_DECIDED,
         Signal.BROKE: _BROKE,
-        Signal.NEW_BATCH: Rule(Phase.FEEDING, (Action.NOTE_KNOWN, Action.PUBLISH)),
-        Signal.REPEATED_BATCH: Rule(Phase.FEEDING, (Action.NOTE_KNOWN, Action.SKIP)),
-        Signal.STRAY_BATCH: Rule(Phase.STRAY_BATCH, (Action.HOLD, *_ASK_ABOUT_BATCH)),
-        Signal.FIRST_BATCH_DIFFERS: Rule(Phase.FIRST_BATCH_DIFFERS, (Action.HOLD, *_ASK_ABOUT_BATCH)),
-        Signal.NEXT_BATCH_DIFFERS: Rule(Phase.BATCHES_DIFFER, (Action.HOLD, *_ASK_ABOUT_BATCH)),
-        Signal.UNKNOWN_BATCH: Rule(Phase.FOREIGN_BATCHES, (*_ASK, Action.NOTE_UNEXPLAINED)),
-        Signal.REPLAY_DIFFERS: Rule(Phase.REPLAY_DIFFERS, _ASK_ABOUT_BATCH),
-        Signal.REPLAY_TOO_SHORT: Rule(Phase.FOREIGN_BATCHES, _ASK_ABOUT_BATCH),
-        Signal.SAME: Rule(Phase.FEEDING, (Action.NOTE_START,)),
+        Signal.NEW_BATCH: PhaseRule(FeedPhase.FEEDING, (Action.NOTE_KNOWN, Action.PUBLISH)),
+        Signal.REPEATED_BATCH: PhaseRule(FeedPhase.FEEDING, (Action.NOTE_KNOWN, Action.SKIP)),
+        Signal.STRAY_BATCH: PhaseRule(FeedPhase.STRAY_BATCH, (Action.HOLD, *_ASK_ABOUT_BATCH)),
+        Signal.FIRST_BATCH_DIFFERS: PhaseRule(FeedPhase.FIRST_BATCH_DIFFERS, (Action.HOLD, *_ASK_ABOUT_BATCH)),
+        Signal.NEXT_BATCH_DIFFERS: PhaseRule(FeedPhase.BATCHES_DIFFER, (Action.HOLD, *_ASK_ABOUT_BATCH)),
+        Signal.UNKNOWN_BATCH: PhaseRule(FeedPhase.FOREIGN_BATCHES, (*_ASK, Action.NOTE_UNEXPLAINED)),
+        Signal.REPLAY_DIFFERS: PhaseRule(FeedPhase.REPLAY_DIFFERS, _ASK_ABOUT_BATCH),
+        Signal.REPLAY_TOO_SHORT: PhaseRule(FeedPhase.FOREIGN_BATCHES, _ASK_ABOUT_BATCH),
+        Signal.SAME: PhaseRule(FeedPhase.FEEDING, (Action.NOTE_START,)),
         Signal.ANOTHER: _BEGIN_ANEW,
     },
-    Phase.STRAY_BATCH: {
+    FeedPhase.STRAY_BATCH: {
         **_BATCHES_WAIT,
         **_REPLAY_STOPPED,
         **_STAYS_CONNECTED,
@@ -202,7 +202,7 @@ RULES: Mapping[Phase, Mapping[Signal, Rule | Never]] = {
         Signal.SAME: _DROP,
         Signal.ANOTHER: _BEGIN_ANEW,
     },
-    Phase.FIRST_BATCH_DIFFERS: {
+    FeedPhase.FIRST_BATCH_DIFFERS: {
         **_BATCHES_WAIT,
         **_REPLAY_STOPPED,
         **_STAYS_CONNECTED,
@@ -211,7 +211,7 @@ RULES: Mapping[Phase, Mapping[Signal, Rule | Never]] = {
         Signal.SAME: _DROP,
         Signal.ANOTHER: _BEGIN,  # a connection that has brought nothing but batches that differ is to the new process
     },
-    Phase.BATCHES_DIFFER: {
+    FeedPhase.BATCHES_DIFFER: {
         **_BATCHES_WAIT,
         **_REPLAY_STOPPED,
         **_STAYS_CONNECTED,
@@ -220,19 +220,19 @@ RULES: Mapping[Phase, Mapping[Signal, Rule | Never]] = {
         Signal.SAME: _DROP,
         Signal.ANOTHER: _BEGIN_ANEW,
     },
-    Phase.REPLAY_DIFFERS: {
+    FeedPhase.REPLAY_DIFFERS: {
         **_BATCHES_WAIT,
         **_REPLAY_STOPPED,
         **_DECIDED,
-        Signal.CONNECTED: Rule(Phase.REPLAY_DIFFERS, (Action.ASK,)),
+        Signal.CONNECTED: PhaseRule(FeedPhase.REPLAY_DIFFERS, (Action.ASK,)),
         Signal.BROKE: _BROKE,
-        Signal.FAILED: Rule(Phase.REPLAY_DIFFERS, (Action.REOPEN,)),
+        Signal.FAILED: PhaseRule(FeedPhase.REPLAY_DIFFERS, (Action.REOPEN,)),
         Signal.SAME: _CONTINUE,
-        Signal.SAME_UNCONNECTED: Rule(Phase.CONNECTING, (Action.NOTE_START, *_ASK, Action.CATCH_UP_AT_ONCE)),
+        Signal.SAME_UNCONNECTED: PhaseRule(FeedPhase.CONNECTING, (Action.NOTE_START, *_ASK, Action.CATCH_UP_AT_ONCE)),
         Signal.ANOTHER: _BEGIN_ANEW,
         Signal.ANOTHER_UNCONNECTED: _BEGIN_ANEW,
     },
-    Phase.FOREIGN_BATCHES: {
+    FeedPhase.FOREIGN_BATCHES: {
         **_BATCHES_WAIT,
         **_REPLAY_STOPPED,
         **_STAYS_CONNECTED,
@@ -244,7 +244,7 @@ RULES: Mapping[Phase, Mapping[Signal, Rule | Never]] = {
 }
 
 
-def rule_of(phase: Phase, signal: Signal) -> Rule:
+def rule_of(phase: FeedPhase, signal: Signal) -> PhaseRule:
     """Return what happens in a phase at a signal. Raises UnexpectedSignal if it cannot occur there."""
     rule = RULES[phase][signal]
     if isinstance(rule, Never):
@@ -254,13 +254,13 @@ def rule_of(phase: Phase, signal: Signal) -> Rule:
 
 def diagram() -> str:
     """Return the changes of phase as a Mermaid state diagram, which docs/architecture.md contains."""
-    return "\n".join(["stateDiagram-v2", f"    [*] --> {Phase.STARTING.name}", *_edges()])
+    return "\n".join(["stateDiagram-v2", f"    [*] --> {FeedPhase.STARTING.name}", *_edges()])
 
 
 def table() -> str:
     """Return the rules as Markdown tables, which docs/architecture.md contains: the phases, then what happens."""
     lines = ["| phase | what has to be found out |", "|---|---|"]
-    lines += [f"| `{phase.name}` | {phase.value} |" for phase in Phase]
+    lines += [f"| `{phase.name}` | {phase.value} |" for phase in FeedPhase]
     lines += ["", "| when | in the phase | next phase | what the feed does |", "|---|---|---|---|"]
     for signal in Signal:
         for actions, target, phases in _outcomes(signal):
@@ -271,11 +271,11 @@ def table() -> str:
     return "\n".join(lines)
 
 
-def _outcomes(signal: Signal) -> Iterator[tuple[tuple[Action, ...], Phase | None, list[Phase]]]:
+def _outcomes(signal: Signal) -> Iterator[tuple[tuple[Action, ...], FeedPhase | None, list[FeedPhase]]]:
     """Yield what is done at a signal, the phase that follows (None: the same one), and the phases that have both."""
-    rules = {phase: rule for phase in RULES if isinstance(rule := RULES[phase][signal], Rule)}
+    rules = {phase: rule for phase in RULES if isinstance(rule := RULES[phase][signal], PhaseRule)}
     entered = {(rule.actions, rule.target) for phase, rule in rules.items() if rule.target is not phase}
-    outcomes: dict[tuple[tuple[Action, ...], Phase | None], list[Phase]] = {}
+    outcomes: dict[tuple[tuple[Action, ...], FeedPhase | None], list[FeedPhase]] = {}
     for phase, rule in rules.items():
         stays = rule.target is phase and (rule.actions, phase) not in entered
         outcomes.setdefault((rule.actions, None if stays else rule.target), []).append(phase)
@@ -285,10 +285,10 @@ def _outcomes(signal: Signal) -> Iterator[tuple[tuple[Action, ...], Phase | None
 
 def _edges() -> Iterator[str]:
     for phase, rules in RULES.items():
-        signals: dict[Phase, list[Signal]] = {}
+        signals: dict[FeedPhase, list[Signal]] = {}
         for signal in Signal:
             rule = rules[signal]
-            if isinstance(rule, Rule) and rule.target is not phase:
+            if isinstance(rule, PhaseRule) and rule.target is not phase:
                 signals.setdefault(rule.target, []).append(signal)
         for target, reasons in signals.items():
             yield f"    {phase.name} --> {target.name}: {', '.join(signal.name.lower() for signal in reasons)}"

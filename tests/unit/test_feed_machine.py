@@ -23,7 +23,7 @@ from streams.engines.feed_machine import (
     RETRY_S,
     SUBSCRIBED_AFTER_S,
     Ask,
-    Begin,
+    BeginIncarnation,
     CatchUp,
     Connected,
     ConnectionBroke,
@@ -45,14 +45,24 @@ from streams.engines.feed_machine import (
     ReplayDiffers,
     ReplayTooShort,
     ReportExit,
-    Resume,
+    ResumeIncarnation,
     SocketEmptied,
     StopAsking,
     StopReplay,
     Tick,
     UnknownBatch,
 )
-from streams.engines.feed_table import RULES, Never, Phase, Rule, Signal, UnexpectedSignal, diagram, rule_of, table
+from streams.engines.feed_table import (
+    RULES,
+    FeedPhase,
+    Never,
+    PhaseRule,
+    Signal,
+    UnexpectedSignal,
+    diagram,
+    rule_of,
+    table,
+)
 
 DOCS = Path(__file__).parents[2] / "docs" / "architecture.md"
 
@@ -65,8 +75,8 @@ OTHER_START = Evidence(reachable=True, started=Incarnation(2_000))
 SILENT = Evidence(reachable=False, started=None)
 
 
-@pytest.mark.parametrize(("phase", "signal"), list(product(Phase, Signal)))
-def test_every_phase_has_an_entry_for_every_signal(phase: Phase, signal: Signal) -> None:
+@pytest.mark.parametrize(("phase", "signal"), list(product(FeedPhase, Signal)))
+def test_every_phase_has_an_entry_for_every_signal(phase: FeedPhase, signal: Signal) -> None:
     """An entry is a rule, or says why the signal cannot occur; such a signal is an error that names the reason."""
     entry = RULES[phase][signal]
     if isinstance(entry, Never):
@@ -83,9 +93,9 @@ def test_live_batches_are_taken_in_one_phase_only() -> None:
     batches = [signal for signal in Signal if signal.name.endswith(("BATCH", "DIFFERS"))]
     batches.remove(Signal.REPLAY_DIFFERS)
     assert len(batches) == 6
-    for phase in Phase:
-        taken = {isinstance(RULES[phase][signal], Rule) for signal in batches}
-        assert taken == {phase is Phase.FEEDING}
+    for phase in FeedPhase:
+        taken = {isinstance(RULES[phase][signal], PhaseRule) for signal in batches}
+        assert taken == {phase is FeedPhase.FEEDING}
 
 
 def test_the_docs_contain_the_diagram_and_the_tables_of_the_rules() -> None:
@@ -117,7 +127,7 @@ class Shell:
     def now_us(self) -> int:
         return round(self.now_s * 1e6)
 
-    def is_in(self, phase: Phase) -> bool:
+    def is_in(self, phase: FeedPhase) -> bool:
         """Whether the machine is in this phase."""
         return self.machine.phase is phase
 
@@ -126,18 +136,18 @@ class Shell:
         before = self.machine.phase
         instructions = self.machine.handle(event)
         self._perform(instructions)
-        if before is not Phase.FEEDING and self.machine.phase is Phase.FEEDING:
+        if before is not FeedPhase.FEEDING and self.machine.phase is FeedPhase.FEEDING:
             assert self.identified, (before, event)
 
     def _perform(self, instructions: Sequence[Instruction]) -> None:
         for instruction in instructions:
             match instruction:
-                case Begin(incarnation):
+                case BeginIncarnation(incarnation):
                     assert self.recovered is None or incarnation > self.recovered.incarnation
                     assert incarnation > self.published.incarnation
                     self.published = KnownIncarnation(incarnation, BEFORE_FIRST, 0)
                     self.replays, self.answered_from_s = False, float("-inf")
-                case Resume():
+                case ResumeIncarnation():
                     assert self.recovered is not None and self.published.incarnation == 0
                     self.published = self.recovered
                 case Reopen():
@@ -389,16 +399,16 @@ def walk(seed: int, n_steps: int) -> None:
 
 def test_random_sequences_reach_every_rule_of_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     """No rule is there for nothing, and no sequence reaches a pair that cannot occur."""
-    reached: set[tuple[Phase, Signal]] = set()
+    reached: set[tuple[FeedPhase, Signal]] = set()
 
-    def recording(phase: Phase, signal: Signal) -> Rule:
+    def recording(phase: FeedPhase, signal: Signal) -> PhaseRule:
         reached.add((phase, signal))
         return rule_of(phase, signal)
 
     monkeypatch.setattr(feed_machine, "rule_of", recording)
     for seed in range(600):
         walk(seed, n_steps=120)
-    rules = {(phase, signal) for phase in Phase for signal in Signal if isinstance(RULES[phase][signal], Rule)}
+    rules = {(phase, signal) for phase in FeedPhase for signal in Signal if isinstance(RULES[phase][signal], PhaseRule)}
     assert reached == rules, (rules - reached, reached - rules)
 
 
@@ -409,7 +419,7 @@ def connected(evidence: Evidence = SAME_START, recovered: KnownIncarnation | Non
     shell.tick()
     shell.now_s += 0.1
     shell.answer(evidence)
-    assert shell.is_in(Phase.FEEDING)
+    assert shell.is_in(FeedPhase.FEEDING)
     return shell
 
 
@@ -418,7 +428,7 @@ def test_a_machine_that_found_out_too_early_asks_again_once_it_is_connected() ->
     shell = Shell(KNOWN)
     shell.tick()
     shell.answer(SAME_START)
-    assert shell.published == KNOWN and shell.is_in(Phase.CONNECTING)
+    assert shell.published == KNOWN and shell.is_in(FeedPhase.CONNECTING)
     shell.tick()
     first = shell.question
     shell.now_s += 1.0
@@ -427,7 +437,7 @@ def test_a_machine_that_found_out_too_early_asks_again_once_it_is_connected() ->
     shell.tick()
     assert shell.question is not None and shell.question is not first
     shell.answer(SAME_START)
-    assert shell.is_in(Phase.FEEDING)
+    assert shell.is_in(FeedPhase.FEEDING)
 
 
 def test_a_replay_that_contradicts_before_the_connection_is_complete_identifies_no_connection() -> None:
@@ -440,7 +450,7 @@ def test_a_replay_that_contradicts_before_the_connection_is_complete_identifies_
     shell.contradict_by_replay()
     shell.tick()
     shell.answer(SAME_BYTES)
-    assert shell.is_in(Phase.CONNECTING)
+    assert shell.is_in(FeedPhase.CONNECTING)
 
 
 def test_foreign_batches_do_not_identify_a_connection() -> None:
@@ -452,10 +462,10 @@ def test_foreign_batches_do_not_identify_a_connection() -> None:
     shell.tick()
     assert shell.replays
     shell.end_replay_too_early()
-    assert shell.is_in(Phase.CONNECTING)
+    assert shell.is_in(FeedPhase.CONNECTING)
     shell.tick()
     shell.answer(Evidence(reachable=True, started=None))
-    assert shell.is_in(Phase.FEEDING) and shell.published.incarnation > KNOWN.incarnation
+    assert shell.is_in(FeedPhase.FEEDING) and shell.published.incarnation > KNOWN.incarnation
 
 
 def test_a_batch_that_differs_after_known_ones_is_dropped_if_the_process_is_the_same() -> None:
@@ -465,16 +475,16 @@ def test_a_batch_that_differs_after_known_ones_is_dropped_if_the_process_is_the_
     shell.take_new()
     shell.queue()
     shell.take_other()
-    assert shell.is_in(Phase.STRAY_BATCH) and shell.held
+    assert shell.is_in(FeedPhase.STRAY_BATCH) and shell.held
     shell.tick()
     shell.answer(SAME_START)
-    assert shell.is_in(Phase.FEEDING) and not shell.held
+    assert shell.is_in(FeedPhase.FEEDING) and not shell.held
     shell.take_other()
-    assert shell.is_in(Phase.BATCHES_DIFFER)
+    assert shell.is_in(FeedPhase.BATCHES_DIFFER)
     shell.now_s += RETRY_S
     shell.tick()
     shell.answer(SAME_START)
-    assert shell.is_in(Phase.CONNECTING) and shell.published.incarnation > KNOWN.incarnation
+    assert shell.is_in(FeedPhase.CONNECTING) and shell.published.incarnation > KNOWN.incarnation
     assert shell.connected_at_s is None
 
 
@@ -483,10 +493,10 @@ def test_an_incarnation_begins_with_the_batch_that_was_held_back() -> None:
     shell = connected()
     shell.queue()
     shell.take_other()
-    assert shell.is_in(Phase.FIRST_BATCH_DIFFERS)
+    assert shell.is_in(FeedPhase.FIRST_BATCH_DIFFERS)
     shell.tick()
     shell.answer(Evidence(reachable=True, started=STARTED, replay_check=ReplayCheck.OTHER))
-    assert shell.is_in(Phase.FEEDING) and shell.held and shell.connected_at_s is not None
+    assert shell.is_in(FeedPhase.FEEDING) and shell.held and shell.connected_at_s is not None
     assert shell.published == KnownIncarnation(Incarnation(STARTED + 1), BEFORE_FIRST, 0)
     shell.take_new()
     assert not shell.held
@@ -517,10 +527,10 @@ def test_messages_that_have_waited_long_decide_without_other_evidence() -> None:
     shell.tick()
     shell.now_s += EVIDENCE_WAIT_S - 0.2
     shell.tick()
-    assert shell.is_in(Phase.STARTING)
+    assert shell.is_in(FeedPhase.STARTING)
     shell.now_s += 0.2
     shell.tick()
-    assert shell.is_in(Phase.FEEDING) and shell.published.incarnation > KNOWN.incarnation
+    assert shell.is_in(FeedPhase.FEEDING) and shell.published.incarnation > KNOWN.incarnation
 
 
 def test_messages_that_wait_in_the_socket_make_the_feed_late() -> None:
