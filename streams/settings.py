@@ -329,7 +329,10 @@ class ProcessSettings:
 class RoutingSettings:
     """How a router chooses a rank."""
 
-    router_mode: RouterMode = _setting(RouterMode.KV, f"routing policy: {', '.join(RouterMode)}")
+    router_mode: RouterMode = _setting(
+        RouterMode.EXPECTED_TIME,
+        f"routing policy: {', '.join(RouterMode)}. Without it, a router that sets a value of kv alone decides by kv",
+    )
     kv_overlap_score_weight: float = _setting(
         1.0, "weight of prefill load against decode load; 0 balances load only", low=0.0, high=WEIGHT_MAX
     )
@@ -527,7 +530,7 @@ class FrontSettings:
         60.0, "time that all moves of one stream may take together", low=0.1, high=86_400.0
     )
     front_queue: bool = _setting(
-        False, "requests of a front wait in the router until a rank has room for them (queue=on)"
+        True, "requests of a front wait in the router until a rank has room for them (queue=on)"
     )
     front_disaggregation: bool = _setting(
         True, "where a model has prefill workers, a front computes long prompts there, and decodes on another worker"
@@ -691,6 +694,16 @@ UNNEEDED_OPTIONS = {
 ALIASES = {"use_kv_events": "kv_events", "router_kv_events": "kv_events"}
 
 
+#: Settings of mode kv alone. A router that sets one of them, and no mode, decides by kv: its launch script is older
+#: than the default of today, or was written for Dynamo.
+ONLY_OF_MODE_KV = (
+    "kv_overlap_score_weight",
+    "kv_overlap_score_credit",
+    "decode_active_request_weight",
+    "router_temperature",
+)
+
+
 @dataclass(frozen=True, slots=True)
 class Resolved:
     """Settings, the source of each value, and warnings for the user."""
@@ -734,6 +747,9 @@ def load(
                 continue
             values[setting] = _convert(name, value, hints[setting], label)
             sources[setting] = label
+    of_kv = [name for name in ONLY_OF_MODE_KV if name in values]
+    if of_kv and "router_mode" not in values:
+        values["router_mode"], sources["router_mode"] = RouterMode.KV, f"{of_kv[0]} is set, which only kv has"
     try:
         settings = Settings(**values)
     except SettingsError as exc:

@@ -120,6 +120,7 @@ class WorkerProcess:
         metrics = [agent_registry(self.indexer)]
         if self._router is not None:
             await server.serve(api_runner(self._router, metrics, access=access))
+            log.info("routing on %s in mode %s", server.url, self._router.policy.mode)
         else:
             await server.serve(monitoring_app(self._not_ready, metrics, access))
             log.info("/healthz, /ready and /metrics on %s", server.url)

@@ -67,6 +67,9 @@ from streams.topics import topics
 _OVERRIDES = attrgetter(*POLICY_OVERRIDES)
 _POLICY_FIELDS = tuple(name.removeprefix("router_") for name in POLICY_OVERRIDES)
 
+#: Those that only mode kv reads.
+_ONLY_OF_MODE_KV = {"overlap_score_weight", "temperature"}
+
 #: Observations from which policies learn in one tick, which takes 2 ms. The oldest of the others are dropped.
 LEARNT_MAX = 512
 
@@ -690,6 +693,9 @@ class Router:
             return self.policy
         given = zip(_POLICY_FIELDS, _OVERRIDES(override), strict=True)
         changes = {name: value for name, value in given if value is not None}
+        # A request that sets a parameter of mode kv asks for the formula that has it.
+        if self.policy.mode is RouterMode.EXPECTED_TIME and changes.keys() & _ONLY_OF_MODE_KV:
+            changes.setdefault("mode", RouterMode.KV)
         policy = replace(self.policy, **changes) if changes else self.policy  # moe_query is not part of the policy
         if policy.mode is RouterMode.POLICY and not policy.name:
             raise InvalidRequest("router_mode is policy, but this router has no router_policy")

@@ -113,7 +113,7 @@ async def serve(settings: Settings, place: ProcessPlace | None = None) -> None:
         router.readiness.topics.missing = tuple(missing)
         process = "" if place is None else str(place.number)
         await server.serve(api_runner(router, process=process, access=access))
-        log.info("routing on %s", server.url)
+        log.info("routing on %s in mode %s", server.url, router.policy.mode)
         await _until_topics_are_there(router)
         exempt_from_collection()
         router.start()

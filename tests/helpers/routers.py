@@ -9,6 +9,7 @@ from streams.core.cxl_memory import CxlMemoryState
 from streams.core.events import MoeLabels
 from streams.core.hashing import local_hashes, sequence_hashes
 from streams.core.ids import EngineHash, Incarnation, SequenceHash, WorkerId
+from streams.core.routing.selection import RouterMode
 from streams.cxl.events import CxlPool
 from streams.cxl.records import BlockKey, BlockRow, Placement, block_key, encode_block, encode_pool, pool_key
 from streams.router_api.router import Router
@@ -36,7 +37,8 @@ DEAD = 9
 
 
 def router_of(n_workers: int = 3, **knobs: Any) -> Router:
-    router = Router(Settings(**{"router_replica_sync": False, **knobs}))
+    """A router of mode kv, whose costs can be computed by hand, unless `knobs` name another one."""
+    router = Router(Settings(**{"router_replica_sync": False, "router_mode": RouterMode.KV, **knobs}))
     router.feeds.pending = dict  # type: ignore[method-assign]  # as if all were read
     for worker_id in range(1, n_workers + 1):
         register(router.view, worker_id, kv_total_blocks=100)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from streams.core.routing.selection import RouterMode
 from streams.kafka import admin
 from streams.lab.kafka.broker import KafkaState, LocalKafka
 from streams.lab.processes import Children
@@ -56,6 +57,8 @@ def new_scope(kafka: KafkaState) -> Iterator[ScopeFactory]:
         given.append(
             Settings(
                 kafka=kafka.bootstrap,
+                # Costs of this mode can be computed by hand. Tests of other modes, and of the default, name theirs.
+                router_mode=RouterMode.KV,
                 topic_prefix=f"t{uuid.uuid4().hex[:12]}-",
                 partitions=PARTITIONS,
                 session_timeout_s=SESSION_TIMEOUT_S,

@@ -693,3 +693,33 @@ def test_what_every_client_of_a_router_logs_is_taken_by_its_ticks(monkeypatch: p
     finally:
         for client in clients:
             client.close()
+
+
+def test_the_default_mode_is_expected_time() -> None:
+    """A router whose settings name no mode decides by expected time, in milliseconds."""
+    router = router_of(router_mode=Settings().router_mode)
+    assert router.policy.mode is RouterMode.EXPECTED_TIME
+    assert ask(router, explain="true")["candidates"][0]["policy_terms"]["prefill_ms"] > 0.0
+
+
+@pytest.mark.parametrize(
+    ("mode", "override", "decides"),
+    [
+        (RouterMode.EXPECTED_TIME, {"overlap_score_weight": 2.0}, RouterMode.KV),
+        (RouterMode.EXPECTED_TIME, {"router_temperature": 0.5}, RouterMode.KV),
+        (
+            RouterMode.EXPECTED_TIME,
+            {"router_temperature": 0.5, "router_mode": "expected-time"},
+            RouterMode.EXPECTED_TIME,
+        ),
+        (RouterMode.EXPECTED_TIME, {"cxl_score_weight": 0.5}, RouterMode.EXPECTED_TIME),
+        (RouterMode.RANDOM, {"router_temperature": 0.5}, RouterMode.RANDOM),
+    ],
+)
+def test_a_request_with_a_parameter_of_kv_is_decided_by_kv(
+    mode: RouterMode, override: dict[str, Any], decides: RouterMode
+) -> None:
+    """An override that only kv has selects kv where the default would ignore it, unless the request names a mode."""
+    router = router_of(router_mode=mode)
+    ask(router, **override)
+    assert {counted for counted, _, _ in router.decisions.by_reason} == {decides}

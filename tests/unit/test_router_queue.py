@@ -28,6 +28,7 @@ import pytest
 from streams.core.hashing import local_hashes
 from streams.core.loads.bookings import BookingPhase
 from streams.core.routing.queue import QueuePolicy
+from streams.core.routing.selection import RouterMode
 from streams.kafka import worker_key
 from streams.router_api.admission import Admission, Outcome
 from streams.router_api.wire import RouteRequest
@@ -39,6 +40,7 @@ from tests.helpers.local_router import LocalRouter, hold, local_router, rank, re
 #: A rank with more than this many tokens still to prefill is closed.
 BACKLOG_TOKENS = 1000
 SETTINGS = Settings(
+    router_mode=RouterMode.KV,  # whose backlog is counted in tokens, by the settings alone
     router_queue_backlog_ms=BACKLOG_TOKENS * 0.1,
     prefill_us_per_token=100.0,
     router_queue_requests_max=6,

@@ -472,3 +472,22 @@ def test_persistence_without_an_index_gives_a_warning(given: dict[str, Any], war
     """An explicit router_reset_states=False without an index gives a warning, because nothing persists."""
     warnings = load(given, {}).warnings
     assert [warns in warning for warning in warnings] == [True] if warns else not warnings
+
+
+@pytest.mark.parametrize(
+    ("given", "mode"),
+    [
+        ({}, RouterMode.EXPECTED_TIME),
+        ({"router_temperature": 0.0}, RouterMode.KV),
+        ({"kv_overlap_score_weight": 1.0}, RouterMode.KV),
+        ({"kv_overlap_score_credit": 2.0}, RouterMode.KV),
+        ({"decode_active_request_weight": 64.0}, RouterMode.KV),
+        ({"kv_overlap_score_weight": 2.0, "router_mode": RouterMode.EXPECTED_TIME}, RouterMode.EXPECTED_TIME),
+    ],
+)
+def test_a_value_of_mode_kv_alone_selects_it(given: dict[str, Any], mode: RouterMode) -> None:
+    """A router that sets a value that only kv has, and no mode, decides by kv, also if the value is the default."""
+    resolved = load(given, environ={})
+    assert resolved.settings.router_mode is mode
+    if given and "router_mode" not in given:
+        assert resolved.sources["router_mode"] == f"{next(iter(given))} is set, which only kv has"

@@ -19,6 +19,7 @@ from opentelemetry.trace import SpanContext, SpanKind, StatusCode
 from streams.client import KvRouterClient
 from streams.codec import encode_worker
 from streams.core.ids import WorkerId
+from streams.core.routing.selection import RouterMode
 from streams.core.workers import Worker
 from streams.errors import SettingsError
 from streams.kafka import worker_key
@@ -59,7 +60,9 @@ def running() -> Iterator[Traced]:
     exporter = InMemorySpanExporter()
     provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
-    with local_router(Settings(tracing=True), make=lambda own: TracedRouter(own, provider)) as served:
+    with local_router(
+        Settings(tracing=True, router_mode=RouterMode.KV), make=lambda own: TracedRouter(own, provider)
+    ) as served:
         hold(served.router, rank(2), BLOCKS)
         yield Traced(served, exporter)
 
@@ -115,7 +118,7 @@ def test_a_decision_for_a_request_that_waits_is_one_span_in_its_own_trace() -> N
     """With queue=on a decision has a span, at once or after waiting, and each is a child of its own request's call."""
     exporter, provider = InMemorySpanExporter(), TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
-    settings = Settings(tracing=True, router_queue_backlog_ms=100.0)
+    settings = Settings(tracing=True, router_mode=RouterMode.KV, router_queue_backlog_ms=100.0)
     with local_router(settings, 1, make=lambda own: TracedRouter(own, provider)) as served:
 
         def ask(request_id: str) -> None:
