@@ -707,11 +707,7 @@ def test_the_default_mode_is_expected_time() -> None:
     [
         (RouterMode.EXPECTED_TIME, {"overlap_score_weight": 2.0}, RouterMode.KV),
         (RouterMode.EXPECTED_TIME, {"router_temperature": 0.5}, RouterMode.KV),
-        (
-            RouterMode.EXPECTED_TIME,
-            {"router_temperature": 0.5, "router_mode": "expected-time"},
-            RouterMode.EXPECTED_TIME,
-        ),
+        (RouterMode.EXPECTED_TIME, {"router_temperature": 0.5, "router_mode": "random"}, RouterMode.RANDOM),
         (RouterMode.EXPECTED_TIME, {"cxl_score_weight": 0.5}, RouterMode.EXPECTED_TIME),
         (RouterMode.RANDOM, {"router_temperature": 0.5}, RouterMode.RANDOM),
     ],
