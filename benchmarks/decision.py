@@ -32,7 +32,9 @@ from streams.core.ids import DpRank, RankId, WorkerId
 from streams.core.index.tree_fold import TreeRunFold
 from streams.core.loads.bookings import ActiveLoads, Booking, BookingId, BookingPhase
 from streams.core.reducer.ordering import Health, Progress
-from streams.core.routing.decision import Chooser, RoutePolicy, booking_of
+from streams.core.routing.busy import BlocksInUse
+from streams.core.routing.decision import Chooser
+from streams.core.routing.request import FleetState, Matches, Prompt, RoutePolicy, RoutingRequest
 from streams.core.routing.selection import RouterMode
 from streams.core.routing.trust import AnswerMode
 from streams.core.workers import BridgeLease, Worker
@@ -81,7 +83,8 @@ class Fleet:
         self.loads = ActiveLoads(1 << 60)
         self.chooser = Chooser(random.Random(SEED))
         self.policy = RoutePolicy()
-        self.capacity = np.full(n_ranks, 100_000, dtype=np.int64)
+        capacity = BlocksInUse(np.full(n_ranks, 100_000, dtype=np.int64), np.zeros(n_ranks, dtype=np.int64))
+        self.state = FleetState(blocks_of=lambda _: capacity)
         self.prompts: list[bytes] = []
         for rank in self.ranks:
             for number in range(N_HELD):
@@ -112,27 +115,11 @@ def decide(fleet: Fleet, prompt: bytes, number: int) -> dict[str, int]:
     scores = fleet.index.find_matches(local)
     matched = clock()
     n_blocks = -(-fleet.n_tokens // BLOCK_SIZE)
-    decision = fleet.chooser.choose(
-        fleet.policy,
-        fleet.ranks,
-        scores,
-        fleet.loads,
-        sequence=sequence,
-        request_blocks=n_blocks,
-        block_size=BLOCK_SIZE,
-        model="m",
-        capacity_blocks=fleet.capacity,
-    )
+    prompt_in_blocks = Prompt(sequence, fleet.n_tokens, n_blocks, BLOCK_SIZE, "m")
+    request = RoutingRequest(fleet.policy, prompt_in_blocks, Matches(fleet.ranks, scores), fleet.state)
+    decision = fleet.chooser.choose(request, fleet.loads)
     chosen = clock()
-    booking = booking_of(
-        decision.chosen,
-        model="m",
-        sequence=sequence,
-        n_tokens=fleet.n_tokens,
-        request_blocks=n_blocks,
-        block_size=BLOCK_SIZE,
-        forecast=decision.forecast(),
-    )
+    booking = decision.booking()
     booking_id = BookingId(str(number), "bench", number)
     fleet.loads.add(booking_id, booking, 0)
     booked = clock()

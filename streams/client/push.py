@@ -22,7 +22,8 @@ from streams.interpreter import prefer_request_threads
 from streams.kafka import missing_topics
 from streams.router_api.admission import Admission, may_wait
 from streams.router_api.answer import RouteAnswer
-from streams.router_api.router import PreparedRequest, Router
+from streams.router_api.prepared_request import PreparedRequest
+from streams.router_api.router import Router
 from streams.router_api.server import make_router, tick_forever
 from streams.router_api.wire import RouteRequest, answer_json, invalid_body
 from streams.settings import Settings

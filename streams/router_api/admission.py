@@ -26,7 +26,8 @@ from streams.core.routing.queue import QueueLimits, Refused, RequestQueue, Waiti
 from streams.errors import AllWorkersBusy, InvalidRequest, KvStreamsError, NotReady, QueueFull, QueueTimeout
 from streams.metrics import Distribution
 from streams.router_api.answer import RouteAnswer
-from streams.router_api.router import PreparedRequest, Router
+from streams.router_api.prepared_request import PreparedRequest
+from streams.router_api.router import Router
 from streams.router_api.wire import NAME_CHARS_MAX
 
 log = logging.getLogger(__name__)
@@ -351,15 +352,15 @@ class Admission:
         router = self._router
         if entry.changes != router.view.changes and now_ms - entry.matched_ms >= ESTIMATE_MS:
             self._match(number, entry, now_ms)
-        if entry.prepared.refusal is None:
+        if entry.prepared.routing.matches.refusal is None:
             with router.loads.locked() as loads:
-                if not self._gate.may_go(entry.prepared.ranks, loads):
+                if not self._gate.may_go(entry.prepared.routing.matches.ranks, loads):
                     return
         if entry.is_gone():
             self._drop_gone(number)
             return
-        basis = entry.prepared.basis
-        if entry.changes != router.view.changes or (basis is not None and router.view.is_outdated(basis)):
+        snapshot = entry.prepared.routing.matches.snapshot
+        if entry.changes != router.view.changes or (snapshot is not None and router.view.is_outdated(snapshot)):
             self._match(number, entry, now_ms)
         answer = entry.context.run(router.try_admit, entry.prepared, self._gate)
         if answer is None:
@@ -423,7 +424,8 @@ def _bytes_of(prepared: PreparedRequest) -> int:
     request = prepared.request
     n_ids = len(request.allowed_worker_ids or ()) + len(request.excluded_worker_ids or ())
     n_ids += len(request.required_taints or ())
-    scores = len(prepared.scores.scores) if prepared.reads_index else 0
+    matches = prepared.routing.matches
+    scores = 0 if matches.snapshot is None else len(matches.scores.scores)
     return WAITING_BYTES + _BLOCK_BYTES * len(prepared.blocks.local) + _SCORE_BYTES * scores + 2 * _ID_BYTES * n_ids
 
 

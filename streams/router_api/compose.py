@@ -11,10 +11,13 @@ from typing import NamedTuple
 
 from confluent_kafka import Producer
 
-from streams.core.routing.decision import Chooser, RoutePolicy
+from streams.core.routing.busy import BusyThresholds
+from streams.core.routing.decision import Chooser
 from streams.core.routing.policies.expected_time import ExpectedTime, ExpectedTimeParameters
 from streams.core.routing.policies.interface import Policy
+from streams.core.routing.request import RoutePolicy
 from streams.core.routing.selection import RouterMode
+from streams.core.routing.sessions import SessionAffinity
 from streams.kafka import producer
 from streams.policy_plugins import find_policy
 from streams.router_api.dead_letters import DeadLetterCounts
@@ -70,7 +73,13 @@ def compose(settings: Settings) -> RouterParts:
     feeds = Feeds(settings, by_name, restart)
     readiness = Readiness(settings, scope, view, feeds, (feed.topic.name for feed in by_name.values()))
     policy = default_policy(settings)
-    chooser = Chooser(random.Random(settings.router_seed or None), lambda name: _find_policy(settings, name))
+    chooser = Chooser(
+        random.Random(settings.router_seed or None),
+        lambda name: _find_policy(settings, name),
+        BusyThresholds(settings.active_decode_blocks_threshold, settings.active_prefill_tokens_threshold),
+        SessionAffinity(settings.router_session_affinity_ttl_s),
+        loads.unreported,
+    )
     if policy.policy_name:
         chooser.policy(policy.policy_name)  # a wrong name ends the process here
     return RouterParts(kafka, view, loads, registry, recorder, dead_letters, feeds, readiness, policy, chooser)

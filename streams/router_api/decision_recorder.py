@@ -18,7 +18,7 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from confluent_kafka import KafkaError, KafkaException, Message, Producer
 
@@ -39,12 +39,10 @@ from streams.decision_log.noted import (
 )
 from streams.decision_log.records import FleetSize, LogOrigin, Report, encode_batch
 from streams.errors import KvStreamsError
+from streams.router_api.prepared_request import PreparedRequest
 from streams.router_api.view import View
 from streams.settings import Settings
 from streams.topics import TopicSpec
-
-if TYPE_CHECKING:
-    from streams.router_api.router import PreparedRequest
 
 log = logging.getLogger(__name__)
 
@@ -165,10 +163,10 @@ class DecisionRecorder:
             self._wake.set()
 
     def _kind_of(self, prepared: PreparedRequest, trust: Trust, chosen_trust: Trust) -> DecisionKind:
-        policy, phase = prepared.policy, prepared.request.phase
+        policy, prompt, phase = prepared.routing.policy, prepared.routing.prompt, prepared.request.phase
         return DecisionKind(
-            prepared.model,
-            prepared.block_size,
+            prompt.model,
+            prompt.block_size,
             policy.mode,
             self._policy_name if policy.mode is RouterMode.POLICY else "",
             policy.temperature,

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from streams.codec import PULSE_KEY_PREFIX, decode_metrics, decode_pulse, pulse_key
 from streams.core.bridge_pulses import BridgePulses
 from streams.core.engine_metrics import MetricsReport, WorkerMetrics, with_registered
 from streams.core.ids import RankId, WorkerId
 from streams.core.routing.busy import BlocksInUse, ReportedBlocks
-from streams.core.routing.decision import FleetState
+from streams.core.routing.request import FleetState
 from streams.core.workers import CPU_CLASS, Worker
 from streams.errors import BadRecord
 from streams.kafka import worker_key
@@ -159,14 +160,11 @@ class EngineReports:
             self._expire(self._now_ms())
             return [self._reports[rank][0] for rank in worker.ranks() if rank in self._reports]
 
-    def received_ms(self, ranks: Iterable[RankId]) -> dict[RankId, int]:
-        """When the last report of each of these ranks was received, for those that have a valid one."""
-        with self._lock:
-            known = self._reports
-            return {rank: known[rank][1] - known[rank][0].ttl_ms for rank in ranks if rank in known}
+    def fleet(self, ranks: Iterable[RankId] | None = None) -> FleetState:
+        """Return what routing policies read about engines. Later reports do not change the value returned.
 
-    def fleet(self) -> FleetState:
-        """Return what routing policies read about engines. Later reports do not change the value returned."""
+        ranks: those for which the times of their last reports are needed as well; None for none.
+        """
         now_ms = self._now_ms()
         with self._lock:
             self._expire(now_ms)
@@ -175,8 +173,12 @@ class EngineReports:
                 cpus = (worker.worker_id for worker in workers.values() if worker.device_class == CPU_CLASS)
                 self._cpu_workers = frozenset(cpus)
             if self._fleet is None:  # kept until the next report: a copy of 1,000 ranks takes 5 us
-                self._fleet = FleetState(self._metrics.copy(), self._cpu_workers)
-            return self._fleet
+                self._fleet = FleetState(self._metrics.copy(), self._cpu_workers, self.blocks_in_use)
+            if ranks is None:
+                return self._fleet
+            reports = self._reports
+            received_ms = {rank: reports[rank][1] - reports[rank][0].ttl_ms for rank in ranks if rank in reports}
+            return replace(self._fleet, received_ms=received_ms)
 
     def blocks_in_use(self, ranks: Sequence[RankId]) -> BlocksInUse:
         """Return what the registry and the last reports say about the blocks of these ranks, in their order."""

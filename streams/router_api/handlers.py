@@ -48,7 +48,8 @@ from streams.router_api.live import Live
 from streams.router_api.live_page import PAGE, SCRIPT, STYLE, page_response
 from streams.router_api.metrics import RouterMetrics
 from streams.router_api.openapi import PAGE_HEADERS, document_json, page_html
-from streams.router_api.router import PreparedRequest, Router
+from streams.router_api.prepared_request import PreparedRequest
+from streams.router_api.router import Router
 from streams.router_api.runner import ApiRunner
 from streams.router_api.wire import (
     NAME_CHARS_MAX,

@@ -9,47 +9,44 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 
-from streams.core.engine_metrics import WorkerMetrics, with_bookings
 from streams.core.hashing import pack_hashes
 from streams.core.ids import Int64Array, RankId
-from streams.core.index.interface import Candidates, OverlapScores
+from streams.core.index.interface import Candidates
 from streams.core.loads.bookings import ActiveLoads, Booking, BookingPhase
 from streams.core.routing.admission import PROPAGATION_MS, Gate
-from streams.core.routing.busy import BusyThresholds, idle_ranks
 from streams.core.routing.cost import RankTerms, prefill_tokens
-from streams.core.routing.decision import (
-    LEARNT_TOGETHER_MAX,
-    Decision,
-    FleetState,
-    RoutePolicy,
-    booking_of,
-)
-from streams.core.routing.eligibility import FilterReason, WorkerFilter, names_another_rank
+from streams.core.routing.decision import LEARNT_TOGETHER_MAX, Decision
+from streams.core.routing.eligibility import WorkerFilter, names_another_rank
 from streams.core.routing.policies.expected_time import ExpectedTime
+from streams.core.routing.request import (
+    FleetState,
+    LabelUse,
+    Matches,
+    Prompt,
+    RoutePolicy,
+    RoutingRequest,
+)
 from streams.core.routing.selection import RouterMode
-from streams.core.routing.sessions import SessionAffinity
-from streams.core.routing.supplementary import SupplementaryMatches
 from streams.core.routing.trust import FALLBACK, NOT_IN_SYNC, AnswerMode, Trust
-from streams.core.workers import Role
-from streams.errors import AllWorkersBusy, InvalidRequest, KvStreamsError, NoEligibleWorker, UnknownId
+from streams.errors import InvalidRequest, KvStreamsError, UnknownId
 from streams.load_records import request_partition
 from streams.router_api.answer import RouteAnswer
 from streams.router_api.compose import compose
 from streams.router_api.decision_counts import DecisionCounts
 from streams.router_api.decision_recorder import wall_ms
+from streams.router_api.matching import match
+from streams.router_api.prepared_request import PreparedRequest, booked_phase
 from streams.router_api.prompt_matches import PromptMatches
 from streams.router_api.registry import PUBLISH_TIMEOUT_S
 from streams.router_api.request_ids import RequestIds
-from streams.router_api.trust_tracker import TrustSnapshot
 from streams.router_api.wire import (
     POLICY_OVERRIDES,
     UNFILTERED,
-    Blocks,
     BookRequest,
     MoeQuery,
     RouteRequest,
@@ -79,57 +76,11 @@ _UNFILTERED_MAX = 256
 #: How long after its last decision a router counts as asked for decisions.
 ASKED_S = 1.0
 
-_NO_SCORES = OverlapScores({})
-_NO_RANKS: frozenset[RankId] = frozenset()
-_NOTHING_REPORTED = FleetState()
-
-
-class PreparedRequest(NamedTuple):
-    """A request that has been hashed, filtered and matched, so that `Router.try_book` can choose among its ranks.
-
-    It is a tuple because one is made for every request. sequence: the request's sequence hashes, packed as in its
-    booking. ranks: those that pass every filter; busy thresholds are checked later. refusal: why there are none.
-    scores, supplementary: what the ranks held when the request was prepared. predicted: ranks whose score is a
-    prediction. moe_filter_applied: see RouteAnswer. basis: what the trust in the scores depends on; None if the index
-    was not read. arrived_at_ms: only if decisions are recorded.
-    """
-
-    request: RouteRequest
-    request_id: str
-    model: str
-    policy: RoutePolicy
-    blocks: Blocks
-    sequence: bytes
-    block_size: int
-    reads_index: bool
-    moe_query: MoeQuery | None
-    ranks: Sequence[RankId]
-    refusal: KvStreamsError | None
-    scores: OverlapScores
-    predicted: Set[RankId]
-    supplementary: SupplementaryMatches | None
-    moe_filter_applied: bool | None
-    basis: TrustSnapshot | None
-    filters: WorkerFilter
-    arrived_at_ms: int = 0
-
 
 @functools.lru_cache(maxsize=_UNFILTERED_MAX)
 def _unfiltered(model: str, block_size: int) -> WorkerFilter:
     """What a request without filters of its own requires. It is the same object for each model."""
     return UNFILTERED._replace(model=model, block_size=block_size)
-
-
-class _CandidateMatches(NamedTuple):
-    """The fields of a PreparedRequest that change while it waits; they have the same names there."""
-
-    ranks: Sequence[RankId]
-    refusal: KvStreamsError | None
-    scores: OverlapScores
-    predicted: Set[RankId]
-    supplementary: SupplementaryMatches | None
-    moe_filter_applied: bool | None
-    basis: TrustSnapshot | None
 
 
 class Router:
@@ -148,8 +99,6 @@ class Router:
         self.readiness = parts.readiness
         self._kafka = parts.kafka
         self._chooser = parts.chooser
-        self._busy = BusyThresholds(settings.active_decode_blocks_threshold, settings.active_prefill_tokens_threshold)
-        self._sessions = SessionAffinity(settings.router_session_affinity_ttl_s)
         n_partitions = topics(settings).router_loads.partitions
         self._request_ids = RequestIds(lambda request_id: request_partition(request_id, n_partitions))
         self._asked_at_s = float("-inf")
@@ -195,7 +144,7 @@ class Router:
     @property
     def sessions_evicted(self) -> int:
         """Session bindings dropped because too many were in use, since the router started."""
-        return self._sessions.evicted
+        return self._chooser.sessions.evicted
 
     # -- decisions -----------------------------------------------------------------------------------------------------
 
@@ -219,7 +168,7 @@ class Router:
             query = None if override is None else override.moe_query
             strict = query is not None and not query.fallback_to_unlabeled
             reads_index = policy.reads_index or (strict and self.settings.reads_index)
-            return self._prepare(request, packed, policy, query, reads_index, strict=strict)
+            return self._prepare(request, packed, policy, query, reads_index=reads_index, strict=strict)
         except KvStreamsError:
             self._note_refused(request)
             raise
@@ -246,7 +195,7 @@ class Router:
 
     def _note_refused(self, request: RouteRequest) -> None:
         if request.request_id and request.update_states:  # nobody knows an id that the router generates
-            self.loads.note_refused(request.request_id, _booked_phase(request.phase))
+            self.loads.note_refused(request.request_id, booked_phase(request.phase))
 
     def is_asked(self) -> bool:
         """Whether a decision was asked for recently (ASKED_S)."""
@@ -254,59 +203,69 @@ class Router:
 
     def try_admit(self, prepared: PreparedRequest, gate: Gate | None) -> RouteAnswer | None:
         """The same as `try_book`, but None if the gate does not let the request go to the rank that is best for it."""
-        self._asked_at_s = time.monotonic()
-        if prepared.basis is not None and self.view.is_outdated(prepared.basis):
+        now_s = self._asked_at_s = time.monotonic()
+        snapshot = prepared.routing.matches.snapshot
+        if snapshot is not None and self.view.is_outdated(snapshot):
             prepared = self.refresh(prepared)
-        request = prepared.request
-        # Before the reports themselves: a report that arrives in between then counts its requests twice, for one
-        # decision. In the other order they would count for nothing.
-        reported = self.view.fleet.engines.received_ms(prepared.ranks) if prepared.policy.reads_metrics else None
-        fleet = self.view.fleet.engines.fleet() if prepared.policy.reads_fleet else _NOTHING_REPORTED
-        decision: Decision | None = None
+        request, routing, chooser = prepared.request, prepared.routing, self._chooser
+        if chooser.reads_fleet(routing.policy):
+            routing = routing._replace(fleet=self._fleet_state(routing))
         candidates: tuple[RankTerms, ...] | None = None
         with self.loads.locked() as loads:
             # A client that retries must not book twice. Another router's booking of this id counts as well.
-            existing, moves = None, False
-            if request.update_states:
-                existing = loads.live(prepared.request_id, _booked_phase(request.phase))
-                if existing is not None and names_another_rank(existing[1].rank, worker_filter(request)):
-                    existing, moves = None, True
-            if existing is None:
+            existing = loads.live(prepared.request_id, prepared.booked_phase) if request.update_states else None
+            moves = existing is not None and names_another_rank(existing[1].rank, prepared.filters)
+            decision: Decision | None = None
+            if existing is None or moves:
                 decision = (
-                    self._choose(prepared, loads, fleet, reported)
+                    chooser.choose(routing, loads, now_s)
                     if gate is None
-                    else self._choose_through(gate, prepared, loads, fleet, reported)
+                    else gate.decide(routing, loads, chooser, now_s)
                 )
                 if decision is None:
                     return None
                 if request.explain:  # before the booking, which changes the loads that some terms are read from
                     candidates = decision.candidates
                 if request.update_states:
-                    self._book(prepared, decision, moves=moves)
+                    rank = decision.chosen.rank
+                    self.loads.book(prepared.request_id, decision.booking(prepared.booked_phase), moves=moves)
+                    self.view.predictions.predict(rank, prepared.blocks.local)
+                    chooser.bind(routing, rank, now_s)
                     if gate is not None:
-                        gate.booked(decision.chosen.rank, loads)
-        if existing is not None:
-            return self._existing_answer(prepared, existing[1])
-        assert decision is not None
-        chosen = decision.chosen
-        trust = chosen_trust = FALLBACK
-        if decision.preferred and prepared.reads_index:
-            trust, chosen_trust = self._trust_in(prepared, chosen)
+                        gate.booked(rank, loads)
+        if decision is not None:
+            return self._answer(prepared, decision, candidates)
+        assert existing is not None  # otherwise there is a decision
+        return self._existing_answer(prepared, existing[1])
+
+    def _fleet_state(self, routing: RoutingRequest) -> FleetState:
+        """What engines report, for a policy that reads it."""
+        engines = self.view.fleet.engines
+        return engines.fleet(routing.matches.ranks if routing.policy.counts_unreported else None)
+
+    def _answer(
+        self, prepared: PreparedRequest, decision: Decision, candidates: tuple[RankTerms, ...] | None
+    ) -> RouteAnswer:
+        """Count a decision, record it, and return it with the trust in it."""
+        chosen, routing = decision.chosen, prepared.routing
+        prompt, matches = routing.prompt, routing.matches
+        trust, chosen_trust = decision.trust(self._assess)
+        reads_index = matches.snapshot is not None
         self.decisions.note(
-            prepared.policy.mode,
+            routing.policy.mode,
             chosen.rank.worker_id,
             chosen.scores,
-            prepared.blocks.request_blocks,
+            prompt.request_blocks,
             trust,
             chosen_trust,
-            reads_index=prepared.reads_index,
+            reads_index=reads_index,
         )
-        if prepared.reads_index:
+        if reads_index:
             self.prompt_matches.note(
-                prepared.model,
+                prompt.model,
                 prepared.blocks.local.size,
-                prepared.scores,
-                prepared.predicted,
+                matches.scores,
+                matches.predicted,
                 pooled=chosen.cxl_accessible_scores > 0,
             )
         if self.recorder is not None:
@@ -316,37 +275,36 @@ class Router:
             chosen.rank,
             self._url_of(chosen.rank),
             chosen.scores,
-            prepared.blocks.request_blocks,
+            prompt.request_blocks,
             chosen.cost,
             trust,
             chosen_trust,
-            prepared.moe_filter_applied,
+            matches.moe_filter_applied,
             candidates,
             pooled_blocks=chosen.cxl_accessible_scores,
-            block_size=prepared.block_size if request.explain else None,
+            block_size=prompt.block_size if prepared.request.explain else None,
         )
 
     def new_gate(self) -> Gate:
         """What decides whether a waiting request may go to a rank, with this router's thresholds."""
 
         def idle(ranks: Sequence[RankId], loads: ActiveLoads) -> Sequence[RankId]:
-            return idle_ranks(
-                ranks, self._busy, self.view.fleet.workers, loads, self.view.fleet.engines.fleet().metrics
-            )
+            return self._chooser.idle(ranks, loads, self.view.fleet.engines.blocks_in_use)
 
+        idle_if_needed = idle if self._chooser.has_thresholds else None
         if self.policy.mode is RouterMode.EXPECTED_TIME:
             limit_ms = self.settings.expected_time_queue_ms or None
             return Gate(
                 lambda: self.loads.router_id,
                 None,
-                idle if self._busy else None,
+                idle_if_needed,
                 backlog_ms_max=limit_ms,
                 ms_per_token=self.ms_per_token,
             )
         backlog_ms, us_per_token = self.settings.router_queue_backlog_ms, self.settings.prefill_us_per_token
         tokens_max = backlog_ms * 1000.0 / us_per_token if backlog_ms else None
         propagation_tokens = int(PROPAGATION_MS * 1000.0 / us_per_token)
-        return Gate(lambda: self.loads.router_id, tokens_max, idle if self._busy else None, propagation_tokens)
+        return Gate(lambda: self.loads.router_id, tokens_max, idle_if_needed, propagation_tokens)
 
     def ms_per_token(self) -> float:
         """Time per prompt token: as learnt in mode expected-time, otherwise as in the settings."""
@@ -358,44 +316,49 @@ class Router:
 
     def refresh(self, prepared: PreparedRequest) -> PreparedRequest:
         """Filter and match a prepared request again, since ranks and the index may have changed."""
-        candidates = self._candidates(
+        routing = prepared.routing
+        before = routing.matches
+        matches = match(
+            self.view,
             prepared.filters,
             prepared.blocks,
-            prepared.policy,
+            routing.policy,
             prepared.moe_query,
-            prepared.reads_index,
-            strict=prepared.moe_filter_applied is not None,
+            reads_index=before.snapshot is not None,
+            strict=before.moe_filter_applied is not None,
         )
-        return prepared._replace(**candidates._asdict())
+        return prepared._replace(routing=routing._replace(matches=matches))
 
     def uncached_tokens(self, prepared: PreparedRequest) -> int:
         """How many tokens the rank that holds the most of a prepared request would have to compute."""
+        policy, prompt, matches = prepared.routing[:3]
         best = 0.0
-        if prepared.reads_index and prepared.ranks:
-            effective = prepared.scores.columns(Candidates(prepared.ranks), prepared.policy.tier_weights)[1]
+        if matches.snapshot is not None and matches.ranks:
+            effective = matches.scores.columns(Candidates(matches.ranks), policy.tier_weights)[1]
             best = float(effective.max())
-        return prefill_tokens(prepared.blocks.n_tokens, best, prepared.block_size)
+        return prefill_tokens(prompt.n_tokens, best, prompt.block_size)
 
     def potential(self, request: RouteRequest, packed: bytes | None = None) -> dict[str, Any]:
         """Return the load that each eligible rank would have with this request."""
         policy = self._policy(request)
         reads_index = policy.overlap_score_weight > 0.0
-        prepared = self._prepare(request, packed, policy, None, reads_index, strict=False)
-        if prepared.refusal is not None:
-            raise prepared.refusal
-        ranks, block_size = prepared.ranks, prepared.block_size
+        routing = self._prepare(request, packed, policy, None, reads_index=reads_index, strict=False).routing
+        prompt, matches = routing.prompt, routing.matches
+        if matches.refusal is not None:
+            raise matches.refusal
+        ranks = matches.ranks
         with self.loads.locked() as loads:
-            load = loads.columns(loads.rows_of(ranks), prepared.sequence)
+            load = loads.columns(loads.rows_of(ranks), prompt.sequence)
         candidates = Candidates(ranks)
-        scores, effective = prepared.scores.columns(candidates, policy.tier_weights)
-        if prepared.supplementary is not None:
-            weighed = prepared.supplementary.weigh(candidates, scores, effective, policy.cxl_score_weight, 0.0)
+        scores, effective = matches.scores.columns(candidates, policy.tier_weights)
+        if matches.supplementary is not None:
+            weighed = matches.supplementary.weigh(candidates, scores, effective, policy.cxl_score_weight, 0.0)
             effective = effective if weighed is None else weighed.with_pooled
         rows = []
         for rank, active_tokens, decode_blocks, cached in zip(
             ranks, load.prefill_tokens.tolist(), load.decode_blocks.tolist(), effective.tolist(), strict=True
         ):
-            own_tokens = prefill_tokens(prepared.blocks.n_tokens, cached, block_size)
+            own_tokens = prefill_tokens(prompt.n_tokens, cached, prompt.block_size)
             rows.append(
                 {
                     "worker_id": rank.worker_id,
@@ -406,7 +369,8 @@ class Router:
             )
         trust = FALLBACK
         if reads_index:
-            trust = self._trust(prepared, ranks, pooled=_pooled(prepared), labelled=False)
+            pooled = prompt.model if policy.cxl_score_weight > 0.0 else None
+            trust = self._assess(ranks, matches, pooled=pooled, labelled=False)
         return {"loads": rows, **trust_json(trust)}
 
     def matches(self, request: RouteRequest, packed: bytes | None = None) -> dict[str, Any]:
@@ -418,22 +382,23 @@ class Router:
         query = None if override is None else override.moe_query
         # Pooled blocks are counted whatever their weight is, and no mode requires a worker here.
         policy = replace(self.policy, mode=RouterMode.KV, cxl_score_weight=1.0)
-        prepared = self._prepare(request, packed, policy, query, True, strict=False)
-        if prepared.refusal is not None:
-            raise prepared.refusal
-        ranks = prepared.ranks
+        routing = self._prepare(request, packed, policy, query, reads_index=True, strict=False).routing
+        prompt, matches = routing.prompt, routing.matches
+        if matches.refusal is not None:
+            raise matches.refusal
+        ranks = matches.ranks
         candidates = Candidates(ranks)
-        scores, effective = prepared.scores.columns(candidates, policy.tier_weights)
+        scores, effective = matches.scores.columns(candidates, policy.tier_weights)
         columns: list[Int64Array | None] = [scores, None, None]
-        if prepared.supplementary is not None:
-            weighed = prepared.supplementary.weigh(candidates, scores, effective, 1.0, 0.0)
+        if matches.supplementary is not None:
+            weighed = matches.supplementary.weigh(candidates, scores, effective, 1.0, 0.0)
             if weighed is not None:
                 columns = [scores, weighed.cxl_accessible_scores, weighed.moe_scores]
         counts = [[0] * len(ranks) if column is None else column.tolist() for column in columns]
         matched = {rank: terms for rank, *terms in zip(ranks, *counts, strict=True) if any(terms)}
         labelled = query is not None and query.counts(1.0)
-        trust = self._trust(prepared, ranks, pooled=prepared.model, labelled=labelled)
-        return matches_json(prepared.blocks.request_blocks, matched, trust)
+        trust = self._assess(ranks, matches, pooled=prompt.model, labelled=labelled)
+        return matches_json(prompt.request_blocks, matched, trust)
 
     def _prepare(
         self,
@@ -441,11 +406,11 @@ class Router:
         packed: bytes | None,
         policy: RoutePolicy,
         query: MoeQuery | None,
-        reads_index: bool,
         *,
+        reads_index: bool,
         strict: bool,
     ) -> PreparedRequest:
-        """strict: only ranks with matching labels pass, if there are any and the index is read."""
+        """strict: as for `match`."""
         self.readiness.check()
         filters = worker_filter(request)  # before the model, so that an invalid field is reported before UnknownModel
         model = self.view.fleet.model_of(request.model)
@@ -463,223 +428,46 @@ class Router:
             filters = _unfiltered(model, block_size)
         else:
             filters = filters._replace(model=model, block_size=block_size)
-        ranks, refusal, scores, predicted, supplementary, moe_filter_applied, basis = self._candidates(
-            filters, blocks, policy, query, reads_index, strict=strict
+        matches = match(self.view, filters, blocks, policy, query, reads_index=reads_index, strict=strict)
+        prompt = Prompt(
+            pack_hashes(blocks.chain),
+            blocks.n_tokens,
+            blocks.request_blocks,
+            block_size,
+            model,
+            request.expected_output_tokens,
         )
+        labels = LabelUse.NONE
+        if query is not None and query.counts(policy.moe_score_weight):
+            labels = LabelUse.PREFERRED if query.fallback_to_unlabeled else LabelUse.REQUIRED
+        session = None if request.session_id is None else (model, request.phase, request.session_id)
         return PreparedRequest(
             request,
             request.request_id or self._request_ids.next(),
-            model,
-            policy,
             blocks,
-            pack_hashes(blocks.chain),
-            block_size,
-            reads_index,
-            query,
-            ranks,
-            refusal,
-            scores,
-            predicted,
-            supplementary,
-            moe_filter_applied,
-            basis,
             filters,
+            query,
+            RoutingRequest(policy, prompt, matches, session=session, labels=labels),
             0 if self.recorder is None else wall_ms(),
         )
 
-    def _candidates(
-        self,
-        filters: WorkerFilter,
-        blocks: Blocks,
-        policy: RoutePolicy,
-        query: MoeQuery | None,
-        reads_index: bool,
-        *,
-        strict: bool,
-    ) -> _CandidateMatches:
-        """List the ranks that a request may go to, and match it against the index."""
-        ranks: Sequence[RankId] = ()
-        refusal: KvStreamsError | None = None
-        scores, predicted, supplementary = _NO_SCORES, _NO_RANKS, None
-        moe_filter_applied = False if strict else None
-        basis = self.view.snapshot() if reads_index else None
-        try:
-            ranks = self._eligible(filters, policy.mode)
-            if reads_index:
-                scores, predicted = self.view.overlap(blocks.local)
-                if self.view.facts.has_any:
-                    selector = None if query is None else query.selector()
-                    pooled = policy.cxl_score_weight > 0.0
-                    supplementary = self.view.supplementary(blocks.chain, filters.model, selector, pooled=pooled)
-            if strict and reads_index:
-                ranks, moe_filter_applied = self._matching(ranks, filters, scores, supplementary)
-        except (NoEligibleWorker, InvalidRequest) as exc:
-            ranks, refusal = (), exc
-        return _CandidateMatches(ranks, refusal, scores, predicted, supplementary, moe_filter_applied, basis)
-
-    def _eligible(self, filters: WorkerFilter, mode: RouterMode) -> Sequence[RankId]:
-        if mode is RouterMode.DIRECT and filters.worker_id is None:
-            raise InvalidRequest("worker_id is missing: in mode direct every request names its worker")
-        ranks = self.view.fleet.eligible(filters)
-        if not ranks:
-            raise self._no_eligible_worker(filters)
-        return ranks
-
-    def _no_eligible_worker(self, filters: WorkerFilter) -> NoEligibleWorker:
-        serving = sum(worker.model == filters.model for worker in self.registry.workers())
-        if not serving:
-            return NoEligibleWorker(
-                "no worker is registered",
-                remedy="`kvstreams bridge` or PUT /workers/{id} registers one",
-                workers=0,
-                refused_ranks={},
-            )
-        refused = self.view.fleet.refusals(filters)
-        reasons = ", ".join(f"{reason} {n}" for reason, n in refused.items() if reason is not FilterReason.OTHER_MODEL)
-        return NoEligibleWorker(
-            f"{serving} workers serve {filters.model!r}, but none of their ranks passes the filters ({reasons})",
-            remedy="Check the request's worker_id, dp_rank, allowed_worker_ids, excluded_worker_ids, required_taints, "
-            "lora_name and phase, and lora_names, state, wrong_block_size_dp_ranks and silent_dp_ranks in GET /workers",
-            workers=serving,
-            refused_ranks=refused,
-        )
-
-    def _matching(
-        self,
-        passing: Sequence[RankId],
-        filters: WorkerFilter,
-        scores: OverlapScores,
-        supplementary: SupplementaryMatches | None,
-    ) -> tuple[Sequence[RankId], bool]:
-        """Return the passing ranks that hold a matching block, or all passing ranks if no rank holds one.
-
-        Also returns whether any rank holds one, so that the filter applied. A rank stays as well if it holds leading
-        blocks and some of its labels were dropped, since it may match. Exclusions apply last: if only excluded ranks
-        match, the request is refused, and no other rank is used instead.
-        """
-        considered = self.view.fleet.eligible(filters._replace(excluded=frozenset())) if filters.excluded else passing
-        matching = set[RankId]() if supplementary is None else supplementary.matching(considered, scores)
-        if not matching:
-            return passing, False
-        matching |= {rank for rank in self.view.index.ranks_missing_labels(passing) if scores.scores.get(rank, 0)}
-        left = [rank for rank in passing if rank in matching]
-        if not left:
-            raise NoEligibleWorker(
-                "every rank whose cached blocks match moe_query is excluded",
-                remedy="Set fallback_to_unlabeled, or exclude fewer workers",
-                matching=len(matching),
-            )
-        return left, True
-
-    def _choose(
-        self, prepared: PreparedRequest, loads: ActiveLoads, fleet: FleetState, reported: Mapping[RankId, int] | None
-    ) -> Decision:
-        """reported: when the last report of each rank was received; None if the policy reads none."""
-        if prepared.refusal is not None:
-            raise prepared.refusal
-        ranks = prepared.ranks
-        if self._busy and ranks:
-            ranks = idle_ranks(
-                ranks,
-                self._busy,
-                self.view.fleet.workers,
-                loads,
-                fleet.metrics,
-                rows=self._chooser.rows_of(ranks, loads),
-                blocks=self.view.fleet.engines.blocks_in_use(ranks) if self._busy.decode_blocks > 0.0 else None,
-            )
-        if not ranks:
-            raise AllWorkersBusy(
-                f"all {len(prepared.ranks)} ranks that pass the request's filters are busy",
-                remedy="Try again; active_decode_blocks_threshold and active_prefill_tokens_threshold define busy",
-                ranks=len(prepared.ranks),
-            )
-        if reported:
-            fleet = replace(fleet, metrics=self._with_unreported(fleet.metrics, reported))
-        session = _session_of(prepared)
-        bound = None if session is None else self._sessions.rank_of(session, time.monotonic())
-        return self._chooser.choose(
-            prepared.policy,
-            [bound] if bound is not None and self._chooser.includes(ranks, bound, loads) else ranks,
-            prepared.scores,
-            loads,
-            sequence=prepared.sequence,
-            request_blocks=prepared.blocks.request_blocks,
-            block_size=prepared.block_size,
-            n_tokens=prepared.blocks.n_tokens,
-            fleet=fleet,
-            supplementary=prepared.supplementary,
-            model=prepared.model,
-            capacity_blocks=self.view.fleet.engines.blocks_in_use(ranks).total if prepared.policy.policy_name else None,
-            expected_output_tokens=prepared.request.expected_output_tokens,
-        )
-
-    def _choose_through(
-        self,
-        gate: Gate,
-        prepared: PreparedRequest,
-        loads: ActiveLoads,
-        fleet: FleetState,
-        reported: Mapping[RankId, int] | None,
-    ) -> Decision | None:
-        """The same as `_choose`, but None if the gate does not let the request go now."""
-        if prepared.refusal is None and not gate.may_go(prepared.ranks, loads):
-            return None
-        return gate.decide(
-            prepared.ranks,
-            loads,
-            lambda: self._choose(prepared, loads, fleet, reported),
-            prepared.blocks.n_tokens,
-            prepared.block_size,
-        )
-
-    def _with_unreported(
-        self, metrics: Mapping[RankId, WorkerMetrics], reported: Mapping[RankId, int]
-    ) -> dict[RankId, WorkerMetrics]:
-        """Return metrics with what was booked on each rank since its last report."""
-        booked = self.loads.unreported(reported)
-        known = [rank for rank in booked if rank in metrics]  # a report may have expired in between
-        return {**metrics, **{rank: with_bookings(metrics[rank], *booked[rank]) for rank in known}}
-
-    def _book(self, prepared: PreparedRequest, decision: Decision, *, moves: bool) -> None:
-        """Charge the chosen rank, predict that it will hold the request's blocks, and bind the session to it.
-
-        moves: end the request's former booking.
-        """
-        chosen, blocks = decision.chosen, prepared.blocks
-        booking = booking_of(
-            chosen,
-            model=prepared.model,
-            sequence=prepared.sequence,
-            n_tokens=blocks.n_tokens,
-            request_blocks=blocks.request_blocks,
-            block_size=prepared.block_size,
-            expected_output_tokens=prepared.request.expected_output_tokens,
-            phase=_booked_phase(prepared.request.phase),
-            forecast=decision.forecast(),
-        )
-        self.loads.book(prepared.request_id, booking, moves=moves)
-        self.view.predictions.predict(chosen.rank, blocks.local)
-        session = _session_of(prepared)
-        if session is not None:
-            self._sessions.bind(session, chosen.rank, time.monotonic())
-
     def _existing_answer(self, prepared: PreparedRequest, booking: Booking) -> RouteAnswer:
         """Return a booking's choice. Its overlap is that of the booking, which is exact only if it is still so."""
-        policy, query = prepared.policy, prepared.moe_query
+        routing, rank = prepared.routing, booking.rank
+        policy, matches = routing.policy, routing.matches
         trust = FALLBACK
         if policy.reads_index:
             # A booking does not say what its score was made of, so it may have used pooled blocks and labels.
-            labelled = query is not None and query.counts(policy.moe_score_weight)
-            trust = self._trust(prepared, (booking.rank,), pooled=_pooled(prepared), labelled=labelled)
+            pooled = routing.prompt.model if policy.cxl_score_weight > 0.0 else None
+            trust = self._assess([rank], matches, pooled=pooled, labelled=routing.labels is not LabelUse.NONE)
         if trust.mode is AnswerMode.EXACT:
             # If the request was refused, the index was not read.
-            now = None if prepared.refusal else prepared.scores.scores.get(booking.rank, 0)
+            now = None if matches.refusal else matches.scores.scores.get(rank, 0)
             trust = trust if now == booking.overlap_blocks else FALLBACK
         return RouteAnswer(
             prepared.request_id,
-            booking.rank,
-            self._url_of(booking.rank),
+            rank,
+            self._url_of(rank),
             booking.overlap_blocks,
             booking.request_blocks,
             None,
@@ -701,32 +489,9 @@ class Router:
             raise InvalidRequest("router_mode is policy, but this router has no router_policy")
         return policy
 
-    def _trust_in(self, prepared: PreparedRequest, chosen: RankTerms) -> tuple[Trust, Trust]:
-        """Return the least trust that any eligible rank deserves, and that of the chosen rank alone.
-
-        For the chosen rank, pooled blocks and labels limit trust only if its own score is made of them.
-        """
-        policy, query = prepared.policy, prepared.moe_query
-        labelled = query is not None and query.counts(policy.moe_score_weight)
-        trust = self._trust(prepared, prepared.ranks, pooled=_pooled(prepared), labelled=labelled)
-        if trust.mode is AnswerMode.EXACT:  # then it is exact for each of them
-            return trust, trust
-        if labelled:
-            assert query is not None
-            labelled = chosen.moe_scores > 0 or not query.fallback_to_unlabeled
-        pooled = prepared.model if chosen.cxl_accessible_scores > 0 else None
-        return trust, self._trust(prepared, (chosen.rank,), pooled=pooled, labelled=labelled)
-
-    def _trust(
-        self,
-        prepared: PreparedRequest,
-        ranks: Sequence[RankId],
-        *,
-        pooled: str | None,
-        labelled: bool,
-    ) -> Trust:
-        """Return the least trust that any of these ranks deserves, if the index was read for them."""
-        trust = self.view.assess(ranks, prepared.predicted, pooled=pooled, labelled=labelled, before=prepared.basis)
+    def _assess(self, ranks: Sequence[RankId], matches: Matches, *, pooled: str | None, labelled: bool) -> Trust:
+        """Return the least trust that any of these ranks deserves; see View.assess."""
+        trust = self.view.assess(ranks, matches.predicted, pooled=pooled, labelled=labelled, before=matches.snapshot)
         # Load is part of the cost. While bookings are out of sync, this router has only its own part of the load.
         out_of_sync = trust.mode in (AnswerMode.EXACT, AnswerMode.APPROXIMATE) and not self.loads.in_sync
         return NOT_IN_SYNC if out_of_sync else trust
@@ -786,7 +551,7 @@ class Router:
             overlap_blocks=overlap_blocks,
             request_blocks=blocks.request_blocks,
             expected_output_tokens=body.expected_output_tokens,
-            phase=_booked_phase(body.phase),
+            phase=booked_phase(body.phase),
         )
         with self.loads.locked():  # another router's booking of this id may have come
             self.loads.book(request_id, booking)
@@ -811,18 +576,3 @@ class Router:
         if self.recorder is not None:
             self.recorder.output(request_id, output_tokens)
         return {"request_id": request_id, "output_tokens": output_tokens, "buffered": buffered}
-
-
-def _pooled(prepared: PreparedRequest) -> str | None:
-    """The model of a request that uses pooled blocks; None for one that does not."""
-    return prepared.model if prepared.policy.cxl_score_weight > 0.0 else None
-
-
-def _booked_phase(phase: Role | None) -> str | None:
-    """The phase by which a booking is identified: a request for both phases is one for the whole request."""
-    return None if phase is None or phase is Role.BOTH else phase.value
-
-
-def _session_of(prepared: PreparedRequest) -> tuple[object, ...] | None:
-    request = prepared.request
-    return None if request.session_id is None else (prepared.model, request.phase, request.session_id)

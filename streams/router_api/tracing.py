@@ -29,8 +29,9 @@ from streams.core.routing.admission import Gate
 from streams.errors import AllWorkersBusy, KvStreamsError, api_error
 from streams.otlp import LAST_SPANS_S, exporting_provider
 from streams.router_api.answer import RouteAnswer
+from streams.router_api.prepared_request import PreparedRequest
 from streams.router_api.registry import PUBLISH_TIMEOUT_S
-from streams.router_api.router import PreparedRequest, Router
+from streams.router_api.router import Router
 from streams.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -72,7 +73,7 @@ class TracedRouter(Router):
     def _span(self, prepared: PreparedRequest, started_ns: int) -> Iterator[Span]:
         """The span of a decision that has been made. One that lets a request wait is not known before, and has none."""
         with self.tracer.start_as_current_span(
-            f"route {prepared.model}".rstrip(),
+            f"route {prepared.routing.prompt.model}".rstrip(),
             start_time=started_ns,
             record_exception=False,
             set_status_on_exception=False,
@@ -124,17 +125,17 @@ def middleware_of(router: TracedRouter) -> Callable[[web.Request, _Handler], Awa
 def _asked(prepared: PreparedRequest) -> dict[str, Any]:
     return {
         "gen_ai.operation.name": "route",
-        "gen_ai.request.model": prepared.model,
+        "gen_ai.request.model": prepared.routing.prompt.model,
         "gen_ai.usage.input_tokens": prepared.blocks.n_tokens,
         "kvstreams.request_id": prepared.request_id,
-        "kvstreams.router_mode": prepared.policy.mode.value,
+        "kvstreams.router_mode": prepared.routing.policy.mode.value,
         "kvstreams.request_blocks": prepared.blocks.request_blocks,
-        "kvstreams.candidates": len(prepared.ranks),
+        "kvstreams.candidates": len(prepared.routing.matches.ranks),
     }
 
 
 def _answered(prepared: PreparedRequest, answer: RouteAnswer) -> dict[str, Any]:
-    cached_tokens = min(answer.overlap_blocks * prepared.block_size, prepared.blocks.n_tokens)
+    cached_tokens = min(answer.overlap_blocks * prepared.routing.prompt.block_size, prepared.blocks.n_tokens)
     found: dict[str, Any] = {
         "gen_ai.usage.cache_read.input_tokens": cached_tokens,
         "kvstreams.worker_id": str(answer.rank.worker_id),  # attributes are signed, and ids are not

@@ -11,14 +11,13 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
 from streams.core.ids import Epoch, Int64Array, RankId, WorkerId
 from streams.core.reducer.ordering import Progress
 from streams.core.routing.eligibility import base_of
-from streams.core.routing.trust import APPROXIMATE, DEGRADED, EXACT, DegradedReason, Trust
+from streams.core.routing.trust import APPROXIMATE, DEGRADED, EXACT, DegradedReason, Trust, TrustSnapshot
 from streams.router_api.owner_trust import OwnerTrust
 from streams.router_api.rank_trust import FIRST_REASON, IS_APPROXIMATE, NOWHERE, OWN_REASONS, RankTrust
 from streams.tables.applied_until import Lag, SourceOffset
@@ -35,18 +34,6 @@ _POOLED = {
     DegradedReason.OWNER_SILENT: DegradedReason.POOLED_OWNER_SILENT,
     DegradedReason.OWNER_BEHIND: DegradedReason.POOLED_OWNER_BEHIND,
 }
-
-
-class TrustSnapshot(NamedTuple):
-    """What the trust in an overlap depends on besides the records. It is taken before the overlap is read.
-
-    recoveries, pooled_recoveries: see TrustTracker. bridge_silent: see EngineReports.
-    """
-
-    recoveries: int
-    pooled_recoveries: int
-    bridge_silent: frozenset[WorkerId] = _NO_WORKERS
-    taken_at_ms: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,14 +20,14 @@ from streams.core.ids import HashArray, RankId
 from streams.core.index.interface import OverlapScores
 from streams.core.index.tree_fold import TreeRunFold
 from streams.core.routing.supplementary import SupplementaryMatches, locked_holders
-from streams.core.routing.trust import APPROXIMATE, FALLBACK, DegradedReason, Trust
+from streams.core.routing.trust import APPROXIMATE, FALLBACK, DegradedReason, Trust, TrustSnapshot
 from streams.cxl.records import POOL_KEY_PREFIX
 from streams.errors import BadRecord
 from streams.router_api.fleet_view import FleetView, RankCounts
 from streams.router_api.index_view import IndexView, new_tree
 from streams.router_api.predictions import Predictions
 from streams.router_api.supplementary_facts import SupplementaryFacts
-from streams.router_api.trust_tracker import TrustSnapshot, TrustTracker
+from streams.router_api.trust_tracker import TrustTracker
 from streams.settings import Settings
 from streams.tables.applied_until import Lag, SourceOffset
 

@@ -13,7 +13,8 @@ from streams.core.ids import DpRank, RankId, WorkerId
 from streams.core.index.interface import OverlapScores
 from streams.core.loads.bookings import ActiveLoads, BookingId
 from streams.core.request_trace import TraceRequest
-from streams.core.routing.decision import Chooser, RoutePolicy, booking_of
+from streams.core.routing.decision import Chooser
+from streams.core.routing.request import Matches, Prompt, RoutePolicy, RoutingRequest
 from streams.core.routing.selection import Rng
 from streams.lab.engines.engine_config import EngineConfig
 from streams.lab.engines.engine_messages import Finished, FirstToken, ModelRequest, PromptHashes, hash_prompt
@@ -80,24 +81,10 @@ def simulate_naively(
         tokens = tokens_for(request)
         hashes = hash_prompt(tokens, config.block_size)
         sequence, request_blocks = pack_hashes(hashes.sequence), -(-request.input_length // config.block_size)
-        decision = chooser.choose(
-            policy,
-            fleet.ranks,
-            fleet.scores(hashes),
-            fleet.loads,
-            sequence=sequence,
-            request_blocks=request_blocks,
-            block_size=config.block_size,
-            n_tokens=request.input_length,
-        )
-        booking = booking_of(
-            decision.chosen,
-            model="",
-            sequence=sequence,
-            n_tokens=request.input_length,
-            request_blocks=request_blocks,
-            block_size=config.block_size,
-        )
+        prompt = Prompt(sequence, request.input_length, request_blocks, config.block_size)
+        matches = Matches(fleet.ranks, fleet.scores(hashes))
+        decision = chooser.choose(RoutingRequest(policy, prompt, matches), fleet.loads)
+        booking = decision.booking()
         fleet.loads.add(booking_id(str(number)), booking, 0)
         fleet.engines[decision.chosen.rank].submit(
             request.timestamp_ms,

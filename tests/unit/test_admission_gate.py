@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -13,8 +13,10 @@ from streams.core.index.interface import OverlapScores
 from streams.core.loads.bookings import ActiveLoads, Booking, BookingId
 from streams.core.loads.observations import Forecast
 from streams.core.routing.admission import PERIOD_MS, PROPAGATION_MS, SEVERAL_ROUTERS_FACTOR, Gate, is_first
-from streams.core.routing.decision import Chooser, Decision, RoutePolicy
+from streams.core.routing.decision import Chooser, Decision
+from streams.core.routing.request import RoutePolicy, RoutingRequest
 from streams.core.routing.selection import RouterMode
+from tests.helpers.routing import routing_request
 
 BLOCK_SIZE = 16
 RANKS = tuple(RankId(WorkerId(number), DpRank(0)) for number in range(1, 4))
@@ -23,6 +25,18 @@ ROUTERS = [f"router-{number}" for number in range(4)]
 LIMIT = 1000
 #: The limit where there are several routers.
 LIMIT_OF_SEVERAL = int(SEVERAL_ROUTERS_FACTOR * LIMIT)
+
+
+class IdleChooser(Chooser):
+    """Leaves out ranks that are busy, as a live router does by its thresholds."""
+
+    def __init__(self, busy: Callable[[], Sequence[RankId]]) -> None:
+        super().__init__(random.Random(1))
+        self._busy = busy
+
+    def choose(self, request: RoutingRequest, loads: ActiveLoads, now_s: float = 0.0) -> Decision:
+        idle = [rank for rank in request.matches.ranks if rank not in self._busy()]
+        return super().choose(request._replace(matches=request.matches._replace(ranks=idle)), loads, now_s)
 
 
 class Fleet:
@@ -42,7 +56,7 @@ class Fleet:
             return [each for each in ranks if each not in self.busy]
 
         self.gate = Gate(lambda: router_id, limit, idle, propagation_tokens)
-        self._chooser = Chooser(random.Random(1))
+        self._chooser = IdleChooser(lambda: self.busy)
         self._counter = 0
 
     def book(self, rank: RankId, tokens: int) -> BookingId:
@@ -54,20 +68,11 @@ class Fleet:
     def decide(self, n_tokens: int = 160, held: dict[RankId, int] | None = None) -> RankId | None:
         """The rank to which a request may go, None if it must wait. held: blocks that ranks hold of it."""
 
-        def choose() -> Decision:
-            return self._chooser.choose(
-                RoutePolicy(),
-                [each for each in RANKS if each not in self.busy],
-                OverlapScores(held or {}),
-                self.loads,
-                sequence=b"",
-                request_blocks=n_tokens // BLOCK_SIZE,
-                block_size=BLOCK_SIZE,
-            )
-
-        if not self.gate.may_go(RANKS, self.loads):
-            return None
-        decision = self.gate.decide(RANKS, self.loads, choose, n_tokens, BLOCK_SIZE)
+        scores, n_blocks = OverlapScores(held or {}), n_tokens // BLOCK_SIZE
+        request = routing_request(
+            RoutePolicy(), RANKS, scores, request_blocks=n_blocks, block_size=BLOCK_SIZE, n_tokens=n_tokens
+        )
+        decision = self.gate.decide(request, self.loads, self._chooser)
         if decision is None:
             return None
         rank = decision.chosen.rank
@@ -273,18 +278,15 @@ def in_ms(limit_ms: float | None = 200.0, busy_ms: Sequence[int] = (0, 0, 0)) ->
 def decide_in_ms(
     loads: ActiveLoads, gate: Gate, held: dict[RankId, int] | None = None, n_tokens: int = 8000
 ) -> RankId | None:
-    def choose() -> Decision:
-        return Chooser(random.Random(1)).choose(
-            RoutePolicy(mode=RouterMode.EXPECTED_TIME),
-            RANKS,
-            OverlapScores(held or {}),
-            loads,
-            sequence=b"",
-            request_blocks=n_tokens // BLOCK_SIZE,
-            block_size=BLOCK_SIZE,
-        )
-
-    decision = gate.decide(RANKS, loads, choose, n_tokens, BLOCK_SIZE) if gate.may_go(RANKS, loads) else None
+    request = routing_request(
+        RoutePolicy(mode=RouterMode.EXPECTED_TIME),
+        RANKS,
+        OverlapScores(held or {}),
+        request_blocks=n_tokens // BLOCK_SIZE,
+        block_size=BLOCK_SIZE,
+        n_tokens=n_tokens,
+    )
+    decision = gate.decide(request, loads, Chooser(random.Random(1)))
     return None if decision is None else decision.chosen.rank
 
 

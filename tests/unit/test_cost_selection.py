@@ -18,13 +18,15 @@ from streams.core.ids import DpRank, EngineHash, RankId, Tier, WorkerId
 from streams.core.index.interface import OverlapScores
 from streams.core.loads.bookings import ActiveLoads, Booking, BookingId
 from streams.core.routing.cost import TIER_WEIGHTS, RankTerms, TermColumns
-from streams.core.routing.decision import Chooser, RoutePolicy, booking_of
+from streams.core.routing.decision import Chooser, Decision
 from streams.core.routing.eligibility import WorkerFilter, eligible_ranks, refusals
+from streams.core.routing.request import Matches, Prompt, RoutePolicy, RoutingRequest
 from streams.core.routing.selection import RoundRobin, RouterMode, select_by_cost, select_random
 from streams.core.workers import DP_SIZE_MAX, Role, Worker, WorkerState
 from streams.errors import InvalidRequest
 from tests.helpers.folded_index import CompiledIndex
 from tests.helpers.plain_prices import price_terms
+from tests.helpers.routing import routing_request
 
 SEED = 20_240_607
 BLOCK_SIZE = 16
@@ -35,6 +37,11 @@ def rank(worker_id: int, dp_rank: int = 0) -> RankId:
 
 
 def terms(**changes: Any) -> RankTerms:
+    return columns_of(**changes).row(0)
+
+
+def columns_of(**changes: Any) -> TermColumns:
+    """The terms of one candidate."""
     known: dict[str, Any] = {
         "request_blocks": 10,
         "overlap_blocks": 0,
@@ -48,7 +55,7 @@ def terms(**changes: Any) -> RankTerms:
     columns = {"overlap_blocks", "effective_cached_blocks", "active_prefill_tokens", "decode_blocks"}
     given: dict[str, Any] = {name: np.array([value]) if name in columns else value for name, value in known.items()}
     overlap = given.pop("overlap_blocks")
-    return TermColumns([rank(1)], overlap, given["effective_cached_blocks"], price_terms(**given)).row(0)
+    return TermColumns([rank(1)], overlap, given["effective_cached_blocks"], price_terms(**given))
 
 
 @pytest.mark.parametrize(
@@ -196,9 +203,8 @@ def example_loads() -> ActiveLoads:
 
 
 def choose(chooser: Chooser, policy: RoutePolicy, scores: OverlapScores = OVERLAP) -> Any:
-    return chooser.choose(
-        policy, RANKS, scores, example_loads(), sequence=SEQUENCE, request_blocks=10, block_size=BLOCK_SIZE
-    )
+    request = routing_request(policy, RANKS, scores, sequence=SEQUENCE, request_blocks=10, block_size=BLOCK_SIZE)
+    return chooser.choose(request, example_loads())
 
 
 def test_the_documented_example_is_decided_for_the_second_rank() -> None:
@@ -255,15 +261,9 @@ def test_a_choice_changes_no_load_and_no_score() -> None:
     loads = example_loads()
     before = {each: (load.requests, load.decode_blocks) for each, load in loads.ranks().items()}
     for mode in RouterMode:
-        Chooser(random.Random(SEED)).choose(
-            RoutePolicy(mode=mode, name="expected-time"),
-            RANKS,
-            OVERLAP,
-            loads,
-            sequence=pack_hashes([7, 8]),
-            request_blocks=10,
-            block_size=BLOCK_SIZE,
-        )
+        policy, sequence = RoutePolicy(mode=mode, name="expected-time"), pack_hashes([7, 8])
+        request = routing_request(policy, RANKS, OVERLAP, sequence=sequence, request_blocks=10, block_size=BLOCK_SIZE)
+        Chooser(random.Random(SEED)).choose(request, loads)
     assert {each: (load.requests, load.decode_blocks) for each, load in loads.ranks().items()} == before
 
 
@@ -290,16 +290,10 @@ def test_blocks_off_the_device_are_worth_less(weights: tuple[float, ...], effect
 )
 def test_a_booking_charges_what_the_rank_must_compute(n_tokens: int, cached: float, prefill: int) -> None:
     """A booking charges the tokens that are not cached, never fewer than 0, and all of the request's blocks."""
-    chosen = terms(overlap_blocks=7, effective_cached_blocks=cached)
-    booked = booking_of(
-        chosen,
-        model="m",
-        sequence=pack_hashes([1, 2, 3]),
-        n_tokens=n_tokens,
-        request_blocks=10,
-        block_size=16,
-        expected_output_tokens=9,
-    )
+    columns = columns_of(overlap_blocks=7, effective_cached_blocks=cached)
+    prompt = Prompt(pack_hashes([1, 2, 3]), n_tokens, 10, 16, "m", 9)
+    request = RoutingRequest(RoutePolicy(), prompt, Matches([rank(1)]))
+    booked = Decision(request, columns, 0).booking()
     assert booked == Booking(rank(1), "m", prefill, pack_hashes([1, 2, 3]), 7, 10, 9)
 
 

@@ -21,7 +21,7 @@ from streams.core.index.interface import OverlapScores
 from streams.core.loads.bookings import ActiveLoads, Booking, BookingId
 from streams.core.reducer.ordering import Health, Progress
 from streams.core.routing.busy import BusyThresholds, ReportedBlocks, idle_ranks, reported_blocks
-from streams.core.routing.decision import Chooser, RoutePolicy
+from streams.core.routing.decision import Chooser
 from streams.core.routing.eligibility import (
     EligibleRanks,
     RankSelection,
@@ -30,6 +30,7 @@ from streams.core.routing.eligibility import (
     eligible_ranks,
 )
 from streams.core.routing.identity_cache import TUPLES_MAX, IdentityCache
+from streams.core.routing.request import RoutePolicy
 from streams.core.routing.selection import RouterMode
 from streams.core.routing.trust import AnswerMode, DegradedReason, Trust
 from streams.core.workers import BridgeLease, Role, Worker, WorkerState, differs_in_lease_only
@@ -41,6 +42,7 @@ from streams.settings import Settings
 from streams.tables.applied_until import AppliedUntil, SourceOffset
 from streams.tables.records import PartitionRecord, SourceProgress
 from tests.helpers.local_router import local_router
+from tests.helpers.routing import routing_request
 
 N_PARTITIONS = 3
 STALE_MS, BEHIND_MS = 3000, 1000
@@ -417,7 +419,7 @@ def test_busy_thresholds_over_columns_leave_the_same_ranks(seed: int) -> None:
                 looked_up.total.tolist(),
                 looked_up.active.tolist(),
             )
-            idle = idle_ranks(ranks, thresholds, workers, loads, metrics, blocks=known)
+            idle = idle_ranks(ranks, thresholds, loads, blocks.of)
             assert list(idle) == [each for each in ranks if not _is_busy(each, thresholds, workers, loads, metrics)]
             assert (idle is ranks) == (len(idle) == len(ranks))
 
@@ -459,14 +461,19 @@ def test_a_choice_among_a_selection_is_that_among_its_ranks(seed: int, mode: Rou
         selected = RankSelection(RANKS, at)
         sequence = pack_hashes([rng.randrange(4) * 100 + n for n in range(8)])
         decisions = [
-            chooser.choose(policy, ranks, scores, loads, sequence=sequence, request_blocks=8, block_size=16)
+            chooser.choose(
+                routing_request(policy, ranks, scores, sequence=sequence, request_blocks=8, block_size=16), loads
+            )
             for chooser, ranks in ((one, selected), (other, tuple(selected)))
         ]
         assert decisions[0].chosen == decisions[1].chosen
         assert decisions[0].candidates == decisions[1].candidates
-        assert one.rows_of(selected, loads).tolist() == loads.rows_of(selected).tolist()
+        columns = one._columns.of(selected, loads)
+        assert columns.rows.tolist() == loads.rows_of(selected).tolist()
         for each in RANKS:
-            assert one.includes(selected, each, loads) == (each in tuple(selected))
+            only = columns.only(each)
+            assert (only is not None) == (each in tuple(selected))
+            assert only is None or (tuple(only.ranks), only.rows.tolist()) == ((each,), loads.rows_of([each]).tolist())
 
 
 # --- over HTTP ----------------------------------------------------------------------------------------------------

@@ -20,9 +20,10 @@ from streams.core.ids import DpRank, RankId, WorkerId
 from streams.core.index.interface import OverlapScores, with_predictions
 from streams.core.loads.bookings import ActiveLoads, Booking, BookingId
 from streams.core.routing import unreported as unreported_module
-from streams.core.routing.busy import BusyThresholds, idle_ranks
-from streams.core.routing.decision import Chooser, FleetState, RoutePolicy
+from streams.core.routing.busy import BusyThresholds, idle_ranks, reported_blocks
+from streams.core.routing.decision import Chooser
 from streams.core.routing.policies import hit_rates, hit_usage_waiting, load_deviation
+from streams.core.routing.request import FleetState, RoutePolicy
 from streams.core.routing.selection import (
     RouterMode,
     select_by_cost,
@@ -34,6 +35,7 @@ from streams.core.routing.sessions import SessionAffinity
 from streams.core.routing.unreported import REPORT_DELAY_MS, UnreportedBookings
 from streams.core.workers import Worker
 from streams.errors import AllWorkersBusy
+from tests.helpers.routing import routing_request
 
 SEED = 20_251_121
 N_DRAWS = 100_000
@@ -93,16 +95,16 @@ def choose(
     seed: int = SEED,
     **policy: Any,
 ) -> Any:
-    return Chooser(random.Random(seed)).choose(
+    request = routing_request(
         RoutePolicy(mode=mode, name="expected-time", **policy),
         RANKS,
         scores,
-        loads,
         sequence=pack_hashes([1, 2]),
         request_blocks=10,
         block_size=BLOCK_SIZE,
         fleet=fleet,
     )
+    return Chooser(random.Random(seed)).choose(request, loads)
 
 
 # --- the cost of mode kv ------------------------------------------------------------------------------------------
@@ -242,17 +244,17 @@ def test_the_older_policies_compute_in_tokens_and_from_the_plain_overlap(
     """A block on the host is as much of a hit as one on the device, and a request without a length has full blocks."""
     scores = OverlapScores({RANKS[0]: 1, RANKS[1]: 1}, {RANKS[1]: (0, 1, 0, 0)})
     even = {each: metrics(kv_total_blocks=10) for each in RANKS}
-    decision = Chooser(random.Random(SEED)).choose(
+    request = routing_request(
         RoutePolicy(mode=mode),
         RANKS,
         scores,
-        loads_of(0, 0, 0),
         sequence=pack_hashes([1]),
         request_blocks=2,
         block_size=BLOCK_SIZE,
         n_tokens=n_tokens,
         fleet=FleetState(even),
     )
+    decision = Chooser(random.Random(SEED)).choose(request, loads_of(0, 0, 0))
     hit, miss = (-2.0 * rate, 0.0) if mode is RouterMode.HIT_USAGE_WAITING else (0.7 * (1.0 - rate), 0.7)
     assert [each.cost for each in decision.candidates] == pytest.approx([hit, hit, miss])
 
@@ -469,7 +471,7 @@ def test_busy_ranks_are_left_out(share: float, tokens: int, idle: set[int]) -> N
     for each, blocks, prefill in zip(RANKS, (10, 12, 12), (0, 65, 0), strict=True):
         loads.add(BookingId(str(each), "r", 1), Booking(each, "m", prefill, pack_hashes(range(blocks)), 0, blocks), 0)
     workers = {WorkerId(n): worker(n, total) for n, total in ((1, 20), (2, 20), (3, None))}
-    found = idle_ranks(RANKS, BusyThresholds(share, tokens), workers, loads, {})
+    found = idle_ranks(RANKS, BusyThresholds(share, tokens), loads, lambda ranks: reported_blocks(ranks, workers, {}))
     assert {each.worker_id for each in found} == idle
     assert (found is RANKS) == (len(idle) == 3)
 
@@ -478,7 +480,10 @@ def test_an_engine_may_report_that_it_is_busier_than_our_bookings() -> None:
     """An engine's report raises its load, and gives its capacity if the registration has none."""
     reported = {RANKS[0]: metrics(kv_active_blocks=9, kv_total_blocks=10)}
     workers = {WorkerId(n): worker(n, None) for n in (1, 2, 3)}
-    assert idle_ranks(RANKS, BusyThresholds(0.8), workers, loads_of(0, 0, 0), reported) == RANKS[1:]
+    idle = idle_ranks(
+        RANKS, BusyThresholds(0.8), loads_of(0, 0, 0), lambda ranks: reported_blocks(ranks, workers, reported)
+    )
+    assert idle == RANKS[1:]
 
 
 # --- sessions -----------------------------------------------------------------------------------------------------

@@ -16,11 +16,14 @@ from streams.core.index.interface import Candidates
 from streams.core.index.tree_fold import TreeRunFold
 from streams.core.loads.bookings import ActiveLoads, Booking, BookingId
 from streams.core.routing import pricing
+from streams.core.routing.candidate_columns import ColumnsCache
 from streams.core.routing.kernels.price import price_ranks
-from streams.core.routing.pricing import NO_PREFERENCE, price
+from streams.core.routing.pricing import NO_PREFERENCE, HeldBlocks, price
+from streams.core.routing.request import RoutePolicy
 from streams.core.routing.selection import select_by_cost, select_lowest
 from tests.helpers.plain_prices import price_in_numpy
 from tests.helpers.reference import chain_hashes
+from tests.helpers.routing import routing_request
 from tests.helpers.run_records import fold_runs, runs_of
 
 WEIGHTS = st.sampled_from([0.0, 0.1, 1.0, 2.5])
@@ -112,18 +115,9 @@ def test_prices_say_which_is_the_cheapest_and_how_many_are(by: Any, monkeypatch:
         loads.add(BookingId(str(each), "r", 1), carried, 0)
     overlap = np.array([2, 5, 8, 5])
     for n, n_lowest in ((3, 1), (4, 2)):
-        priced = price(
-            ranks[:n],
-            loads,
-            loads.rows_of(ranks[:n]),
-            sequence=b"",
-            request_blocks=10,
-            scores=overlap[:n],
-            effective_cached_blocks=overlap[:n].astype(np.float64),
-            block_size=16,
-            overlap_score_weight=1.0,
-            track_active_blocks=True,
-        )
+        request = routing_request(RoutePolicy(), ranks[:n], request_blocks=10, block_size=16)
+        held = HeldBlocks(overlap[:n], overlap[:n].astype(np.float64), overlap[:n].astype(np.float64))
+        priced = price(request, ColumnsCache().of(ranks[:n], loads), loads, held)
         assert (priced.first, priced.n_lowest) == (1, n_lowest)
         assert priced.columns.cost.tolist() == [18.0, 10.0, 11.0, 10.0][:n]
 

@@ -21,6 +21,8 @@ from streams.core.ids import HashArray, Tier, WorkerId
 from streams.core.loads.bookings import Booking, BookingId, BookingPhase
 from streams.core.reducer.ordering import Health
 from streams.core.routing.eligibility import WorkerFilter
+from streams.core.routing.policies.interface import Prices, Situation
+from streams.core.routing.policies.peers import LMetric
 from streams.core.routing.selection import RouterMode
 from streams.core.workers import Role, WorkerState
 from streams.errors import AllWorkersBusy, InvalidRequest, NoEligibleWorker, NotReady, SettingsError
@@ -382,7 +384,8 @@ def test_a_request_that_no_rank_may_serve_is_refused_when_it_is_booked() -> None
     ask(router)
     register(router.view, 1, state=WorkerState.CORDONED)
     prepared = router.prepare(parse_route_query({"request_id": "other"}), packed(TOKENS))
-    assert (prepared.ranks, type(prepared.refusal)) == ((), NoEligibleWorker)
+    matches = prepared.routing.matches
+    assert (matches.ranks, type(matches.refusal)) == ((), NoEligibleWorker)
     with pytest.raises(NoEligibleWorker, match="cordoned 1"):
         router.try_book(prepared)
     assert ask(router)["worker_id"] == 1
@@ -719,3 +722,23 @@ def test_a_request_with_a_parameter_of_kv_is_decided_by_kv(
     router = router_of(router_mode=mode)
     ask(router, **override)
     assert {counted for counted, _, _ in router.decisions.by_reason} == {decides}
+
+
+class _Watching(LMetric):
+    """A policy that keeps the engines' reports that it is given."""
+
+    def __init__(self) -> None:
+        self.given: list[int] = []
+
+    def price(self, situation: Situation) -> Prices:
+        self.given = [metrics.num_requests_waiting for metrics in situation.metrics.values()]
+        return super().price(situation)
+
+
+def test_a_policy_of_another_package_gets_what_engines_report() -> None:
+    """Situation.metrics has the last report of each rank that has one."""
+    router = router_of(2, router_mode=RouterMode.POLICY, router_policy="lmetric")
+    watching = router._chooser._policies["lmetric"] = _Watching()
+    report(router.view, rank(1), num_requests_waiting=7)
+    ask(router)
+    assert watching.given == [7]

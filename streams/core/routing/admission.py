@@ -23,7 +23,8 @@ import xxhash
 from streams.core.ids import Int64Array, RankId, WorkerId
 from streams.core.loads.bookings import ActiveLoads
 from streams.core.routing.cost import prefill_tokens
-from streams.core.routing.decision import Decision
+from streams.core.routing.decision import Chooser, Decision
+from streams.core.routing.request import RoutingRequest
 
 #: How long a booking takes until the other routers have it. p99 of the measurements in docs/queue.md.
 PROPAGATION_MS = 100.0
@@ -152,24 +153,21 @@ class Gate:
         return bool(self._open_ranks(ranks, loads))
 
     def decide(
-        self,
-        ranks: Sequence[RankId],
-        loads: ActiveLoads,
-        choose: Callable[[], Decision],
-        n_tokens: int,
-        block_size: int,
+        self, request: RoutingRequest, loads: ActiveLoads, chooser: Chooser, now_s: float = 0.0
     ) -> Decision | None:
-        """Choose a rank; None if the request must wait for it.
+        """Choose a rank from loads that include what earlier requests wait for; None if the request must wait.
 
-        choose: makes the decision among `ranks` from `loads`, which include what earlier requests wait for. A request
-        that must wait is charged to its rank until the pump ends, so that those behind it choose another rank where
-        that is better, and do not go before it.
+        A request that must wait is charged to its rank until the pump ends, so that those behind it choose another rank
+        where that is better, and do not go before it. chooser, now_s: as in Chooser.choose, whose errors are raised.
         """
+        ranks, prompt = request.matches.ranks, request.prompt
+        if request.matches.refusal is None and not self.may_go(ranks, loads):
+            return None
         with self._charged(loads, self._others_ranks(ranks)), self._charged(loads, self._charges):
-            decision = choose()
+            decision = chooser.choose(request, loads, now_s)
         chosen = decision.chosen
         if chosen.rank in self._charges or chosen.rank not in self._open_ranks(ranks, loads):
-            work: float = max(1, prefill_tokens(n_tokens, chosen.cached_blocks, block_size))
+            work: float = max(1, prefill_tokens(prompt.n_tokens, chosen.cached_blocks, prompt.block_size))
             if self._ms_per_token is not None:
                 work = decision.forecast().prefill_us / 1000.0 or work * self._ms_per_token()
             self._charges[chosen.rank] = self._charges.get(chosen.rank, 0) + work
@@ -179,7 +177,7 @@ class Gate:
 
     def booked(self, rank: RankId, loads: ActiveLoads) -> None:
         """Note that a request went to a rank in this pump."""
-        is_idle = self._idle is None or bool(self._idle((rank,), loads))
+        is_idle = self._idle is None or len(self._idle([rank], loads)) > 0
         if not is_idle or self._are_over(loads, loads.rows_of((rank,)))[0]:
             self._close(rank)
 

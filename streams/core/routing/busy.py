@@ -6,7 +6,7 @@ What must not: where reports come from.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -32,6 +32,10 @@ class BlocksInUse(NamedTuple):
     active: Int64Array
 
 
+#: Returns what the registry and the last reports say about the blocks of some ranks, in their order.
+BlocksOf = Callable[[Sequence[RankId]], BlocksInUse]
+
+
 @dataclass(frozen=True, slots=True)
 class BusyThresholds:
     """A rank over either threshold is busy. 0 switches a threshold off.
@@ -51,17 +55,14 @@ class BusyThresholds:
 def idle_ranks(
     ranks: Sequence[RankId],
     thresholds: BusyThresholds,
-    workers: Mapping[WorkerId, Worker],
     loads: ActiveLoads,
-    metrics: Mapping[RankId, WorkerMetrics],
-    *,
+    blocks_of: BlocksOf | None,
     rows: Int64Array | None = None,
-    blocks: BlocksInUse | None = None,
 ) -> Sequence[RankId]:
     """Return the ranks that are not busy; `ranks` itself if none is busy.
 
-    rows: int64[n], the rows of their loads (ActiveLoads.rows_of). blocks: what `workers` and `metrics` say about these
-    ranks. Each of them is looked up if it is left out.
+    blocks_of: how many blocks the ranks have and use; None if that is not known. rows: int64[n], the rows of their
+    loads (ActiveLoads.rows_of), which are looked up if they are left out.
     """
     if not thresholds or not len(ranks):
         return ranks
@@ -69,8 +70,8 @@ def idle_ranks(
     busy = np.zeros(len(ranks), dtype=np.bool_)
     if thresholds.prefill_tokens > 0:
         busy |= load[0] > thresholds.prefill_tokens
-    if thresholds.decode_blocks > 0.0:
-        total, active = reported_blocks(ranks, workers, metrics) if blocks is None else blocks
+    if thresholds.decode_blocks > 0.0 and blocks_of is not None:
+        total, active = blocks_of(ranks)
         busy |= (total > 0) & (np.maximum(load[1], active) > thresholds.decode_blocks * total)
     if not busy.any():
         return ranks

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from typing import NamedTuple
+
+from streams.core.ids import WorkerId
 
 
 class AnswerMode(enum.StrEnum):
@@ -52,6 +55,19 @@ class Trust:
 
     mode: AnswerMode
     reason: DegradedReason | None = None
+
+
+class TrustSnapshot(NamedTuple):
+    """What the trust in an overlap depends on besides the records. It is taken before the overlap is read.
+
+    recoveries: how often a rank or an owner of a partition could be trusted again so far. pooled_recoveries: the same
+    for owners of pooled blocks. bridge_silent: workers whose bridge is silent or does not feed them.
+    """
+
+    recoveries: int
+    pooled_recoveries: int
+    bridge_silent: frozenset[WorkerId] = frozenset()
+    taken_at_ms: int = 0
 
 
 # One value of each kind is shared, since every answer has one.

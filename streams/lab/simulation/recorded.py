@@ -17,8 +17,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from streams.core.ids import RankId
-from streams.core.routing.decision import Decision, RoutePolicy
+from streams.core.routing.decision import Decision
 from streams.core.routing.policies.interface import Policy
+from streams.core.routing.request import RoutePolicy
 from streams.core.routing.selection import Rng, RouterMode
 from streams.lab.simulation.experiment import MODES, WITH_QUEUE, Row, check_policy, split_name
 from streams.lab.simulation.fleet import FleetConfig, run
@@ -65,18 +66,18 @@ class RecordedRouter(LabRouter):
 
     def _choose(self, request: RoutedRequest, now_ms: float) -> Decision:
         number = self._recorded[request.number]
-        situation = self._situation(request, now_ms)
+        routing = self._routing_request(request, self._policy, now_ms)
+        of_all = routing.matches._replace(ranks=self.ranks)
         self.n_decisions += 1
         for name, policy in self._others.items():
-            decision = self._chooser.choose(policy, self.ranks, capacity_blocks=self._capacity_blocks, **situation)
+            decision = self._chooser.choose(routing._replace(policy=policy, matches=of_all), self.loads)
             if policy.mode in _WITHOUT_COSTS:
                 changed = decision.index != number
             else:  # of equally cheap ranks, any could have been drawn
                 changed = bool(decision.columns.cost[number] > decision.columns.cost.min())
             self.n_changed[name] += changed
-        return self._chooser.choose(
-            self._policy, self._single[number], capacity_blocks=self._capacity_blocks[:1], **situation
-        )
+        of_one = routing.matches._replace(ranks=self._single[number])
+        return self._chooser.choose(routing._replace(matches=of_one), self.loads)
 
 
 def _policy_of(name: str) -> Policy:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import count, islice
-from typing import TypedDict
 
 import numpy as np
 
@@ -19,12 +18,14 @@ from streams.core.ids import DpRank, EngineHash, HashArray, Incarnation, RankId,
 from streams.core.index.interface import OverlapScores
 from streams.core.loads.bookings import ActiveLoads, Booking, BookingId, with_output
 from streams.core.routing.admission import PROPAGATION_MS, Gate
+from streams.core.routing.busy import BlocksInUse
 from streams.core.routing.cost import prefill_tokens
-from streams.core.routing.decision import Chooser, Decision, Policies, RoutePolicy, booking_of
+from streams.core.routing.decision import Chooser, Decision, Policies
 from streams.core.routing.policies.expected_time import ExpectedTime
 from streams.core.routing.policies.registry import built_in_policy
 from streams.core.routing.policies.timings import Timings
 from streams.core.routing.queue import PREFILL_US_PER_TOKEN, QueueLimits, QueuePolicy, RequestQueue, Waiting
+from streams.core.routing.request import FleetState, Matches, Prompt, RoutePolicy, RoutingRequest
 from streams.core.routing.selection import Rng
 from streams.core.routing.supplementary import SupplementaryMatches
 from streams.cxl.events import CxlPool
@@ -56,18 +57,6 @@ class RoutedRequest:
     names: HashArray
     sequence: bytes
     excluded: int | None = None
-
-
-class _Situation(TypedDict):
-    """Arguments of Chooser.choose that are the same for all policies."""
-
-    scores: OverlapScores
-    loads: ActiveLoads
-    sequence: bytes
-    request_blocks: int
-    block_size: int
-    n_tokens: int
-    supplementary: SupplementaryMatches | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,8 +112,9 @@ class LabRouter:
         self.reads_index = policy.reads_index
         self._block_size = block_size
         self._worker_of = {rank: number for number, rank in enumerate(self.ranks)}
-        self._capacity_blocks = np.full(n_workers, capacity_blocks, dtype=np.int64)
-        self._capacity = self._capacity_blocks
+        n_used = np.zeros(n_workers, dtype=np.int64)  # engines report nothing
+        capacity = BlocksInUse(np.full(n_workers, capacity_blocks, dtype=np.int64), n_used)
+        self._fleet = FleetState(blocks_of=lambda ranks: BlocksInUse(*(column[: len(ranks)] for column in capacity)))
         self._policy = policy
         self._chooser = Chooser(rng, policies)
         self._pool: _Pool | None = None
@@ -197,7 +187,6 @@ class LabRouter:
 
     def _set_alive(self, alive: set[RankId]) -> None:
         self.alive = tuple(rank for rank in self.ranks if rank in alive)
-        self._capacity = self._capacity_blocks[: len(self.alive)]
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
@@ -292,13 +281,8 @@ class LabRouter:
 
     def _try(self, request: RoutedRequest, now_ms: float) -> int | None:
         """Send a request if its rank is open."""
-        decision = self._gate.decide(
-            self._ranks_for(request),
-            self.loads,
-            lambda: self._choose(request, now_ms),
-            request.n_tokens,
-            self._block_size,
-        )
+        routing = self._routing_request(request, self._policy, now_ms)
+        decision = self._gate.decide(routing, self.loads, self._chooser)
         if decision is None:
             return None
         worker = self._book(request, decision, now_ms)
@@ -306,35 +290,27 @@ class LabRouter:
         return worker
 
     def _choose(self, request: RoutedRequest, now_ms: float) -> Decision:
-        situation = self._situation(request, now_ms)
-        ranks = self._ranks_for(request)
-        return self._chooser.choose(self._policy, ranks, capacity_blocks=self._capacity[: len(ranks)], **situation)
+        return self._chooser.choose(self._routing_request(request, self._policy, now_ms), self.loads)
 
-    def _situation(self, request: RoutedRequest, now_ms: float) -> _Situation:
-        """Advance to this time, learn, and return what every policy is given."""
+    def _routing_request(self, request: RoutedRequest, policy: RoutePolicy, now_ms: float) -> RoutingRequest:
+        """Advance to this time, learn, and return what a policy is given."""
         self.loads.advance(int(now_ms))
         while self._chooser.learn(self.loads, lambda _: self._block_size):
             pass
-        return {
-            "scores": self._scores(request),
-            "loads": self.loads,
-            "sequence": request.sequence,
-            "request_blocks": -(-request.n_tokens // self._block_size),
-            "block_size": self._block_size,
-            "n_tokens": request.n_tokens,
-            "supplementary": self._supplementary(request.names),
-        }
+        n_blocks = -(-request.n_tokens // self._block_size)
+        return RoutingRequest(
+            policy,
+            Prompt(request.sequence, request.n_tokens, n_blocks, self._block_size),
+            Matches(
+                self._ranks_for(request),
+                self._scores(request),
+                supplementary=self._supplementary(request.names),
+            ),
+            self._fleet,
+        )
 
     def _book(self, request: RoutedRequest, decision: Decision, now_ms: float) -> int:
-        booking = booking_of(
-            decision.chosen,
-            model="",
-            sequence=request.sequence,
-            n_tokens=request.n_tokens,
-            request_blocks=-(-request.n_tokens // self._block_size),
-            block_size=self._block_size,
-            forecast=decision.forecast(),
-        )
+        booking = decision.booking()
         # A request that is sent again after a failure is a new booking: its first one has ended.
         booking_id = BookingId(str(request.number), self.router_id, next(self._counter))
         self._booking_ids[request.number] = booking_id
