@@ -9,8 +9,8 @@ The added time to the first token is a difference of `Stream.way_ms`: the time f
 without the engine's part of it. Clients and the engine wait with timers that count whole milliseconds of one clock. So
 a difference of the whole times is nearly a whole number of milliseconds, whatever was added.
 
-Clients and the engine stand for other machines. They ask for short time slices, so that they do not wait for a
-processor that the measured process has: that wait would count as its delay.
+Clients and the engine stand for other machines. They run in real time where that is allowed, so that they do
+not wait for a processor that the measured process has: that wait would count as its delay.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from aiohttp import ClientSession
 from benchmarks.machinery import machinery
 from benchmarks.report import OURS, Bar, Report, Samples, installed, wide_console
 from benchmarks.token_engine import ARRIVAL, STAMP, STAMP_DIGITS
-from streams.interpreter import run_soon_after_waking
+from streams.interpreter import run_in_real_time
 from streams.lab.engines.chat_template import tokenizer_files
 from streams.lab.kafka.ports import free_port
 from streams.lab.processes import Child
@@ -418,7 +418,7 @@ def main(json_path: Path | None, streams: int, tokens: int, rate: float, migrati
                 report.missing.append("nginx: it is not installed")
             else:
                 ways[NGINX] = nginx
-            run_soon_after_waking()  # only now: the processes above have inherited the usual slices
+            run_in_real_time()  # only now: the processes above have inherited the usual priority
             samples = uvloop.run(measure(ways, engine_url, router, streams, tokens, rounds, report))
     report.rows = samples.rows()
     report.print(wide_console())

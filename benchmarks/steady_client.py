@@ -1,9 +1,8 @@
 """`python -m benchmarks.steady_client`: one client that sends requests at a steady rate and measures each answer.
 
 What lives here: a client on one kept connection, in a process of its own, so that its work and its pauses are not those
-of what it measures. It runs in real time where that is allowed, and asks for short time slices otherwise, because a
-client on another machine would not wait for a processor of this one. What must not: what the figures are compared with
-(under_load).
+of what it measures. It runs in real time where that is allowed, because a client on another machine would not wait for
+a processor of this one. What must not: what the figures are compared with (under_load).
 
 A latency counts from the moment at which the request was due. A request that waits because the one before it is late
 counts this wait as well. If the client itself wakes up late for a request, that is not the router's latency: it is
@@ -21,7 +20,7 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from streams.interpreter import run_in_real_time, run_soon_after_waking
+from streams.interpreter import run_in_real_time
 
 _HEADERS_END = b"\r\n\r\n"
 
@@ -112,7 +111,6 @@ def command(wanted: Run) -> str:
 
 def main() -> None:
     """Run what each line of the input asks for."""
-    run_soon_after_waking()
     run_in_real_time()
     for line in sys.stdin:
         sys.stdout.write(json.dumps(run(Run(**json.loads(line)))) + "\n")

@@ -19,7 +19,7 @@ import click
 import uvloop
 import xxhash
 
-from streams.interpreter import run_soon_after_waking
+from streams.interpreter import run_in_real_time
 
 #: Digests that are kept for clients to ask for.
 DIGESTS_MAX = 100_000
@@ -149,7 +149,7 @@ def main(port: int, tokens: int, gap_ms: float, prefill_ms: float) -> None:
         server = await loop.create_server(lambda: Connection(engine), "127.0.0.1", port, backlog=4096)
         await server.serve_forever()
 
-    run_soon_after_waking()
+    run_in_real_time()
     uvloop.run(serve())
 
 

@@ -7,11 +7,9 @@ examines. What must not: what these processes do.
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import gc
 import logging
 import os
-import platform
 import sys
 
 log = logging.getLogger(__name__)
@@ -19,13 +17,6 @@ log = logging.getLogger(__name__)
 #: Threads that fold records share the interpreter with the thread that answers. With Python's default of 5 ms, a query
 #: waits that long for each busy thread. With one busy thread, the p99 is 5 to 7 ms; this interval reduces it to 0.3 ms.
 SWITCH_INTERVAL_S = 1e-4
-
-
-#: The time slice that threads which answer others ask the kernel for. If all processors are busy, a thread that a
-#: request wakes up waits until the slice of a running one is over, 1.4 ms with two processors. Linux lets a thread with
-#: a shorter slice run at once. It gets no more processor time than with a longer one. 0.1 ms is the least that the
-#: kernel takes.
-SLICE_NS = 100_000
 
 #: The priority of a process that runs in real time: the lowest, which is above that of all ordinary processes.
 REALTIME_PRIORITY = 1
@@ -39,52 +30,21 @@ FULL_COLLECTION_EVERY_S = 60.0
 #: in effect never all objects, which `collect_by_the_clock` does instead.
 COLLECTION_THRESHOLDS = (2_000, 10, 1_000_000)
 
-#: Numbers of the system calls sched_setattr and sched_getattr, for which the C library has no functions, by machine.
-_SCHED_CALLS = {"x86_64": (314, 315), "aarch64": (274, 275)}
-
-
-class _SchedAttr(ctypes.Structure):
-    """struct sched_attr of Linux, in its first version."""
-
-    _fields_ = (
-        ("size", ctypes.c_uint32),
-        ("policy", ctypes.c_uint32),
-        ("flags", ctypes.c_uint64),
-        ("nice", ctypes.c_int32),
-        ("priority", ctypes.c_uint32),
-        ("runtime_ns", ctypes.c_uint64),
-        ("deadline_ns", ctypes.c_uint64),
-        ("period_ns", ctypes.c_uint64),
-    )
-
 
 def prefer_request_threads() -> None:
-    """Make busy threads release the interpreter soon, and this thread run soon when it wakes up.
+    """Make busy threads release the interpreter soon.
 
-    Bridges and every process that serves the API call this, on the thread that answers.
+    Bridges and every process that serves the API call this.
     """
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    run_soon_after_waking()
-
-
-def run_soon_after_waking() -> None:
-    """Ask the kernel for short slices for the calling thread, and for the threads that it starts from now on.
-
-    These may have the interpreter that the calling thread waits for. Nothing changes where the kernel does not know
-    slices, where it does not allow this, and for real-time threads.
-    """
-    attributes = _sched_attributes()
-    if attributes is not None and attributes.runtime_ns > SLICE_NS and not attributes.deadline_ns:
-        attributes.runtime_ns = SLICE_NS
-        ctypes.CDLL(None).syscall(_SCHED_CALLS[platform.machine()][0], 0, ctypes.byref(attributes), 0)
 
 
 def run_in_real_time() -> bool:
     """Let all threads of this process run before those of all ordinary processes; returns whether the kernel allows it.
 
     Threads that are started later inherit it. If the kernel refuses, nothing changes, and that is logged. Without real
-    time, a short slice is not enough while all processors are busy: the kernel is fair to groups of processes, so a
-    thread that answers waits (up to 10 ms) after other threads of its process have used the group's share.
+    time, a thread that a request wakes up waits while all processors are busy: until a running thread's slice is over
+    (1.4 ms with two processors), and up to 10 ms after other threads of its process have used their group's share.
     """
     if not hasattr(os, "sched_setscheduler"):
         log.warning("this system has no real-time threads: answers may wait for processors that others use")
@@ -115,21 +75,6 @@ def _make_realtime(thread_id: int) -> None:
         os.sched_setscheduler(thread_id, os.SCHED_RR, os.sched_param(REALTIME_PRIORITY))
     except ProcessLookupError:
         pass
-
-
-def slice_ns() -> int | None:
-    """The time slice of the calling thread; None where threads have none of their own (before Linux 6.12)."""
-    attributes = _sched_attributes()
-    return None if attributes is None else int(attributes.runtime_ns) or None
-
-
-def _sched_attributes() -> _SchedAttr | None:
-    calls = _SCHED_CALLS.get(platform.machine()) if sys.platform == "linux" else None
-    attributes = _SchedAttr()
-    size = ctypes.sizeof(attributes)
-    if calls is None or ctypes.CDLL(None).syscall(calls[1], 0, ctypes.byref(attributes), size, 0):
-        return None
-    return attributes
 
 
 def exempt_from_collection() -> None:
