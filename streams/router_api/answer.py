@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from streams.core.ids import RankId
 from streams.core.routing.cost import RankTerms
+from streams.core.routing.selection import RouterMode
 from streams.core.routing.trust import Trust
 
 
@@ -17,7 +18,8 @@ class RouteAnswer(NamedTuple):
 
     worker_url: the worker's URL in the registry; None if the worker of an existing booking was removed.
     overlap_blocks: leading blocks of the request that the rank holds. request_blocks: the request's length in blocks.
-    cost: the cost of the chosen rank; None for a repeated request id, which gets the existing choice. trust: the least
+    cost: the cost of the chosen rank; None for a repeated request id, which gets the existing choice. router_mode: the
+    mode that decided; for a repeated request id, the one that would. trust: the least
     trust that any eligible rank deserves. chosen_trust: that of the chosen rank alone. moe_filter_applied: whether only
     ranks with matching labels were candidates; None if the request does not ask for that, or repeats an id.
     candidates: every candidate's terms, if the request asks for them. queued_ms: how long the request waited; None
@@ -31,6 +33,7 @@ class RouteAnswer(NamedTuple):
     overlap_blocks: int
     request_blocks: int
     cost: float | None
+    router_mode: RouterMode
     trust: Trust
     chosen_trust: Trust
     moe_filter_applied: bool | None = None

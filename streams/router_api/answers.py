@@ -56,6 +56,7 @@ class RouteAnswerBody(TypedDict):
     overlap_blocks: int
     request_blocks: int
     cost: float | None
+    router_mode: RouterMode
     mode: AnswerMode
     chosen_mode: AnswerMode
     degraded_because: NotRequired[DegradedReason]

@@ -277,6 +277,7 @@ class Router:
             chosen.scores,
             prompt.request_blocks,
             chosen.cost,
+            routing.policy.mode,
             trust,
             chosen_trust,
             matches.moe_filter_applied,
@@ -471,6 +472,7 @@ class Router:
             booking.overlap_blocks,
             booking.request_blocks,
             None,
+            policy.mode,
             trust,
             trust,
         )

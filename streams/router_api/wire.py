@@ -603,6 +603,7 @@ def answer_json(answer: RouteAnswer) -> dict[str, Any]:
         "overlap_blocks": answer.overlap_blocks,
         "request_blocks": answer.request_blocks,
         "cost": answer.cost,
+        "router_mode": answer.router_mode,
         "mode": trust.mode,  # a StrEnum: reading its `value` takes longer, and orjson writes the same
         "chosen_mode": chosen_trust.mode,
     }

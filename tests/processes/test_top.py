@@ -51,7 +51,7 @@ def test_once_and_json_are_for_scripts(router: tuple[LocalRouter, Path], run: Ru
     done = run("top", *options, "--once")
     assert (done.returncode, done.stderr) == (0, "")
     lines = done.stdout.splitlines()
-    assert lines[0].split()[:4] == ["router", served.api.url, "mode", "kv"]
+    assert lines[0].split()[:4] == ["router", served.api.url, "mode", "expected-time"]
     assert "requests 6" in lines[1]
     assert lines[3].startswith("lag ")
     rows = [line.split() for line in lines if line.startswith(("1 ", "2 "))]

@@ -720,7 +720,7 @@ def test_a_request_with_a_parameter_of_kv_is_decided_by_kv(
 ) -> None:
     """An override that only kv has selects kv where the default would ignore it, unless the request names a mode."""
     router = router_of(router_mode=mode)
-    ask(router, **override)
+    assert ask(router, **override)["router_mode"] == decides
     assert {counted for counted, _, _ in router.decisions.by_reason} == {decides}
 
 
