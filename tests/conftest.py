@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -80,6 +81,10 @@ def _select(config: pytest.Config, items: list[pytest.Item]) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Choose the folder of the broker that all worker processes of this run share, and the ports of each."""
+    # A shell without job control starts background processes with Ctrl-C ignored, and their children inherit that. The
+    # commands that tests interrupt would not end.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     config.addinivalue_line("markers", "long_running: takes 15 s and more by itself; it begins before others")
     config.addinivalue_line("markers", "thorough: takes seconds of computing; only `make test-all` runs it")
     config.addinivalue_line("markers", "first_ring(*shows): `make test` runs it; names as of tests/unit/test_rings.py")
