@@ -117,15 +117,15 @@ def check_policy(text: str) -> tuple[str, dict[str, float]]:
     return name, parameters
 
 
-def make_router(text: str, config: FleetConfig, rng: Rng) -> LabRouter:
-    """The router of a policy's name. Raises SettingsError."""
+def make_router(text: str, config: FleetConfig, rng: Rng, kind: type[LabRouter] = LabRouter) -> LabRouter:
+    """The router of a policy's name. kind: a class of routers with the same constructor. Raises SettingsError."""
     name, parameters = check_policy(text.removesuffix(WITH_QUEUE))
     modes = {str(mode) for mode in MODES}
     policy = RoutePolicy(mode=RouterMode(name)) if name in modes else RoutePolicy(mode=RouterMode.POLICY, name=name)
     queue = None
     if text.endswith(WITH_QUEUE):
         queue = LabQueue(EXPECTED_TIME_QUEUE_MS if name == RouterMode.EXPECTED_TIME else QUEUE_BACKLOG_MS)
-    return LabRouter(
+    return kind(
         config.n_workers,
         config.engine.block_size,
         config.engine.n_blocks,
@@ -143,9 +143,10 @@ def run_policy(
     *,
     seed: int = 1,
     on_progress: Callable[[int], None] | None = None,
+    kind: type[LabRouter] = LabRouter,
 ) -> Row:
-    """Run one policy. Raises SettingsError."""
-    router = make_router(policy, config, random.Random(seed))
+    """Run one policy. kind: as of `make_router`. Raises SettingsError."""
+    router = make_router(policy, config, random.Random(seed), kind)
     started = time.perf_counter()
     result = run(workload, config, router, on_progress)
     return Row(policy, config.concurrency, config.speedup, result.figures(), result, time.perf_counter() - started)
