@@ -1127,46 +1127,10 @@ def test_decoded_arrays_are_read_only() -> None:
     assert not event.engine.flags.writeable
 
 
-#: Records as they were written before `incomplete` and `feed` existed: a batch, a heartbeat, a rank's progress.
-OLD_BATCH = bytes.fromhex(
-    "c30177925b29e5d3d68e0106026d20ffffffffffffffffff01120a000000000000001618000400020700000000000000200100000000000000"
-    "ffffffffffffffff200300000000000000040000000000000002020202000204000400"
-)
-OLD_HEARTBEAT = bytes.fromhex("c30177925b29e5d3d68e0106026d20ffffffffffffffffff01120a000000000000001618060262e05d")
-OLD_PROGRESS = bytes.fromhex("c301aa466d61b95159f90804120a00000000000000020a6d6f64656c2002040608e05d01")
-
-
-def test_records_of_an_earlier_schema_are_read_with_the_defaults_of_new_fields() -> None:
-    """A topic or a table keeps such records over an upgrade. Both decoders read them."""
-    old = EngineBatch(
-        RANK,
-        "m",
-        16,
-        Incarnation(1 << 63),
-        9,
-        10,
-        11,
-        EngineEvents((replace(STORED, cxl=None), AllBlocksCleared())),
-        12,
-        incomplete=False,
-        feed=FeedState.LIVE,
-    )
-    assert plain(decode_batch(OLD_BATCH)) == plain(old)
-    assert decode_batch(OLD_HEARTBEAT).body == Heartbeat("b", 6000)
-    progress = decode_progress(progress_key(RANK), OLD_PROGRESS)
-    assert progress == PROGRESS and progress.feed is FeedState.LIVE
-    (found,) = decode_events([OLD_BATCH])
-    assert isinstance(found, EngineBatch)
-    assert encode_batch(found) == encode_batch(old)
-    assert reason_of(lambda: decode_batch(OLD_BATCH + b"\0")) == "bad_avro"
-    assert reason_of(lambda: decode_batch(OLD_PROGRESS)) == "unknown_schema"
-
-
-@pytest.mark.parametrize("path", sorted((schemas_dir() / "previous").glob("*.avsc")), ids=lambda path: path.stem)
-def test_the_avro_package_finds_each_schema_compatible_with_its_earlier_versions(path: Path) -> None:
-    """A reader of today understands what was written before."""
-    name = path.name.split(".")[0]
-    reader, writer = (avro.schema.parse(each.read_text()) for each in (schemas_dir() / f"{name}.avsc", path))
+@pytest.mark.parametrize("path", sorted((schemas_dir() / "released").glob("*.avsc")), ids=lambda path: path.stem)
+def test_the_avro_package_finds_each_schema_compatible_with_the_released_one(path: Path) -> None:
+    """A reader of today understands what the last release wrote."""
+    reader, writer = (avro.schema.parse(file.read_text()) for file in (schemas_dir() / path.name, path))
     found = ReaderWriterCompatibilityChecker().get_compatibility(reader, writer)
     assert found.compatibility is SchemaCompatibilityType.compatible, found.messages
 

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import io
-import json
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
 
-import fastavro
 import pytest
-from fastavro.schema import fingerprint, to_parsing_canonical_form
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streams.avro_frames import codec, schemas_dir
 from streams.codec import decode_batch, encode_batch
 from streams.core.cxl_memory import CxlMemoryMetadata, CxlMemoryState
 from streams.core.events import (
@@ -283,17 +277,3 @@ def test_facts_of_blocks_that_a_run_does_not_have_are_refused(facts: tuple[Block
     with pytest.raises(BadRecord) as caught:
         decode_batch(encode_batch(replace(batch(5), body=RestatementChunk(1, 0, 1, True, (run,)))))
     assert caught.value.reason == "bad_restatement"
-
-
-def test_a_chunk_of_the_previous_schema_has_no_facts() -> None:
-    """After an upgrade, kv-events and the table's parked rows still contain such chunks."""
-    earlier: Any = fastavro.parse_schema(json.loads((schemas_dir() / "previous" / "kv-events.1.avsc").read_text()))
-    run = RestatedRun(0, None, u64(1), u64(2), Tier.DEVICE)
-    now = encode_batch(replace(batch(5), body=RestatementChunk(1, 0, 1, True, (run,))))
-    datum = codec("kv-events").decode(now)
-    out = io.BytesIO()
-    out.write(b"\xc3\x01" + bytes.fromhex(fingerprint(to_parsing_canonical_form(earlier), "CRC-64-AVRO")))
-    fastavro.schemaless_writer(out, earlier, {**datum, "body": ("io.kvstreams.RestatementChunk", datum["body"])})
-    found = decode_batch(out.getvalue())
-    assert isinstance(found.body, RestatementChunk)
-    assert [(each.engine.tolist(), each.facts) for each in found.body.runs] == [([1], ())]

@@ -106,11 +106,14 @@ def test_a_schema_that_is_gone_is_an_error(folder: Path) -> None:
         check_schemas(folder)
 
 
-def test_a_record_of_the_last_release_is_read_with_a_schema_that_has_grown(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("earlier", ["released/models.avsc", "previous/models.1.avsc"])
+def test_a_record_of_an_earlier_release_is_read_with_a_schema_that_has_grown(
+    earlier: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A schema may get a field without another copy of its earlier form: the released one is known."""
+    """A new field has its default in records of the last release, and of those before it."""
     old = avro_frames.RecordCodec("models")
+    (folder / "previous").mkdir()
+    (folder / "released/models.avsc").rename(folder / earlier)
     change(
         folder / "models.avsc",
         lambda schema: schema["fields"].append({"name": "colour", "type": "string", "default": "red"}),
