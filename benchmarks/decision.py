@@ -34,7 +34,7 @@ from streams.core.loads.bookings import ActiveLoads, Booking, BookingId, Booking
 from streams.core.reducer.ordering import Health, Progress
 from streams.core.routing.busy import BlocksInUse
 from streams.core.routing.decision import Chooser
-from streams.core.routing.request import FleetState, Matches, Prompt, RoutePolicy, RoutingRequest
+from streams.core.routing.request import FleetState, Matches, PromptBlocks, RoutePolicy, RoutingRequest
 from streams.core.routing.selection import RouterMode
 from streams.core.routing.trust import AnswerMode
 from streams.core.workers import BridgeLease, Worker
@@ -115,7 +115,7 @@ def decide(fleet: Fleet, prompt: bytes, number: int) -> dict[str, int]:
     scores = fleet.index.find_matches(local)
     matched = clock()
     n_blocks = -(-fleet.n_tokens // BLOCK_SIZE)
-    prompt_in_blocks = Prompt(sequence, fleet.n_tokens, n_blocks, BLOCK_SIZE, "m")
+    prompt_in_blocks = PromptBlocks(sequence, fleet.n_tokens, n_blocks, BLOCK_SIZE, "m")
     request = RoutingRequest(fleet.policy, prompt_in_blocks, Matches(fleet.ranks, scores), fleet.state)
     decision = fleet.chooser.choose(request, fleet.loads)
     chosen = clock()

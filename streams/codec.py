@@ -60,7 +60,7 @@ from streams.shapes import (
     Field,
     KeyedRecord,
     NameKey,
-    Record,
+    RecordShape,
     Shape,
     WorkerKey,
     by_name,
@@ -157,7 +157,7 @@ _BODY = one_of(
     Shape(WorkerRemoved),
     Shape(Heartbeat, check=_check_heartbeat),
 )
-_BATCH = Record(
+_BATCH = RecordShape(
     "kv-events",
     Shape(
         EngineBatch,
@@ -192,7 +192,7 @@ def _check_resync(request: ResyncRequest) -> None:
         raise BadRecord("bad_resync", f"attempt {request.attempt} after batch {request.sequence}")
 
 
-_RESYNC = Record("kv-control", Shape(ResyncRequest, check=_check_resync, rank=RANK, incarnation=U64))
+_RESYNC = RecordShape("kv-control", Shape(ResyncRequest, check=_check_resync, rank=RANK, incarnation=U64))
 encode_resync, decode_resync = _RESYNC.encode, _RESYNC.decode
 
 
@@ -204,7 +204,7 @@ def _check_lease(lease: BridgeLease) -> None:
         raise BadRecord("bad_lease", f"term {lease.term}, {lease.lease_ms} ms, renewal {lease.renewal}")
 
 
-_WORKER = Record(
+_WORKER = RecordShape(
     "workers",
     Shape(
         Worker,
@@ -277,11 +277,11 @@ def _check_metrics(report: MetricsReport) -> None:
 
 _METRICS = Shape(WorkerMetrics)
 _METRIC_COUNTS = sorted(_METRICS.names - {"gpu_cache_usage_perc"})
-_REPORT = Record("worker-metrics", Shape(MetricsReport, check=_check_metrics, rank=RANK, metrics=_METRICS))
+_REPORT = RecordShape("worker-metrics", Shape(MetricsReport, check=_check_metrics, rank=RANK, metrics=_METRICS))
 encode_metrics, decode_metrics = _REPORT.encode, _REPORT.decode
 
 PULSE_KEY_PREFIX = b"bridge/"
-_PULSE = Record("bridge-pulses", Shape(BridgePulse, fed=optional(many(U64))))
+_PULSE = RecordShape("bridge-pulses", Shape(BridgePulse, fed=optional(many(U64))))
 pulse_key = NameKey(PULSE_KEY_PREFIX, "bridge").pack
 encode_pulse, decode_pulse = _PULSE.encode, _PULSE.decode
 
@@ -323,7 +323,7 @@ _BOOKING = Shape(
     sequence=Field(bytes, lambda packed: pack_hashes(hashes(packed)), "sequence_hashes"),
     forecast=Shape(Forecast),
 )
-_LOAD = Record(
+_LOAD = RecordShape(
     "router-loads",
     Shape(
         LoadRecord,

@@ -207,7 +207,7 @@ RANK = Shape(RankId, check=_check_rank, worker_id=U64)
 EPOCH = Shape(Epoch, incarnation=U64)
 
 
-class Record(Generic[T]):
+class RecordShape(Generic[T]):
     """Values of one class as the records of one schema.
 
     fast: returns the datum of an ordinary value in bytes, the same as fastavro's; None leaves the value to fastavro.
@@ -240,7 +240,7 @@ class Record(Generic[T]):
         return self.shape.read(datum)
 
 
-class KeyedRecord(Record[T]):
+class KeyedRecord(RecordShape[T]):
     """Records whose key is a prefix and one of their attributes; `key` says which prefix, `name` which attribute."""
 
     def __init__(self, schema: str, shape: Shape[T], key: WorkerKey | NameKey, name: str) -> None:

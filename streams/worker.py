@@ -180,7 +180,7 @@ class WorkerProcess:
             await api.stop()
 
 
-class Worker(faust.Worker):  # type: ignore[misc]
+class FaustWorker(faust.Worker):  # type: ignore[misc]
     """Faust's worker, with our preparations before its start. Faust makes one for its command `worker` and no other."""
 
     def execute_from_commandline(self) -> NoReturn:
@@ -202,7 +202,7 @@ class Worker(faust.Worker):  # type: ignore[misc]
 
 
 class WorkerApp(App):
-    """The App of a worker. worker_settings, worker_process: for `Worker`."""
+    """The App of a worker. worker_settings, worker_process: for `FaustWorker`."""
 
     worker_settings: Settings
     worker_process: WorkerProcess
@@ -233,7 +233,7 @@ def create_app(settings: Settings) -> WorkerApp:
         web_port=settings.port if settings.router or not settings.metrics_port else settings.metrics_port,
         stream_wait_empty=False,
         logging_config=log_setup.dict_config(settings),
-        Worker=Worker,
+        FaustWorker=FaustWorker,
     )
     process = app.worker_process = WorkerProcess(app, settings)
     app.worker_settings = settings

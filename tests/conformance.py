@@ -29,7 +29,7 @@ from streams.codec import encode_worker
 from streams.core.events import AllBlocksCleared, BlocksRemoved, BlocksStored, KvEvent, MoeLabels, WorkerRemoved
 from streams.core.hashing import BASE_SEED, hash_seed, local_hashes, request_hashes, sequence_hashes, with_pad_values
 from streams.core.ids import U64_MASK, DpRank, EngineHash, HashArray, Incarnation, RankId, Tier, WorkerId
-from streams.core.index.interface import Candidates, OverlapScores
+from streams.core.index.interface import Candidates, PrefixScores
 from streams.core.routing.cost import TIER_WEIGHTS, TermColumns
 from streams.core.routing.eligibility import WorkerFilter
 from streams.core.routing.queue import QueueLimits, QueuePolicy, RequestQueue, Waiting, wspt_key
@@ -141,7 +141,7 @@ class Subject(Protocol):
     def start_again(self) -> None:
         """Continue with a copy made from the records."""
 
-    def find_matches(self, local: HashArray) -> OverlapScores:
+    def find_matches(self, local: HashArray) -> PrefixScores:
         """Score a request."""
 
     def check(self) -> None:
@@ -176,7 +176,7 @@ class IndexSubject:
     def start_again(self) -> None:
         self.index = self.index.rebuilt()
 
-    def find_matches(self, local: HashArray) -> OverlapScores:
+    def find_matches(self, local: HashArray) -> PrefixScores:
         return self.index.find_matches(local)
 
     def check(self) -> None:
@@ -216,7 +216,7 @@ class Pipeline:
         table = compacted(self._log)
         self.holdings, self.view = recovered(table), folded(table.items(), self._new_view())
 
-    def find_matches(self, local: HashArray) -> OverlapScores:
+    def find_matches(self, local: HashArray) -> PrefixScores:
         return self.view.index.find_matches(local)
 
     def check(self) -> None:
@@ -326,7 +326,7 @@ def tier_of(name: str | int | None) -> Tier:
     return tier
 
 
-def _compare_scores(where: str, answer: OverlapScores, expected: Iterable[Sequence[int]]) -> None:
+def _compare_scores(where: str, answer: PrefixScores, expected: Iterable[Sequence[int]]) -> None:
     """Compare an answer's scores. expected: rows of worker, rank and blocks; ranks without blocks may be left out."""
     scores = {_rank(*ids): blocks for *ids, blocks in expected if blocks}
     _compare(f"{where}: scores", dict(answer.scores), scores)

@@ -29,7 +29,7 @@ from streams.client.payloads import (
     unpack_tokens,
     with_prompt,
 )
-from streams.client.reports import BookingKey, Report, Reports
+from streams.client.reports import BookingKey, OutstandingReport, Reports
 from streams.errors import InvalidRequest, KvStreamsError, RouterUnavailable
 
 #: How long a refused call is repeated before its error is raised.
@@ -59,7 +59,7 @@ ROUTERS_REMEMBERED_MAX = 65_536
 Call = Literal["/route", "/loads/potential", "/matches"]
 
 
-class Refused(Exception):
+class CallRefused(Exception):
     """A call that may succeed later. error: what to raise if it does not."""
 
     def __init__(self, error: KvStreamsError, retry_after_s: float) -> None:
@@ -209,7 +209,7 @@ class KvRouter(Requests):
         """
 
     @abstractmethod
-    async def _send_report(self, key: BookingKey, report: Report) -> None:
+    async def _send_report(self, key: BookingKey, report: OutstandingReport) -> None:
         """Send one report, repeating it for REPORT_TIMEOUT_S; raises KvStreamsError."""
 
     # -- the client ----------------------------------------------------------------------------------------------------
@@ -309,7 +309,7 @@ class KvRouter(Requests):
     def mark_prefill_complete(self, request_id: str, phase: str | None = None) -> None:
         """Report that the prompt of a booked request is computed, in the background. phase: as in `free`."""
         _check_id(request_id)
-        self.report(BookingKey(request_id, phase), Report(prefill_complete=True))
+        self.report(BookingKey(request_id, phase), OutstandingReport(prefill_complete=True))
 
     def free(self, request_id: str, phase: str | None = None) -> None:
         """Report that a booked request has ended, in the background.
@@ -317,7 +317,7 @@ class KvRouter(Requests):
         phase: `prefill` or `decode` for one of its two bookings; None for all that it has.
         """
         _check_id(request_id)
-        self.report(BookingKey(request_id, phase), Report(free=True))
+        self.report(BookingKey(request_id, phase), OutstandingReport(free=True))
 
     # -- bookings ------------------------------------------------------------------------------------------------------
 
@@ -330,7 +330,7 @@ class KvRouter(Requests):
         """Do what `book` does, without copies of a long prompt. packed: its tokens as u32 little-endian."""
         return await self._book(packed, given(options), router_config_override, None)
 
-    def report(self, key: BookingKey, report: Report) -> None:
+    def report(self, key: BookingKey, report: OutstandingReport) -> None:
         """Report in the background. Bookings call it."""
         report.router = self._routed_by.pop(key, None) if report.free else self._routed_by.get(key)
         self._reports.add(key, report)
@@ -349,7 +349,7 @@ class KvRouter(Requests):
         await self._reports.settle(key)
         try:
             async with asyncio.timeout(REBOOK_TIMEOUT_S):
-                await self._send_report(key, Report(router, free=True))
+                await self._send_report(key, OutstandingReport(router, free=True))
                 return await self.reroute(request, router)
         except TimeoutError as exc:
             raise RouterUnavailable(f"no router booked the request again within {REBOOK_TIMEOUT_S:g} s") from exc
@@ -368,7 +368,7 @@ class KvRouter(Requests):
         attempt.router = router
         try:
             answer = await self._call("/route", fields, packed, attempt)
-        except Refused as exc:
+        except CallRefused as exc:
             raise exc.error from exc
         self._note_router(key, attempt.router)
         return answer
@@ -407,7 +407,7 @@ class KvRouter(Requests):
             answer = await self._retrying("/route", request, packed, attempt, renews_id=is_own)
         except BaseException:
             if attempt.may_be_booked:
-                self.report(key_of(request), Report(free=True))
+                self.report(key_of(request), OutstandingReport(free=True))
             raise
         self._note_router(key_of(request), attempt.router)
         return answer, request
@@ -442,7 +442,7 @@ class KvRouter(Requests):
         while True:
             try:
                 return await self._call(call, request, packed, attempt)
-            except Refused as exc:
+            except CallRefused as exc:
                 pause_s = min(max(exc.retry_after_s, RETRY_PAUSE_S_MIN), RETRY_PAUSE_S_MAX)
                 pause_s *= 1.0 + random.random() / 2.0
                 if loop.time() + pause_s > until_s:

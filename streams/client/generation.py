@@ -34,7 +34,7 @@ from streams.client.migration import (
 )
 from streams.client.payloads import given, pack_tokens, token_array, with_prompt
 from streams.client.reassignment import choose_worker
-from streams.client.reports import BookingKey, Report
+from streams.client.reports import BookingKey, OutstandingReport
 from streams.errors import EngineFailed, EngineRefused, KvStreamsError
 
 log = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ _MAX_TOKENS_DEFAULT = 16
 class Rerouting(Protocol):
     """What a booking needs of its client."""
 
-    def report(self, key: BookingKey, report: Report) -> None:
+    def report(self, key: BookingKey, report: OutstandingReport) -> None:
         """Report in the background."""
 
     def note_failed(self, worker_id: int) -> None:
@@ -112,18 +112,18 @@ class Booking:
         """Report that the prompt is computed, in the background; only the first call does anything."""
         if not self._prefill_reported and not self._ended:
             self._prefill_reported = True
-            self._client.report(self._key, Report(prefill_complete=True))
+            self._client.report(self._key, OutstandingReport(prefill_complete=True))
 
     def output(self, output_tokens: int) -> None:
         """Report how many tokens the answer has so far, in the background."""
         if not self._ended:
-            self._client.report(self._key, Report(output_tokens=output_tokens))
+            self._client.report(self._key, OutstandingReport(output_tokens=output_tokens))
 
     def end(self) -> None:
         """Report that the request has ended, in the background; only the first call does anything."""
         if not self._ended:
             self._ended = True
-            self._client.report(self._key, Report(free=True))
+            self._client.report(self._key, OutstandingReport(free=True))
 
     def close(self) -> None:
         """Do what `end` does."""
@@ -432,7 +432,7 @@ class Generation:
             ) from exc
         self._stream.watch(options.stall_timeout_s)
 
-    def _event(self, failure: EngineFailed) -> migration.EngineFailed:
+    def _event(self, failure: EngineFailed) -> migration.StreamEngineFailed:
         """Report a failed engine, and return the failure as the migration takes it."""
         self.booking.note_failure(failure)
         how = Failure.DIED
@@ -440,7 +440,7 @@ class Generation:
             how = Failure.STALLED
         elif "status" in failure.detail:
             how = Failure.REFUSED
-        return migration.EngineFailed(self._loop.time(), how, self._heard_s)
+        return migration.StreamEngineFailed(self._loop.time(), how, self._heard_s)
 
     def close(self) -> None:
         """End the request: close the engine's stream, which aborts it there, and free the booking."""

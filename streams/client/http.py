@@ -23,13 +23,13 @@ from streams.client.base import (
     RETRY_TIMEOUT_S,
     Attempt,
     Call,
+    CallRefused,
     KvRouter,
-    Refused,
 )
 from streams.client.engine import EngineOptions
 from streams.client.payloads import query_of, unpack_tokens
 from streams.client.plain_http import ConnectFailed, PlainHttp
-from streams.client.reports import BookingKey, Report
+from streams.client.reports import BookingKey, OutstandingReport
 from streams.client.trace_context import add_trace_context
 from streams.errors import API_ERRORS, InvalidRequest, KvStreamsError, QueueFull, RouterUnavailable
 
@@ -155,14 +155,14 @@ class KvRouterClient(KvRouter):
         """Return the whole answer of `GET /workers`: the workers, and the router's mode. Errors are as of `workers`."""
         try:
             return await self._round("GET", "/workers", Attempt(), None, None, {})
-        except Refused as exc:
+        except CallRefused as exc:
             raise exc.error from exc
 
     async def pools(self) -> list[dict[str, Any]]:
         """Return the registered CXL pools, as `GET /pools` does. Errors are as of `workers`."""
         try:
             pools: list[dict[str, Any]] = (await self._round("GET", "/pools", Attempt(), None, None, {}))["pools"]
-        except Refused as exc:
+        except CallRefused as exc:
             raise exc.error from exc
         return pools
 
@@ -170,7 +170,7 @@ class KvRouterClient(KvRouter):
         """Let all routers avoid a worker for a short time; it is not repeated if all routers are away."""
         try:
             answer = await self._round("PUT", f"/workers/{worker_id}/avoid", Attempt(), None, None, {})
-        except Refused as exc:
+        except CallRefused as exc:
             raise exc.error from exc
         avoided: bool = answer["avoided"]
         return avoided
@@ -185,7 +185,7 @@ class KvRouterClient(KvRouter):
             return await self._round(
                 "PUT", f"/workers/{worker_id}/render", Attempt(), None, orjson.dumps(body), headers
             )
-        except Refused as exc:
+        except CallRefused as exc:
             raise exc.error from exc
 
     async def _call(self, call: Call, fields: dict[str, Any], packed: bytes, attempt: Attempt) -> dict[str, Any]:
@@ -206,7 +206,7 @@ class KvRouterClient(KvRouter):
         body = orjson.dumps({**fields, "token_ids": unpack_tokens(packed)})
         return await self._round("POST", call, attempt, None, body, headers, wait_s)
 
-    async def _send_report(self, key: BookingKey, report: Report) -> None:
+    async def _send_report(self, key: BookingKey, report: OutstandingReport) -> None:
         if report.free:
             await self._repeated("DELETE", key, "", report.router)
             return
@@ -230,7 +230,7 @@ class KvRouterClient(KvRouter):
             try:
                 await self._round(method, path, attempt, query, body, {} if body is None else {"Content-Type": JSON})
                 return
-            except Refused as exc:
+            except CallRefused as exc:
                 if loop.time() >= until_s:
                     raise exc.error from exc
                 pause_s = min(max(exc.retry_after_s, RETRY_PAUSE_S_MIN), RETRY_PAUSE_S_MAX)
@@ -301,11 +301,11 @@ class KvRouterClient(KvRouter):
                 raise error
             pause_s = _retry_after_s(response.headers.get("Retry-After"))
             if error.code in _OF_THE_FLEET:
-                raise Refused(error, pause_s)
+                raise CallRefused(error, pause_s)
             self._penalise(router)
             last, retry_after_s = error, max(retry_after_s, pause_s)
         assert last is not None  # there is at least one router
-        raise Refused(last, retry_after_s)
+        raise CallRefused(last, retry_after_s)
 
     async def _take_place(self, router: int, timeout_s: float, *, may_wait: bool) -> None:
         """Take the place of a call, which may wait in the router's queue. Raises QueueFull, TimeoutError."""

@@ -114,7 +114,7 @@ class EngineEnded:
 
 
 @dataclass(frozen=True, slots=True)
-class EngineFailed:
+class StreamEngineFailed:
     """The engine failed. last_heard_s: when its last byte came, from which on time was lost."""
 
     at_s: float
@@ -143,13 +143,13 @@ class NoWorkerLeft:
 
 
 @dataclass(frozen=True, slots=True)
-class ClientGone:
+class ClientLeft:
     """The client left. A cancelled request is never migrated."""
 
     at_s: float
 
 
-Event = TokensShown | PromptComputed | EngineEnded | EngineFailed | WorkerChosen | NoWorkerLeft | ClientGone
+Event = TokensShown | PromptComputed | EngineEnded | StreamEngineFailed | WorkerChosen | NoWorkerLeft | ClientLeft
 
 
 # -- instructions ------------------------------------------------------------------------------------------------------
@@ -429,7 +429,7 @@ class Migration:
 
     def handle(self, event: Event) -> Instruction:
         """Take an event and return what to do. Raises IllegalMigrationEvent."""
-        if isinstance(event, ClientGone) and self.phase is not Phase.OVER:
+        if isinstance(event, ClientLeft) and self.phase is not Phase.OVER:
             return self._over(Abandon())
         if type(event) not in _LEGAL[self.phase]:
             raise IllegalMigrationEvent(f"{type(event).__name__} in phase {self.phase}")
@@ -440,13 +440,13 @@ class Migration:
                 return self._computed(event)
             case EngineEnded():
                 return self._over(Finish(None))
-            case EngineFailed():
+            case StreamEngineFailed():
                 return self._failure(event)
             case WorkerChosen():
                 return self._chosen(event)
             case NoWorkerLeft():
                 return self._over(FinishWithError(f"no other engine is left after {self._so_far()}"))
-            case ClientGone():
+            case ClientLeft():
                 raise AssertionError("handled above")
             case _:
                 assert_never(event)
@@ -458,7 +458,7 @@ class Migration:
         self.shown.add(event.token_ids, event.text, event.whole)
         return GoOn()
 
-    def _failure(self, event: EngineFailed) -> Instruction:
+    def _failure(self, event: StreamEngineFailed) -> Instruction:
         if self.phase is Phase.STREAMING:
             self._silent_since_s = event.last_heard_s
         else:
@@ -517,10 +517,10 @@ class Migration:
         return f"{len(self.shown.token_ids)} tokens"
 
 
-#: The events that may happen in each phase, in addition to ClientGone. A missing one is a bug of the caller.
+#: The events that may happen in each phase, in addition to ClientLeft. A missing one is a bug of the caller.
 _LEGAL: dict[Phase, frozenset[type]] = {
-    Phase.STREAMING: frozenset({TokensShown, PromptComputed, EngineEnded, EngineFailed}),
+    Phase.STREAMING: frozenset({TokensShown, PromptComputed, EngineEnded, StreamEngineFailed}),
     Phase.ROUTING: frozenset({WorkerChosen, NoWorkerLeft}),
-    Phase.RESUMING: frozenset({TokensShown, PromptComputed, EngineEnded, EngineFailed}),
+    Phase.RESUMING: frozenset({TokensShown, PromptComputed, EngineEnded, StreamEngineFailed}),
     Phase.OVER: frozenset(),
 }

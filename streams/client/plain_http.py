@@ -135,7 +135,7 @@ class PlainHttp:
         *,
         repeatable: bool = False,
         is_short: bool = False,
-    ) -> Answer:
+    ) -> HttpAnswer:
         """Send a request; return its answer when the headers have come. url: of the server. path: with the query.
 
         silence_s: a server that sends nothing for so long, while it is waited for, has failed. is_short: so has one
@@ -260,7 +260,7 @@ class _Connection(asyncio.Protocol):
         self._loop = loop
         self._transport: asyncio.Transport | None = None
         self._parser = httptools.HttpResponseParser(self)
-        self._answer: Answer | None = None
+        self._answer: HttpAnswer | None = None
         self._is_reusable = True
         self._is_paused = False
         # Of the answer that is being parsed.
@@ -277,9 +277,9 @@ class _Connection(asyncio.Protocol):
         """Whether it can take the next request."""
         return self._is_reusable and self._transport is not None and not self._transport.is_closing()
 
-    def ask(self, head: bytes, body: bytes | None, silence_s: float, *, is_short: bool = False) -> Answer:
+    def ask(self, head: bytes, body: bytes | None, silence_s: float, *, is_short: bool = False) -> HttpAnswer:
         """Send a request."""
-        answer = self._answer = Answer(self, self._loop, silence_s, is_short=is_short)
+        answer = self._answer = HttpAnswer(self, self._loop, silence_s, is_short=is_short)
         self._headers, self._pieces = [], []
         self._head_bytes = 0
         self._has_head = self._has_length = self._is_interim = self._is_complete = False
@@ -370,7 +370,7 @@ class _Connection(asyncio.Protocol):
         elif not self._has_head and self._head_bytes > HEAD_BYTES_MAX:
             self._break(ConnectionBroken(f"the headers have more than {HEAD_BYTES_MAX} bytes"))
 
-    def _finish(self, answer: Answer) -> None:
+    def _finish(self, answer: HttpAnswer) -> None:
         if self._answer is not answer:
             return  # its reader has closed it
         self._answer = None
@@ -412,7 +412,7 @@ class _Connection(asyncio.Protocol):
             self._is_reusable = self._is_reusable and self._parser.should_keep_alive()
 
 
-class Answer:
+class HttpAnswer:
     """The answer to one request, as it arrives. status, headers: once it has begun.
 
     One caller at a time waits for it. Closing it before its end closes the connection, so that the server may cancel

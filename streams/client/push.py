@@ -12,9 +12,9 @@ from typing import Any, Self
 
 import msgspec
 
-from streams.client.base import REPORT_TIMEOUT_S, RETRY_TIMEOUT_S, Attempt, Call, KvRouter, Refused
+from streams.client.base import REPORT_TIMEOUT_S, RETRY_TIMEOUT_S, Attempt, Call, CallRefused, KvRouter
 from streams.client.engine import EngineOptions
-from streams.client.reports import BookingKey, Report
+from streams.client.reports import BookingKey, OutstandingReport
 from streams.core.ids import WorkerId
 from streams.core.loads.bookings import BookingPhase
 from streams.errors import NoEligibleWorker, NotReady, QueueTimeout
@@ -144,7 +144,7 @@ class KvPushRouter(KvRouter):
         except (NoEligibleWorker, NotReady) as exc:
             if router.stopping:
                 raise
-            raise Refused(exc, exc.detail.get("retry_after_s", RETRY_AFTER_S)) from exc
+            raise CallRefused(exc, exc.detail.get("retry_after_s", RETRY_AFTER_S)) from exc
 
     async def avoid(self, worker_id: int) -> bool:
         """Let all routers avoid a worker for a short time, this one at once."""
@@ -163,7 +163,7 @@ class KvPushRouter(KvRouter):
             attempt.may_be_booked = True  # it may have got a rank just before
             raise
 
-    def report(self, key: BookingKey, report: Report) -> None:
+    def report(self, key: BookingKey, report: OutstandingReport) -> None:
         """Report at once; in the background only if the router is not ready."""
         if self._router is not None and not len(self._reports):
             try:
@@ -173,7 +173,7 @@ class KvPushRouter(KvRouter):
                 pass
         super().report(key, report)
 
-    async def _send_report(self, key: BookingKey, report: Report) -> None:
+    async def _send_report(self, key: BookingKey, report: OutstandingReport) -> None:
         loop = asyncio.get_running_loop()
         until_s = loop.time() + REPORT_TIMEOUT_S
         while True:
@@ -191,7 +191,7 @@ class KvPushRouter(KvRouter):
         return self._router
 
 
-def _apply(router: Router, key: BookingKey, report: Report) -> None:
+def _apply(router: Router, key: BookingKey, report: OutstandingReport) -> None:
     """Apply a report to the router's loads; Kafka gets it in the background."""
     if report.free:
         router.report_phase(key.request_id, BookingPhase.FREE, key.phase)

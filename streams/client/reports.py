@@ -30,7 +30,7 @@ _LOG_INTERVAL_S = 10.0
 
 
 @dataclass(slots=True)
-class Report:
+class OutstandingReport:
     """What is to be reported of one request. router: the one that answered the request, which is tried first."""
 
     router: int | None = None
@@ -38,7 +38,7 @@ class Report:
     output_tokens: int = 0
     free: bool = False
 
-    def merge(self, other: Report) -> None:
+    def merge(self, other: OutstandingReport) -> None:
         """Add what `other` reports."""
         self.router = other.router if other.router is not None else self.router
         self.prefill_complete |= other.prefill_complete
@@ -54,7 +54,7 @@ class BookingKey(NamedTuple):
 
 
 #: Sends one report; raises KvStreamsError when it gives up.
-Send = Callable[[BookingKey, Report], Awaitable[None]]
+Send = Callable[[BookingKey, OutstandingReport], Awaitable[None]]
 
 
 @dataclass(slots=True)
@@ -68,7 +68,7 @@ class Reports:
     send: Send
     lost: int = 0
     _closed: bool = False
-    _waiting: dict[BookingKey, Report] = field(default_factory=dict)
+    _waiting: dict[BookingKey, OutstandingReport] = field(default_factory=dict)
     _sending: set[BookingKey] = field(default_factory=set)
     _settled: dict[BookingKey, asyncio.Future[None]] = field(default_factory=dict)
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
@@ -77,7 +77,7 @@ class Reports:
     def __len__(self) -> int:
         return len(self._waiting) + len(self._sending)
 
-    def add(self, key: BookingKey, report: Report) -> None:
+    def add(self, key: BookingKey, report: OutstandingReport) -> None:
         """Report in the background."""
         if self._closed:
             self._note_lost("the client is closed")

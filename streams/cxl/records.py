@@ -37,7 +37,7 @@ from streams.shapes import (
     FixedKey,
     KeyedRecord,
     NameKey,
-    Record,
+    RecordShape,
     Shape,
     by_value,
     many,
@@ -186,7 +186,7 @@ _BLOCKS = Shape(
     positions=Field(lambda positions: positions.astype("<u4").tobytes(), _positions),
     engine=HASHES.named("engine_hashes"),
 )
-_TRANSITION = Record(
+_TRANSITION = RecordShape(
     "cxl-events",
     Shape(
         CxlTransition,
@@ -254,7 +254,7 @@ def parse_block_key(raw: bytes) -> BlockKey:
 
 
 _PLACEMENT = Shape(Placement, in_key=("pool_id",), state=_STATE, accessible_workers=_WORKERS, incarnation=U64)
-_BLOCK = Record(
+_BLOCK = RecordShape(
     "cxl-block",
     Shape(BlockRow, placement=_PLACEMENT, parent=optional(HASH), engine=HASH.named("engine_hash")),
 )
@@ -281,7 +281,7 @@ def parse_owner_key(raw: bytes) -> RankId:
     return RankId(WorkerId(worker_id), DpRank(dp_rank))
 
 
-_OWNER = Record(
+_OWNER = RecordShape(
     "cxl-owner",
     Shape(
         OwnerRow,
@@ -303,7 +303,7 @@ def parked_key(key: ParkedKey) -> bytes:
     return _PARKED_KEY.pack(*key.owner, key.number)
 
 
-_PARKED = Record("cxl-parked", Shape(ParkedRow))
+_PARKED = RecordShape("cxl-parked", Shape(ParkedRow))
 encode_parked = _PARKED.encode
 
 

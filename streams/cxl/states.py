@@ -67,7 +67,7 @@ class RefusalReason(enum.StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class TransitionRefused:
     """An illegal transition. It is a value, because the other blocks of the record are still processed."""
 
     reason: RefusalReason
@@ -79,23 +79,25 @@ def transition(
     new_state: CxlMemoryState,
     pool_id: str | None = None,
     accessible_workers: tuple[WorkerId, ...] = (),
-) -> CxlMemoryMetadata | Refused:
+) -> CxlMemoryMetadata | TransitionRefused:
     """Return a block's metadata after a transition, or why it is refused, which leaves the block as it was.
 
     known: NOT_POOLED for a block that is in no pool. If a block leaves a pool, a pool named must be that pool.
     """
     rule = RULES[new_state]
     if known.state not in rule.sources:
-        return Refused(
+        return TransitionRefused(
             RefusalReason.NOT_IN_TRANSIT, f"{new_state} must follow in_transit, but the block is {known.state}"
         )
     if rule.needs_pool and not pool_id:
-        return Refused(RefusalReason.NO_POOL, f"{new_state} must name a pool")
+        return TransitionRefused(RefusalReason.NO_POOL, f"{new_state} must name a pool")
     effect = rule.placement
     if effect is PlacementEffect.SET:
         return CxlMemoryMetadata(new_state, pool_id, accessible_workers)
     if pool_id and known.state in _PLACED and pool_id != known.pool_id:
-        return Refused(RefusalReason.OTHER_POOL, f"the block is {known.state} in {known.pool_id!r}, not {pool_id!r}")
+        return TransitionRefused(
+            RefusalReason.OTHER_POOL, f"the block is {known.state} in {known.pool_id!r}, not {pool_id!r}"
+        )
     match effect:
         case PlacementEffect.KEPT:
             return CxlMemoryMetadata(new_state, known.pool_id, known.accessible_workers)

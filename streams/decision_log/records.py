@@ -30,7 +30,7 @@ _CANDIDATE = struct.Struct("<dII")
 _REPORT = struct.Struct("<qqI")
 
 
-class Report(NamedTuple):
+class OutcomeReport(NamedTuple):
     """What clients reported about a request. Times are 0, and output_tokens is 0, if they were not reported."""
 
     request_id: str
@@ -103,7 +103,7 @@ def encode_batch(
     origin: LogOrigin,
     written_at_ms: int,
     decisions: Sequence[tuple[NotedDecision, ListedCandidates]],
-    reports: Sequence[Report],
+    reports: Sequence[OutcomeReport],
     fleets: Sequence[FleetSize],
 ) -> bytes:
     """Encode one record; raises KvStreamsError for what does not fit the schema."""
@@ -159,7 +159,7 @@ class LoggedBatch:
     share: float
     family_tokens: int
     fleets: tuple[FleetSize, ...]
-    reports: tuple[Report, ...]
+    reports: tuple[OutcomeReport, ...]
     _datum: Mapping[str, Any] = field(repr=False)
 
     def __len__(self) -> int:
@@ -223,7 +223,7 @@ def decode_batch(raw: bytes | None, schema_ids: Mapping[str, int] | None = None)
     datum = codec(SCHEMA).decode(raw, schema_ids)
     try:
         rows = list(_REPORT.iter_unpack(datum["reports"]))
-        reports = tuple(Report(name, *row) for name, row in zip(datum["reported_ids"], rows, strict=True))
+        reports = tuple(OutcomeReport(name, *row) for name, row in zip(datum["reported_ids"], rows, strict=True))
     except (ValueError, struct.error) as exc:
         raise BadRecord("bad_decisions", f"the reports of a batch of decisions do not fit together: {exc}") from exc
     fleets = tuple(FleetSize(*(each[name] for name in FleetSize._fields)) for each in datum["fleets"])

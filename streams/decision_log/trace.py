@@ -13,7 +13,7 @@ from streams.core.ids import RankId
 from streams.core.request_trace import HASH_IDS_MAX, TraceRequest
 from streams.core.workers import Role
 from streams.decision_log.families import FAMILY_BITS, FAMILY_TOKENS
-from streams.decision_log.records import FleetSize, LoggedBatch, LoggedDecision, Report
+from streams.decision_log.records import FleetSize, LoggedBatch, LoggedDecision, OutcomeReport
 from streams.errors import InvalidRequest
 
 #: Output of a request if neither its client nor any other reported any: the mean of the published conversation trace.
@@ -94,7 +94,7 @@ def recording_of(batches: Sequence[LoggedBatch], since_ms: int, until_ms: int, m
     Decisions that booked nothing, and those for the phase decode alone, are left out. model: may be None if only one
     has any. Raises InvalidRequest if there are several or none, BadRecord.
     """
-    reports: dict[str, list[Report]] = {}
+    reports: dict[str, list[OutcomeReport]] = {}
     for batch in batches:
         for report in batch.reports:
             reports.setdefault(report.request_id, []).append(report)
@@ -127,7 +127,7 @@ def recording_of(batches: Sequence[LoggedBatch], since_ms: int, until_ms: int, m
     )
 
 
-def _requests(decisions: Sequence[LoggedDecision], reports: dict[str, list[Report]]) -> list[RecordedRequest]:
+def _requests(decisions: Sequence[LoggedDecision], reports: dict[str, list[OutcomeReport]]) -> list[RecordedRequest]:
     """Join decisions, in order of time, with reports. An id may be used again after its request has ended."""
     by_id: dict[str, list[LoggedDecision]] = {}
     for decision in decisions:
@@ -148,7 +148,7 @@ def _requests(decisions: Sequence[LoggedDecision], reports: dict[str, list[Repor
 
 
 def _with_reports(
-    decision: LoggedDecision, first: LoggedDecision, following: LoggedDecision | None, reports: Sequence[Report]
+    decision: LoggedDecision, first: LoggedDecision, following: LoggedDecision | None, reports: Sequence[OutcomeReport]
 ) -> RecordedRequest:
     """first: the first decision of the same request. following: of the next request with the same id."""
     request = RecordedRequest(decision, first.arrived_at_ms)

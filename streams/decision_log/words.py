@@ -12,7 +12,7 @@ from types import MappingProxyType
 from streams.core.ids import RankId
 from streams.core.routing.selection import RouterMode
 from streams.core.routing.trust import AnswerMode, DegradedReason
-from streams.decision_log.records import LoggedCandidate, LoggedDecision, Report
+from streams.decision_log.records import LoggedCandidate, LoggedDecision, OutcomeReport
 
 #: What each answer mode says about what the router knew.
 TRUST: Mapping[str, str] = MappingProxyType(
@@ -89,7 +89,7 @@ _SAME = 1e-6
 _DIFFERENCES_MAX = 4
 
 
-def explanation(decision: LoggedDecision, reports: Sequence[Report]) -> Iterator[str]:
+def explanation(decision: LoggedDecision, reports: Sequence[OutcomeReport]) -> Iterator[str]:
     """Everything that is known of a decision except its candidates, line by line."""
     yield from _what(decision)
     yield ""
@@ -218,7 +218,7 @@ def _differences(decision: LoggedDecision, other: LoggedCandidate) -> Iterator[s
         yield f"Compared with {rank_text(other.rank)}, it had {', '.join(texts)}."
 
 
-def _afterwards(decision: LoggedDecision, reports: Sequence[Report]) -> Iterator[str]:
+def _afterwards(decision: LoggedDecision, reports: Sequence[OutcomeReport]) -> Iterator[str]:
     prefilled_ms = min((each.prefilled_at_ms for each in reports if each.prefilled_at_ms), default=0)
     ended_ms = max((each.ended_at_ms for each in reports), default=0)
     output_tokens = max((each.output_tokens for each in reports), default=0)

@@ -15,7 +15,7 @@ import aiohttp
 import zmq.asyncio
 
 from streams.core.workers import Worker
-from streams.doctor.http_reading import Answer, call
+from streams.doctor.http_reading import HttpReading, call
 from streams.doctor.observations import EngineSeen, SocketSeen
 from streams.engines.address import rank_endpoints
 from streams.engines.connection import Change, EventConnection
@@ -82,7 +82,7 @@ async def _read_engine(
     )
 
 
-def _http_error(page: Answer, models: Answer) -> str | None:
+def _http_error(page: HttpReading, models: HttpReading) -> str | None:
     """Why an engine does not answer. One that has no metrics page, or wants a key for its models, does answer."""
     if page.error is not None and models.error is not None:
         return page.error
@@ -90,7 +90,7 @@ def _http_error(page: Answer, models: Answer) -> str | None:
     return f"its answers have the status {statuses[0]}" if min(statuses) >= 500 else None
 
 
-def _models(answer: Answer) -> tuple[str, ...] | None:
+def _models(answer: HttpReading) -> tuple[str, ...] | None:
     body = answer.json() if answer.ok else None
     rows = body.get("data") if isinstance(body, dict) else None
     if not isinstance(rows, list):
@@ -99,13 +99,13 @@ def _models(answer: Answer) -> tuple[str, ...] | None:
     return tuple(name for name in names if isinstance(name, str)) or None
 
 
-def _version(answer: Answer) -> str | None:
+def _version(answer: HttpReading) -> str | None:
     body = answer.json() if answer.ok else None
     version = body.get("version") if isinstance(body, dict) else None
     return version if isinstance(version, str) else None
 
 
-def _tokens(answer: Answer, worker: Worker) -> float:
+def _tokens(answer: HttpReading, worker: Worker) -> float:
     if not answer.ok:
         return 0.0
     with suppress(BadRecord):

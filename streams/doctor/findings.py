@@ -46,7 +46,7 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class DoctorReport:
     """The result of one run. groups: those that were checked. versions: of everything that reports one, by subject."""
 
     findings: tuple[Finding, ...]
@@ -59,7 +59,7 @@ def as_text(findings: Sequence[Finding]) -> str:
     return "".join(f"{each.subject}: {each.problem}\n    {each.remedy}\n" for each in findings)
 
 
-def as_json(report: Report) -> dict[str, Any]:
+def as_json(report: DoctorReport) -> dict[str, Any]:
     """The JSON of `--json`."""
     return {
         "findings": [asdict(each) for each in report.findings],

@@ -30,7 +30,7 @@ NOT_ALLOWED = (401, 403)
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class HttpReading:
     """One answer. error: why there is none, or None; then status is 0. clock: by its Date header."""
 
     status: int = 0
@@ -53,7 +53,7 @@ class Answer:
 
 async def call(
     http: aiohttp.ClientSession, url: str, headers: Mapping[str, str] | None = None, body: Any = None
-) -> Answer:
+) -> HttpReading:
     """GET a URL, or POST a JSON body to it. It raises nothing: what failed is in the answer."""
     sent = {"Content-Type": "application/json", **(headers or {})} if body is not None else dict(headers or {})
     data = None if body is None else orjson.dumps(body)
@@ -64,18 +64,18 @@ async def call(
             http.request("GET" if body is None else "POST", url, headers=sent, data=data) as response,
         ):
             clock = _clock(response.headers.get("Date"), began_s, time.time())
-            return Answer(response.status, await read_body(response, PAGE_BYTES_MAX), None, clock)
+            return HttpReading(response.status, await read_body(response, PAGE_BYTES_MAX), None, clock)
     except TimeoutError:
-        return Answer(error=f"it does not answer within {HTTP_TIMEOUT_S:g} s")
+        return HttpReading(error=f"it does not answer within {HTTP_TIMEOUT_S:g} s")
     except aiohttp.ClientConnectorError as exc:  # its own text names the address again, and Python's types
         if isinstance(exc.os_error, ssl.SSLCertVerificationError):
-            return Answer(error=f"{why_no_connection(exc.os_error)}. {UNTRUSTED_REMEDY}")
+            return HttpReading(error=f"{why_no_connection(exc.os_error)}. {UNTRUSTED_REMEDY}")
         if isinstance(exc.os_error, ssl.SSLError):  # its number is not one of the system's
-            return Answer(error=why_no_connection(exc.os_error))
+            return HttpReading(error=why_no_connection(exc.os_error))
         number = exc.os_error.errno
-        return Answer(error=os.strerror(number) if number and number > 0 else exc.os_error.strerror or str(exc))
+        return HttpReading(error=os.strerror(number) if number and number > 0 else exc.os_error.strerror or str(exc))
     except (aiohttp.ClientError, OSError, ValueError) as exc:
-        return Answer(error=str(exc) or repr(exc))
+        return HttpReading(error=str(exc) or repr(exc))
 
 
 def _clock(date: str | None, began_s: float, ended_s: float) -> ClockReading | None:

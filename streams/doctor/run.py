@@ -15,7 +15,7 @@ import aiohttp
 from streams.core.workers import Worker
 from streams.doctor.checks import engines, index, kafka, processes, registry, routers
 from streams.doctor.engine_reading import read_engines
-from streams.doctor.findings import Finding, Group, Report
+from streams.doctor.findings import DoctorReport, Finding, Group
 from streams.doctor.kafka_reading import read_kafka
 from streams.doctor.observations import EngineSeen, KafkaSeen, Observations
 from streams.doctor.probe import probe_engines
@@ -83,12 +83,12 @@ class Order:
         return tuple(each for each in Group if each not in self.skip and asked.get(each, True))
 
 
-def examine(settings: Settings, order: Order) -> Report:
+def examine(settings: Settings, order: Order) -> DoctorReport:
     """Read and check everything. It changes nothing, except that engines compute a prompt with `probe`."""
     seen = asyncio.run(_read(settings, order))
     groups = order.groups
     findings = [finding for group, check in CHECKS if group in groups for finding in check(seen)]
-    return Report((*_own_schemas(groups), *findings), groups, processes.versions_of(seen))
+    return DoctorReport((*_own_schemas(groups), *findings), groups, processes.versions_of(seen))
 
 
 def _own_schemas(groups: Sequence[Group]) -> tuple[Finding, ...]:

@@ -33,7 +33,7 @@ from streams.engines.feed_machine import RETRY_S
 from streams.engines.lease import EngineLease
 from streams.engines.lease_handle import LeaseHandle, LeaseLost
 from streams.engines.polling import polled
-from streams.engines.process_start import ModelChanged, ServedModel, listed_models, read_models
+from streams.engines.process_start import ListedModel, ModelChanged, listed_models, read_models
 from streams.engines.recovery import RecoveredRank
 from streams.engines.scraping import Scraper, reported_block_size
 from streams.engines.shared_calls import SharedCalls
@@ -183,7 +183,7 @@ class BridgedEngine:
     async def _run_model(self, model: str) -> str:
         """Register and feed the engine under a model, until it serves another one; return that."""
         engine, http, lease_handle = self.engine, self._parts.http, self.lease_handle
-        served = ServedModel(http, engine.worker_id, engine.models_url, model, is_set=engine.model is not None)
+        served = ListedModel(http, engine.worker_id, engine.models_url, model, is_set=engine.model is not None)
         block_size = EngineBlockSize(self._settings.block_size_of(model))
         block_size.on_page(await reported_block_size(http, engine.metrics_url))
         await self._claim_model(model, block_size)
@@ -252,7 +252,7 @@ class BridgedEngine:
             if other is not None:
                 return other
 
-    async def _held(self, served: ServedModel) -> tuple[int, str | None]:
+    async def _held(self, served: ListedModel) -> tuple[int, str | None]:
         """Wait until this bridge holds the lease, or the engine serves another model.
 
         Returns the lease's term, and the other model or None.
@@ -303,7 +303,7 @@ class BridgedEngine:
                 self._parts.refused(worker_id, None)
                 return
 
-    async def _feed(self, wiring: EngineWiring, served: ServedModel) -> None:
+    async def _feed(self, wiring: EngineWiring, served: ListedModel) -> None:
         """Feed every rank of an engine, until one of the feeds ends with an exception."""
         recovered_ranks = await self._recover(wiring.engine.worker_id)
         if wiring.engine.events is None:
@@ -313,7 +313,7 @@ class BridgedEngine:
             await self._feed_ranks(read, recovered_ranks, served)
 
     async def _feed_ranks(
-        self, wiring: EngineWiring, recovered_ranks: Mapping[int, RecoveredRank], served: ServedModel
+        self, wiring: EngineWiring, recovered_ranks: Mapping[int, RecoveredRank], served: ListedModel
     ) -> None:
         worker_id = wiring.engine.worker_id
         feeds = [
@@ -340,7 +340,7 @@ class BridgedEngine:
                 self._feeds.pop(feed.rank, None)
 
     async def _feed_without_events(
-        self, wiring: EngineWiring, recovered_ranks: Mapping[int, RecoveredRank], served: ServedModel
+        self, wiring: EngineWiring, recovered_ranks: Mapping[int, RecoveredRank], served: ListedModel
     ) -> None:
         """State that an engine without events is running, and read its metrics, until one of both ends.
 

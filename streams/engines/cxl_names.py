@@ -18,7 +18,7 @@ from streams.core.events import BlocksStored
 from streams.core.ids import EngineHash, Incarnation, SequenceHash, WorkerId
 from streams.cxl.events import AddressedBlocks, BlockAddress, CxlStateChanged, addressed, check_change
 from streams.cxl.states import NOT_POOLED as LOCAL
-from streams.cxl.states import RULES, PlacementEffect, Refused, stored_as, transition
+from streams.cxl.states import RULES, PlacementEffect, TransitionRefused, stored_as, transition
 from streams.engines.dialects.interface import EngineEvent
 from streams.engines.ledger import Ledger
 from streams.errors import BadRecord, InvalidRequest
@@ -70,7 +70,7 @@ class CxlNames:
             before = LOCAL if known is None else known.metadata
             if before not in moved:
                 after = transition(before, state, pool_id, accessible_workers)
-                moved[before] = before if isinstance(after, Refused) else after
+                moved[before] = before if isinstance(after, TransitionRefused) else after
             self._pooled[name] = _Pooled(address, moved[before])
 
     def placements(self) -> dict[int, CxlMemoryMetadata]:

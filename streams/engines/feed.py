@@ -58,7 +58,7 @@ from streams.engines.feed_machine import (
 from streams.engines.gap_filling import ReplayFinding
 from streams.engines.heartbeats import Heartbeats
 from streams.engines.model_check import ModelCheck
-from streams.engines.process_start import ServedModel
+from streams.engines.process_start import ListedModel
 from streams.engines.rank_writer import RankWriter
 from streams.engines.receiving import Receiver
 from streams.engines.recovery import RecoveredRank
@@ -89,7 +89,7 @@ class RankFeed:
         dp_rank: int,
         recovered: RecoveredRank | None,
         counters: FeedCounters | None = None,
-        served: ServedModel | None = None,
+        served: ListedModel | None = None,
     ) -> None:
         """recovered: the rank's state as read from Kafka. counters: the rank's counters, which outlive this feed.
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 import time
 
-from streams.engines.process_start import ModelChanged, ServedModel
+from streams.engines.process_start import ListedModel, ModelChanged
 
 
 class ModelCheck:
     """Checks the model whenever another process may be fed, in a task of its own. Owner of that task."""
 
-    def __init__(self, served: ServedModel | None) -> None:
+    def __init__(self, served: ListedModel | None) -> None:
         """served: what the engine serves; without it, nothing is checked."""
         self._served = served
         self._task: asyncio.Task[str | None] | None = None

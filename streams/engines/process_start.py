@@ -114,7 +114,7 @@ class ModelChanged(KvStreamsError):
         self.model = model
 
 
-class ServedModel:
+class ListedModel:
     """Whether an engine lists the model that it is fed under. Shared by the feeds of its ranks.
 
     A model that the operator has set is never replaced by another. Some engines never list it, and nothing follows

@@ -23,19 +23,19 @@ from streams.client.generation import Booking
 from streams.client.migration import (
     ChooseWorker,
     EngineEnded,
-    EngineFailed,
     Failure,
     Finish,
     FinishWithError,
     Instruction,
     MigrationLimits,
     Resume,
+    StreamEngineFailed,
     obstacle,
 )
 from streams.client.payloads import token_array
-from streams.client.plain_http import Answer, PlainHttp
+from streams.client.plain_http import HttpAnswer, PlainHttp
 from streams.client.reassignment import choose_worker
-from streams.errors import EngineFailed as EngineFailedError
+from streams.errors import EngineFailed
 from streams.frontend import metrics
 from streams.frontend.answers import error_event
 from streams.frontend.client_stream import ClientStream
@@ -137,7 +137,7 @@ class StreamMigrator:
         self,
         exchange: Exchange,
         moving: MigratingStream,
-        answer: Answer,
+        answer: HttpAnswer,
         data: bytes,
         client: ClientStream,
         *,
@@ -152,7 +152,7 @@ class StreamMigrator:
         assert booking is not None
         relay = moving.relay = StreamRelay(moving.kind, moving.body, booking.worker_id, self.limits())
         migration = relay.migration
-        source: Answer | None = answer
+        source: HttpAnswer | None = answer
         instruction: Instruction
         try:
             while True:
@@ -182,7 +182,7 @@ class StreamMigrator:
 
     async def _migrate(
         self, exchange: Exchange, moving: MigratingStream, failure: Failure, client: ClientStream
-    ) -> tuple[Instruction, Answer | None]:
+    ) -> tuple[Instruction, HttpAnswer | None]:
         """Go on at another engine; returns what to do next, and with Resume the engine's answer."""
         booking = exchange.booking
         assert booking is not None
@@ -215,10 +215,10 @@ class StreamMigrator:
         assert isinstance(instruction, FinishWithError)
         exchange.outcome = metrics.BROKEN
         reason = instruction.reason if relay.refusal is None else f"{instruction.reason}; the engine: {relay.refusal}"
-        return relay.figures_event(figures) + error_event(EngineFailedError.http_status, reason, EngineFailedError.code)
+        return relay.figures_event(figures) + error_event(EngineFailed.http_status, reason, EngineFailed.code)
 
     async def _copy(
-        self, exchange: Exchange, moving: MigratingStream, source: Answer, data: bytes, client: ClientStream
+        self, exchange: Exchange, moving: MigratingStream, source: HttpAnswer, data: bytes, client: ClientStream
     ) -> Failure | None:
         """Pass on the stream of one engine. Returns how it failed, or None if the answer is complete."""
         loop, relay, booking = asyncio.get_running_loop(), moving.relay, exchange.booking
@@ -262,7 +262,7 @@ class StreamMigrator:
         moving.failed[booking.worker_id] = self._fleet.incarnation(booking.worker_id)
         self._counts.engine_failures[failure.value] += 1
         now_s = loop.time()
-        return moving.relay.migration.handle(EngineFailed(now_s, failure, moving.heard_s))
+        return moving.relay.migration.handle(StreamEngineFailed(now_s, failure, moving.heard_s))
 
     async def _prepare(self, moving: MigratingStream, booking: Booking) -> None:
         """Find out whether the answer can be resumed, and its token ids if the engine reported none."""
@@ -314,7 +314,7 @@ class StreamMigrator:
 
     async def _resume(
         self, exchange: Exchange, moving: MigratingStream, choose: ChooseWorker, client: ClientStream
-    ) -> tuple[Instruction, Answer | None]:
+    ) -> tuple[Instruction, HttpAnswer | None]:
         """Move the booking, and send the answer so far to the chosen engine; returns what to do next.
 
         With Resume comes the engine's answer, which has begun.
@@ -359,7 +359,7 @@ class StreamMigrator:
 
     async def post(
         self, booking: Booking, kind: Kind, body: Callable[[bool], bytes], headers: Mapping[str, str], timeout_s: float
-    ) -> Answer:
+    ) -> HttpAnswer:
         """Send a request to the engine that is booked. body: makes it, given whether it asks for token ids.
 
         An engine that refuses a request which asks for them gets one that does not.
@@ -377,7 +377,7 @@ class StreamMigrator:
 
     async def _post_one(
         self, url: str, kind: Kind, body: bytes, booking: Booking, headers: Mapping[str, str], timeout_s: float
-    ) -> Answer:
+    ) -> HttpAnswer:
         sent = {**headers, **self._spans.context(), RANK_HEADER: str(booking.dp_rank)}
         return await self._http.request("POST", url, kind, sent, body, timeout_s)
 
@@ -390,7 +390,7 @@ class StreamMigrator:
             self._counts.lost_seconds.observe(figures.lost_s)
 
 
-async def _read_end(source: Answer) -> None:
+async def _read_end(source: HttpAnswer) -> None:
     """Read the end of an answer, so that its connection can be used again."""
     with contextlib.suppress(*ENGINE_FAILURES):
         async with asyncio.timeout(END_TIMEOUT_S):

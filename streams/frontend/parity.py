@@ -69,14 +69,14 @@ def compare(ours: Sequence[int], theirs: Sequence[int]) -> Difference | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Rendered:
+class RenderedPair:
     """The tokens of one prompt. ours, theirs: of the front and of the engine; None if it refuses the prompt."""
 
     ours: Sequence[int] | None
     theirs: Sequence[int] | None
 
 
-def judge(rendered: Mapping[RenderPart, Rendered]) -> RenderResult:
+def judge(rendered: Mapping[RenderPart, RenderedPair]) -> RenderResult:
     """Return the result of a probe from the tokens of its prompts.
 
     A difference counts more than a prompt that only one side accepts: it makes prompts match nothing, while such a

@@ -24,7 +24,7 @@ from streams.client.http import KvRouterClient
 from streams.core.workers import RenderOutcome, RenderPart, RenderReason, RenderResult
 from streams.errors import InvalidRequest, KvStreamsError
 from streams.frontend.metrics import FrontCounts
-from streams.frontend.parity import PROMPTS, Rendered, judge
+from streams.frontend.parity import PROMPTS, RenderedPair, judge
 from streams.frontend.tokenizing import Tokenizing, TokenizingFailed
 
 log = logging.getLogger(__name__)
@@ -221,7 +221,7 @@ class ParityProbes:
                 ours = await self._tokenizing.tokens_of_files(target.model, kind, raw)
             except InvalidRequest:  # no chat template, or one that refuses a system message or tools
                 ours = None
-            rendered[part] = Rendered(ours, theirs)
+            rendered[part] = RenderedPair(ours, theirs)
         return judge(rendered)
 
     async def _tokens_of_engine(self, target: _Target, raw: bytes) -> list[int] | None:

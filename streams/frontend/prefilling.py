@@ -20,7 +20,7 @@ from streams.client.engine import RANK_HEADER
 from streams.client.generation import Booking
 from streams.client.http import KvRouterClient
 from streams.client.payloads import RouteOptions
-from streams.client.reports import BookingKey, Report
+from streams.client.reports import BookingKey, OutstandingReport
 from streams.errors import AllWorkersBusy, KvStreamsError, NoEligibleWorker
 from streams.frontend.disaggregation import (
     BOOTSTRAP_ROOMS,
@@ -224,7 +224,7 @@ class Prefilling:
             return Booking(self._router, request, await self._router.reroute(request))
         except BaseException as exc:
             # The router may have booked, and its answer was lost.
-            self._router.report(BookingKey(booking.request_id, _PREFILL), Report(free=True))
+            self._router.report(BookingKey(booking.request_id, _PREFILL), OutstandingReport(free=True))
             if isinstance(exc, AllWorkersBusy | NoEligibleWorker):
                 return Split.BUSY
             if isinstance(exc, KvStreamsError):

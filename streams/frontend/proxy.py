@@ -23,7 +23,7 @@ from streams.client.failed_engines import FailedEngines
 from streams.client.generation import Booking
 from streams.client.http import KvRouterClient
 from streams.client.payloads import RouteOptions
-from streams.client.plain_http import Answer, PlainHttp
+from streams.client.plain_http import HttpAnswer, PlainHttp
 from streams.errors import (
     AllWorkersBusy,
     EngineFailed,
@@ -314,7 +314,7 @@ class Proxy:
         if booking.url is None:
             raise EngineFailed(f"worker {booking.worker_id} was removed from the registry", worker_id=booking.worker_id)
         timeout_s = settings.front_silence_timeout_s if request.stream else settings.front_answer_timeout_s
-        answer: Answer | None = None
+        answer: HttpAnswer | None = None
         try:
             answer = await self._post(exchange, request, body, sent, timeout_s)
             if answer.status == 200 and answer.content_type == "text/event-stream":
@@ -331,7 +331,7 @@ class Proxy:
 
     async def _post(
         self, exchange: Exchange, request: FrontRequest, body: bytes, sent: Mapping[str, str], timeout_s: float
-    ) -> Answer:
+    ) -> HttpAnswer:
         """Send the request to the engine that is booked. A stream that may move is asked for token ids as well."""
         booking = exchange.booking
         assert booking is not None and booking.url is not None
@@ -344,7 +344,7 @@ class Proxy:
         to_engine = {**sent, RANK_HEADER: str(booking.dp_rank)}
         return await self._http.request("POST", booking.url, request.kind, to_engine, body, timeout_s)
 
-    async def _page(self, exchange: Exchange, answer: Answer, request_id: str) -> web.StreamResponse | _Refusal:
+    async def _page(self, exchange: Exchange, answer: HttpAnswer, request_id: str) -> web.StreamResponse | _Refusal:
         """Pass on an answer that is not a stream: whole, so that until then another engine can replace it."""
         assert exchange.booking is not None
         body = await _held(answer)
@@ -360,7 +360,7 @@ class Proxy:
         await client.begin(page.body)
         return await self._copy(exchange, answer, client, None)
 
-    async def _stream(self, exchange: Exchange, answer: Answer, request_id: str) -> web.StreamResponse | _Refusal:
+    async def _stream(self, exchange: Exchange, answer: HttpAnswer, request_id: str) -> web.StreamResponse | _Refusal:
         """Pass on a stream. It begins with the first token, so that until then another engine can replace it."""
         loop, booking, watch = asyncio.get_running_loop(), exchange.booking, StreamWatch()
         assert booking is not None
@@ -400,7 +400,7 @@ class Proxy:
         return await self._copy(exchange, answer, client, watch)
 
     async def _carry(
-        self, exchange: Exchange, moving: MigratingStream, answer: Answer, client: ClientStream, data: bytes
+        self, exchange: Exchange, moving: MigratingStream, answer: HttpAnswer, client: ClientStream, data: bytes
     ) -> web.StreamResponse:
         """Pass on a stream that goes on at another engine if its engine fails. data: its beginning."""
         await client.begin()
@@ -409,7 +409,7 @@ class Proxy:
         return client.response
 
     async def _copy(
-        self, exchange: Exchange, answer: Answer, client: ClientStream, watch: StreamWatch | None
+        self, exchange: Exchange, answer: HttpAnswer, client: ClientStream, watch: StreamWatch | None
     ) -> web.StreamResponse:
         """Copy the rest of an answer as it comes. The client has its beginning, which `watch` has seen."""
         loop, booking = asyncio.get_running_loop(), exchange.booking
@@ -502,7 +502,7 @@ def _booked(booking: Booking) -> Attributes:
     }
 
 
-async def _held(answer: Answer) -> bytearray:
+async def _held(answer: HttpAnswer) -> bytearray:
     """Read an answer to its end, or until it is longer than HELD_BYTES_MAX."""
     body = bytearray()
     while len(body) <= HELD_BYTES_MAX and (data := await answer.readany()):

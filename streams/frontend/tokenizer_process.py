@@ -52,7 +52,7 @@ class TokenizerEnded(KvStreamsError):
 
 
 @dataclass(frozen=True, slots=True)
-class Tokens:
+class PackedTokens:
     """A prompt's tokens as u32 LE; the others as in tokenizer.Encoded."""
 
     tokens: bytes
@@ -102,11 +102,11 @@ class TokenizerProcess:
             self._frames.kill()
             await self._frames.ended.wait()
 
-    async def ids(self, raw: bytes) -> Tokens:
+    async def ids(self, raw: bytes) -> PackedTokens:
         """Return the JSON of a prompt of token ids as tokens. Raises InvalidRequest, TokenizerEnded."""
         return await self._ask(_REQUEST.pack(_IDS, 0), raw)
 
-    async def encode(self, model: str, kind: Kind, body: bytes) -> Tokens:
+    async def encode(self, model: str, kind: Kind, body: bytes) -> PackedTokens:
         """Return the tokens of a request's prompt. Raises InvalidRequest, TokenizerEnded."""
         name = model.encode()
         return await self._ask(_REQUEST.pack(_KINDS.index(kind), len(name)) + name, body)
@@ -126,7 +126,7 @@ class TokenizerProcess:
             at += length
         return parts, found.n_cached
 
-    async def _ask(self, head: bytes, body: bytes) -> Tokens:
+    async def _ask(self, head: bytes, body: bytes) -> PackedTokens:
         frames = self._frames
         if frames is None or not frames.running:
             raise TokenizerEnded("the tokenizer process is being started again")
@@ -137,7 +137,7 @@ class TokenizerProcess:
         rest = answer[_ANSWER.size :]
         if not found:
             raise InvalidRequest(rest.decode())
-        return Tokens(rest, whole, n_characters, n_cached)
+        return PackedTokens(rest, whole, n_characters, n_cached)
 
 
 class _Frames(asyncio.SubprocessProtocol):

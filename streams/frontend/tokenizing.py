@@ -22,7 +22,7 @@ import orjson
 from streams.client.payloads import pack_tokens, unpack_tokens
 from streams.errors import InvalidRequest, KvStreamsError, SettingsError
 from streams.frontend.requests import FrontRequest, Kind
-from streams.frontend.tokenizer_process import TokenizerEnded, TokenizerProcess, Tokens, packed_ids
+from streams.frontend.tokenizer_process import PackedTokens, TokenizerEnded, TokenizerProcess, packed_ids
 
 if TYPE_CHECKING:
     from streams.frontend.loop_tokenizer import LoopTokenizer
@@ -192,7 +192,7 @@ class Tokenizing:
         except (TokenizerEnded, TimeoutError, OSError, _TooMany) as exc:
             raise TokenizingFailed(type(exc).__name__) from exc
 
-    async def _by_files(self, kind: Kind, name: str, body: bytes) -> Tokens:
+    async def _by_files(self, kind: Kind, name: str, body: bytes) -> PackedTokens:
         """Tokenize with a model's files: on the event loop if that is quick, otherwise in a process."""
         tokenizer = self._on_loop.get(name)
         rendered = None if tokenizer is None else tokenizer.render(kind, body)
@@ -204,7 +204,7 @@ class Tokenizing:
             tokens, n_cached = await self._in_process(lambda process: process.pieces(name, missing))
             known = dict(zip(missing, tokens, strict=True))
         found = tokenizer.join(rendered, known)
-        return Tokens(found.tokens, found.whole, found.n_characters, found.n_cached + n_cached)
+        return PackedTokens(found.tokens, found.whole, found.n_characters, found.n_cached + n_cached)
 
     async def _in_process(self, call: Callable[[TokenizerProcess], Awaitable[_T]]) -> _T:
         """Ask the process that has the fewest requests."""

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import msgspec
 
 from streams.core.routing.admission import Gate
-from streams.core.routing.queue import QueueLimits, Refused, RequestQueue, Waiting
+from streams.core.routing.queue import QueueLimits, QueueRefusal, RequestQueue, Waiting
 from streams.errors import AllWorkersBusy, InvalidRequest, KvStreamsError, NotReady, QueueFull, QueueTimeout
 from streams.metrics import Distribution
 from streams.router_api.answer import RouteAnswer
@@ -75,11 +75,11 @@ class Outcome(enum.StrEnum):
     REFUSED = "refused"
 
 
-_REFUSALS = {Refused.FULL: Outcome.FULL, Refused.BYTES: Outcome.BYTES, Refused.TENANT: Outcome.TENANT}
+_REFUSALS = {QueueRefusal.FULL: Outcome.FULL, QueueRefusal.BYTES: Outcome.BYTES, QueueRefusal.TENANT: Outcome.TENANT}
 _LIMITS = {
-    Refused.FULL: "router_queue_requests_max",
-    Refused.BYTES: "router_queue_bytes_max",
-    Refused.TENANT: "router_queue_tenant_requests_max",
+    QueueRefusal.FULL: "router_queue_requests_max",
+    QueueRefusal.BYTES: "router_queue_bytes_max",
+    QueueRefusal.TENANT: "router_queue_tenant_requests_max",
 }
 
 

@@ -37,7 +37,7 @@ from streams.decision_log.noted import (
     NotedDecision,
     listed_candidates,
 )
-from streams.decision_log.records import FleetSize, LogOrigin, Report, encode_batch
+from streams.decision_log.records import FleetSize, LogOrigin, OutcomeReport, encode_batch
 from streams.errors import KvStreamsError
 from streams.router_api.prepared_request import PreparedRequest
 from streams.router_api.view import View
@@ -107,7 +107,7 @@ class DecisionRecorder:
         self._n_best = settings.decision_log_candidates
         self._lock = threading.Lock()
         self._decisions: deque[NotedDecision] = deque()
-        self._reports: deque[Report] = deque()
+        self._reports: deque[OutcomeReport] = deque()
         self._pending: dict[str, _Pending] = {}
         self._in_flight = 0
         self.recorded = 0
@@ -185,7 +185,7 @@ class DecisionRecorder:
         with self._lock:
             if what is BookingPhase.FREE:
                 ended = self._pending.pop(request_id, _NOTHING_REPORTED)
-                self._add_report(Report(request_id, now_ms, ended.prefilled_at_ms, ended.output_tokens))
+                self._add_report(OutcomeReport(request_id, now_ms, ended.prefilled_at_ms, ended.output_tokens))
                 return
             before = self._pending.get(request_id)
             if before is None:
@@ -216,7 +216,7 @@ class DecisionRecorder:
             self._add_report(_partial(oldest, self._pending.pop(oldest)))
         self._pending[request_id] = pending
 
-    def _add_report(self, report: Report) -> None:
+    def _add_report(self, report: OutcomeReport) -> None:
         if len(self._reports) < WAITING_REPORTS_MAX:
             self._reports.append(report)
 
@@ -248,7 +248,7 @@ class DecisionRecorder:
             decisions, reports = decisions[BATCH_DECISIONS_MAX:], reports[BATCH_REPORTS_MAX:]
         self._kafka.poll(0)
 
-    def _send(self, noted: list[NotedDecision], reports: list[Report]) -> None:
+    def _send(self, noted: list[NotedDecision], reports: list[OutcomeReport]) -> None:
         n = len(noted)
         with self._lock:
             if self._in_flight >= BATCHES_IN_FLIGHT_MAX:
@@ -328,5 +328,5 @@ def wall_ms() -> int:
     return time.time_ns() // 1_000_000
 
 
-def _partial(request_id: str, pending: _Pending) -> Report:
-    return Report(request_id, 0, pending.prefilled_at_ms, pending.output_tokens)
+def _partial(request_id: str, pending: _Pending) -> OutcomeReport:
+    return OutcomeReport(request_id, 0, pending.prefilled_at_ms, pending.output_tokens)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from streams.core.ids import Epoch, HashArray, RankId, SequenceHash, Tier, WorkerId
-from streams.core.index.interface import OverlapScores
+from streams.core.index.interface import PrefixScores
 from streams.core.index.run_columns import RunColumns
 from streams.core.index.tree_fold import TreeRunFold
 from streams.core.reducer.ordering import Health, Progress
@@ -233,7 +233,7 @@ class IndexView:
 
     # -- what decisions read -------------------------------------------------------------------------------------------
 
-    def find_matches(self, local: HashArray) -> OverlapScores:
+    def find_matches(self, local: HashArray) -> PrefixScores:
         """Score every rank for a request by the folded records. local: uint64[n_blocks] from the root."""
         return self.runs.find_matches(local)
 

@@ -39,8 +39,8 @@ from streams.router_api.own_bookings import Content, OwnBookings
 from streams.router_api.reassignments import (
     REPLACED,
     UNKNOWN,
+    PhaseReport,
     Reassigned,
-    Report,
     between_two,
     ended_before,
     followed,
@@ -471,7 +471,7 @@ class LoadsSync:
         assert value is not None  # a tick has no content
         booking_id, phase, booking = content
         attempts, router_id = self._attempts, self.router_id
-        reports: list[Report] = []
+        reports: list[PhaseReport] = []
         if phase is BookingPhase.FREE and not is_own:
             reports = own_ended_by(booking_id, value, self._loads, attempts, router_id)
         if booking is None:

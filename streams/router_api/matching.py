@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence, Set
 
 from streams.core.ids import RankId
-from streams.core.index.interface import OverlapScores
+from streams.core.index.interface import PrefixScores
 from streams.core.routing.eligibility import FilterReason, WorkerFilter
 from streams.core.routing.request import NO_SCORES, Matches, RoutePolicy
 from streams.core.routing.selection import RouterMode
@@ -88,7 +88,7 @@ def _with_matching_labels(
     view: View,
     passing: Sequence[RankId],
     filters: WorkerFilter,
-    scores: OverlapScores,
+    scores: PrefixScores,
     supplementary: SupplementaryMatches | None,
 ) -> tuple[Sequence[RankId], bool]:
     """Return the passing ranks that hold a matching block, or all passing ranks if no rank holds one.

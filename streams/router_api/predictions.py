@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 
 from streams.core.ids import HashArray, RankId, WorkerId
-from streams.core.index.interface import OverlapScores, with_predictions
+from streams.core.index.interface import PrefixScores, with_predictions
 from streams.core.index.predicted_index import PredictedPrefixIndex
 from streams.core.workers import Worker
 from streams.settings import RoutingSettings
@@ -43,7 +43,7 @@ class Predictions:
         self._eventless: dict[WorkerId, frozenset[RankId]] = {}
         self._eventless_ranks = _NO_RANKS
 
-    def with_predicted(self, known: OverlapScores, local: HashArray) -> tuple[OverlapScores, frozenset[RankId]]:
+    def with_predicted(self, known: PrefixScores, local: HashArray) -> tuple[PrefixScores, frozenset[RankId]]:
         """Add predictions to what the index knows; also return the ranks whose score is a prediction.
 
         known: of the same request. local: uint64[n_blocks], its local hashes from the root.

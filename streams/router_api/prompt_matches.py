@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Mapping, Set
 
 from streams.core.ids import RankId
-from streams.core.index.interface import OverlapScores
+from streams.core.index.interface import PrefixScores
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ class PromptMatches:
         self._reported: set[str] = set()
 
     def note(
-        self, model: str, n_full_blocks: int, scores: OverlapScores, predicted: Set[RankId], *, pooled: bool
+        self, model: str, n_full_blocks: int, scores: PrefixScores, predicted: Set[RankId], *, pooled: bool
     ) -> None:
         """Count a decision that read the index.
 

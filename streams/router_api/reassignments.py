@@ -31,7 +31,7 @@ class Reassigned(NamedTuple):
     at_ms: int
 
 
-class Report(NamedTuple):
+class PhaseReport(NamedTuple):
     """A phase of a booking that is to be published, and the time of day of what a client reported."""
 
     booking_id: BookingId
@@ -58,7 +58,7 @@ def between_two(
 
 def own_ended_by(
     freed: BookingId, value: bytes, loads: ActiveLoads, attempts: Attempts, router_id: str
-) -> list[Report]:
+) -> list[PhaseReport]:
     """Ends of this router's bookings of a request that a client ended elsewhere after they were made.
 
     That router knew another booking of the request, which the record names, and has not read these. value: the record,
@@ -77,13 +77,13 @@ def own_ended_by(
     if is_of_phase:
         return []
     return [
-        Report(booking_id, BookingPhase.FREE, reported_ms)
+        PhaseReport(booking_id, BookingPhase.FREE, reported_ms)
         for booking_id in own
         if (attempts.made_ms(booking_id) or reported_ms) < reported_ms
     ]
 
 
-def ended_before(content: Content, value: bytes, loads: ActiveLoads, attempts: Attempts) -> list[Report]:
+def ended_before(content: Content, value: bytes, loads: ActiveLoads, attempts: Attempts) -> list[PhaseReport]:
     """The end of a booking of another router that was read, if it was made before a client ended the request here."""
     booking_id, _, booking = content
     assert booking is not None  # it is an add
@@ -92,10 +92,10 @@ def ended_before(content: Content, value: bytes, loads: ActiveLoads, attempts: A
         return []
     # One of the same millisecond is probably the next one of this id, after which no other call may come.
     is_before = UNKNOWN < time_written_ms(value) < ended_ms
-    return [Report(booking_id, BookingPhase.FREE, ended_ms)] if is_before else []
+    return [PhaseReport(booking_id, BookingPhase.FREE, ended_ms)] if is_before else []
 
 
-def followed(content: Content, value: bytes, loads: ActiveLoads, attempts: Attempts) -> list[Report]:
+def followed(content: Content, value: bytes, loads: ActiveLoads, attempts: Attempts) -> list[PhaseReport]:
     """What a report that was read means for the bookings that have replaced the one which it names.
 
     This router must have reassigned that one, and not after the report. A report that came before is about an attempt
@@ -107,7 +107,7 @@ def followed(content: Content, value: bytes, loads: ActiveLoads, attempts: Attem
     reported_ms = time_written_ms(value)
     if reported_ms == REPLACED:
         return []
-    reports: list[Report] = []
+    reports: list[PhaseReport] = []
     seen = {booking_id}  # records of a faulty writer may form a circle
     once = phase is BookingPhase.FREE  # otherwise two routers could answer each other without end
     while (latter := attempts.moved_to(booking_id, reported_ms, once=once)) is not None and latter not in seen:
@@ -115,5 +115,5 @@ def followed(content: Content, value: bytes, loads: ActiveLoads, attempts: Attem
         seen.add(booking_id)
         # Another router may have ended it, because it reassigned it. It waits for this report as well.
         if phase is BookingPhase.FREE or (loads.booking(booking_id) is not None and not loads.is_prefilled(booking_id)):
-            reports.append(Report(booking_id, phase, reported_ms))
+            reports.append(PhaseReport(booking_id, phase, reported_ms))
     return reports

@@ -27,7 +27,7 @@ from streams.core.routing.request import (
     FleetState,
     LabelUse,
     Matches,
-    Prompt,
+    PromptBlocks,
     RoutePolicy,
     RoutingRequest,
 )
@@ -430,7 +430,7 @@ class Router:
         else:
             filters = filters._replace(model=model, block_size=block_size)
         matches = match(self.view, filters, blocks, policy, query, reads_index=reads_index, strict=strict)
-        prompt = Prompt(
+        prompt = PromptBlocks(
             pack_hashes(blocks.chain),
             blocks.n_tokens,
             blocks.request_blocks,

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from streams.core.block_facts.fact_sets import CompiledFactSets
 from streams.core.block_facts.moe_labels import MoeSelector
 from streams.core.ids import HashArray, RankId
-from streams.core.index.interface import OverlapScores
+from streams.core.index.interface import PrefixScores
 from streams.core.index.tree_fold import TreeRunFold
 from streams.core.routing.supplementary import SupplementaryMatches, locked_holders
 from streams.core.routing.trust import APPROXIMATE, FALLBACK, DegradedReason, Trust, TrustSnapshot
@@ -31,7 +31,7 @@ from streams.router_api.trust_tracker import TrustTracker
 from streams.settings import Settings
 from streams.tables.applied_until import Lag, SourceOffset
 
-_NO_SCORES = OverlapScores({})
+_NO_SCORES = PrefixScores({})
 _NO_RANKS: frozenset[RankId] = frozenset()
 
 #: An overlap that was read longer ago is read again before a decision. Exact answers may be `behind_after_ms` old, and
@@ -138,7 +138,7 @@ class View:
 
     # -- what decisions read -------------------------------------------------------------------------------------------
 
-    def overlap(self, local: HashArray) -> tuple[OverlapScores, frozenset[RankId]]:
+    def overlap(self, local: HashArray) -> tuple[PrefixScores, frozenset[RankId]]:
         """Score every rank by folded records and predictions; also return the ranks whose score is a prediction.
 
         If this router does not read the index, predictions are the only source. local: uint64[n_blocks] from the root.

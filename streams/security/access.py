@@ -18,7 +18,7 @@ from aiohttp.typedefs import Middleware
 from streams.errors import Forbidden, SettingsError, Unauthorized
 from streams.security.files import Watched, read_text
 from streams.security.tls import server_context
-from streams.security.tokens import ANONYMOUS, FILE_BYTES_MAX, Grant, Right, Tokens, parse_tokens
+from streams.security.tokens import ANONYMOUS, FILE_BYTES_MAX, BearerTokens, Grant, Right, parse_tokens
 from streams.settings import AccessSettings
 
 log = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ class Access:
             setting = "tls_key" if settings.tls_key else "tls_client_ca"
             raise SettingsError(f"{setting} is set, but tls_certificate is not", remedy="Set tls_certificate as well")
 
-        def tokens() -> Tokens:
+        def tokens() -> BearerTokens:
             return parse_tokens((file, read_text("tokens_file", file, FILE_BYTES_MAX)) for file in files)
 
         self._tokens = Watched("the tokens", files, tokens) if files else None
@@ -103,7 +103,7 @@ class Access:
         return [] if self._tokens is None else [self._middleware(self._tokens, right_of)]
 
     @staticmethod
-    def _middleware(tokens: Watched[Tokens], right_of: RightOf) -> Middleware:
+    def _middleware(tokens: Watched[BearerTokens], right_of: RightOf) -> Middleware:
         @web.middleware
         async def authorize(request: web.Request, handler: _Handler) -> web.StreamResponse:
             right = right_of(request)
@@ -114,7 +114,7 @@ class Access:
         return authorize
 
 
-def granted(tokens: Tokens, header: str | None, right: str) -> Grant:
+def granted(tokens: BearerTokens, header: str | None, right: str) -> Grant:
     """The grant of an Authorization header; raises Unauthorized or Forbidden."""
     if header is None:
         raise Unauthorized("this call needs a bearer token", remedy="Send it as `Authorization: Bearer TOKEN`")

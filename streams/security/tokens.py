@@ -82,7 +82,7 @@ class Grant:
 ANONYMOUS = Grant("", frozenset(Right))
 
 
-class Tokens:
+class BearerTokens:
     """All tokens of a process. Immutable: a changed file gives another object."""
 
     def __init__(self, grants: Mapping[bytes, Grant]) -> None:
@@ -103,7 +103,7 @@ class Tokens:
         return found[1] if found is not None and hmac.compare_digest(found[0], digest) else None
 
 
-def parse_tokens(texts: Iterable[tuple[str, str]]) -> Tokens:
+def parse_tokens(texts: Iterable[tuple[str, str]]) -> BearerTokens:
     """Tokens of several files, each a pair of its name and its text.
 
     Raises SettingsError, which names the file, the table and the field, and never contains a token.
@@ -127,7 +127,7 @@ def parse_tokens(texts: Iterable[tuple[str, str]]) -> Tokens:
             raise SettingsError(f"{file} has more than {TOKENS_MAX} tokens")
     if not grants:
         raise SettingsError("the files of tokens_file contain no token", remedy=_REMEDY)
-    return Tokens(grants)
+    return BearerTokens(grants)
 
 
 def _parse_one(where: str, name: str, table: Any) -> tuple[bytes, Grant]:

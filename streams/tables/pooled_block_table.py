@@ -40,7 +40,7 @@ from streams.core.ids import EngineHash, Incarnation, RankId, SequenceHash
 from streams.core.reducer.ordering import Health, Progress
 from streams.cxl.events import BlockAddress, CxlTransition
 from streams.cxl.records import BlockKey, BlockRow, EndedIncarnation, OwnerRow, ParkedKey, ParkedRow, Placement
-from streams.cxl.states import NOT_POOLED, RefusalReason, Refused, after_owner_ended, transition
+from streams.cxl.states import NOT_POOLED, RefusalReason, TransitionRefused, after_owner_ended, transition
 from streams.cxl.visibility import has_ended, metadata_of
 from streams.errors import BadRecord
 
@@ -129,7 +129,7 @@ class LateRefusal:
 
 
 @dataclass(slots=True)
-class Changes:
+class PooledChanges:
     """The rows that one transaction must write; None is a tombstone."""
 
     blocks: list[tuple[BlockKey, BlockRow | None]] = field(default_factory=list)
@@ -359,9 +359,9 @@ class PooledBlockTable:
         """Number of owners' rows."""
         return len(self._owners)
 
-    def take_changes(self) -> Changes:
+    def take_changes(self) -> PooledChanges:
         """Return the rows that changed since the last call."""
-        changes = Changes(
+        changes = PooledChanges(
             [(key, self._row_at(key)) for key in self._changed],
             [(rank, self._owners.get(rank)) for rank in self._changed_owners],
             list(self._changed_parked.items()),
@@ -466,12 +466,12 @@ class PooledBlockTable:
     def _enter(self, change: CxlTransition, timestamp_ms: int) -> None:
         """Enter the new state for all blocks for which this is legal, then raise BadRecord if blocks were refused."""
         fresh: dict[Placement | None, Placement] = {}  # blocks that shared an old placement also share the new one
-        refusals: list[tuple[SequenceHash, Refused]] = []
+        refusals: list[tuple[SequenceHash, TransitionRefused]] = []
         for address, engine in change.blocks.rows():
             row = self._rows.get(change.rank, {}).get(address.sequence)
             known = NOT_POOLED if row is None else _metadata_for(change.incarnation, row.placement)
             entered = transition(known, change.state, change.pool_id, change.accessible_workers)
-            if isinstance(entered, Refused):
+            if isinstance(entered, TransitionRefused):
                 refusals.append((address.sequence, entered))
             elif entered.pool_id is None:
                 if row is not None:
@@ -493,8 +493,10 @@ class PooledBlockTable:
                 f"refused and are unchanged; the first is {block}: {first.message}",
             )
 
-    def _table_full(self) -> Refused:
-        return Refused(RefusalReason.TABLE_FULL, f"the partition already has {self._n_rows} rows of pooled blocks")
+    def _table_full(self) -> TransitionRefused:
+        return TransitionRefused(
+            RefusalReason.TABLE_FULL, f"the partition already has {self._n_rows} rows of pooled blocks"
+        )
 
     def _put(
         self, rank: RankId, address: BlockAddress, engine: EngineHash, known: BlockRow | None, placement: Placement

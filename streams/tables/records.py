@@ -18,7 +18,7 @@ from streams.core.reducer.ordering import Health, Progress
 from streams.core.reducer.restatement import ChunkKey
 from streams.core.runs import RUN_BLOCKS_MAX, Run, RunKey
 from streams.errors import BadRecord
-from streams.shapes import EPOCH, HASH, FixedKey, Record, Shape, by_name, hashes, many, optional
+from streams.shapes import EPOCH, HASH, FixedKey, RecordShape, Shape, by_name, hashes, many, optional
 
 RUN_PREFIX = b"R"
 PROGRESS_PREFIX = b"P"
@@ -161,7 +161,7 @@ def decode_run(key: bytes, value: bytes) -> Run:
     )
 
 
-_PROGRESS = Record(
+_PROGRESS = RecordShape(
     "prefix-index-progress",
     Shape(Progress, in_key=("rank",), epoch=EPOCH, digest=HASH, health=by_name(Health), feed=by_name(FeedState)),
 )
@@ -173,7 +173,7 @@ def decode_progress(key: bytes, value: bytes) -> Progress:
     return _PROGRESS.decode(value, rank=parse_progress_key(key))
 
 
-_PARTITION = Record(
+_PARTITION = RecordShape(
     "prefix-index-partition",
     Shape(PartitionRecord, in_key=("partition",), sources=many(Shape(SourceProgress).nested())),
 )

@@ -13,7 +13,7 @@ from typing import ClassVar, Self, assert_never
 
 from streams.core.events import AllBlocksCleared, BlocksRemoved, BlocksStored, KvEvent
 from streams.core.ids import EngineHash, Epoch, HashArray, Incarnation, RankId, SequenceHash, Tier
-from streams.core.index.interface import OverlapScores
+from streams.core.index.interface import PrefixScores
 from streams.core.index.run_fold import RunFold
 from streams.core.index.tree_fold import TreeRunFold
 from streams.core.reducer.run_store import Applied
@@ -66,7 +66,7 @@ class FoldedIndex:
             self._fold_changes()  # the rows' tombstones come before that of the progress
             self.fold.forget_rank(rank)
 
-    def find_matches(self, local: HashArray) -> OverlapScores:
+    def find_matches(self, local: HashArray) -> PrefixScores:
         """Score every rank for a request. local: uint64[n] from the root. Raises InvalidRequest."""
         self._fold_changes()
         return self.fold.find_matches(local)

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 
 from streams.core.hashing import pack_hashes
 from streams.core.ids import DpRank, RankId, WorkerId
-from streams.core.index.interface import OverlapScores
+from streams.core.index.interface import PrefixScores
 from streams.core.loads.bookings import ActiveLoads, BookingId
 from streams.core.request_trace import TraceRequest
 from streams.core.routing.decision import Chooser
-from streams.core.routing.request import Matches, Prompt, RoutePolicy, RoutingRequest
+from streams.core.routing.request import Matches, PromptBlocks, RoutePolicy, RoutingRequest
 from streams.core.routing.selection import Rng
 from streams.lab.engines.engine_config import EngineConfig
 from streams.lab.engines.engine_messages import Finished, FirstToken, ModelRequest, PromptHashes, hash_prompt
@@ -55,7 +55,7 @@ class NaiveFleet:
                         output.latency_ms,
                     )
 
-    def scores(self, hashes: PromptHashes) -> OverlapScores:
+    def scores(self, hashes: PromptHashes) -> PrefixScores:
         """How many leading blocks of a prompt each engine holds."""
         scores = {}
         for rank, engine in self.engines.items():
@@ -63,7 +63,7 @@ class NaiveFleet:
             n = next((n for n, name in enumerate(hashes.sequence.tolist()) if name not in held), len(hashes.sequence))
             if n:
                 scores[rank] = n
-        return OverlapScores(scores)
+        return PrefixScores(scores)
 
 
 def booking_id(request_id: str) -> BookingId:
@@ -81,7 +81,7 @@ def simulate_naively(
         tokens = tokens_for(request)
         hashes = hash_prompt(tokens, config.block_size)
         sequence, request_blocks = pack_hashes(hashes.sequence), -(-request.input_length // config.block_size)
-        prompt = Prompt(sequence, request.input_length, request_blocks, config.block_size)
+        prompt = PromptBlocks(sequence, request.input_length, request_blocks, config.block_size)
         matches = Matches(fleet.ranks, fleet.scores(hashes))
         decision = chooser.choose(RoutingRequest(policy, prompt, matches), fleet.loads)
         booking = decision.booking()

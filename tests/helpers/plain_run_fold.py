@@ -12,7 +12,7 @@ import numpy as np
 import xxhash
 
 from streams.core.ids import Epoch, HashArray, Int64Array, RankId, SequenceHash, Tier
-from streams.core.index.interface import Candidates, HolderBitmaps, OverlapScores, check_query
+from streams.core.index.interface import Candidates, HolderBitmaps, PrefixScores, check_query
 from streams.core.index.plain_index import HolderSets
 from streams.core.runs import Run, RunKey
 from streams.errors import IndexCorrupt
@@ -64,7 +64,7 @@ class PlainRunFold:
         """All ranks that have an epoch."""
         return list(self._epochs)
 
-    def find_matches(self, local: HashArray) -> OverlapScores:
+    def find_matches(self, local: HashArray) -> PrefixScores:
         """Score every rank for a request; see RunFold."""
         check_query(local)
         return self._sets.find_matches(local)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from streams.core.ids import RankId
-from streams.core.index.interface import OverlapScores
+from streams.core.index.interface import PrefixScores
 from streams.core.routing.request import (
     NO_FLEET_STATE,
     NO_SCORES,
     FleetState,
     Matches,
-    Prompt,
+    PromptBlocks,
     RoutePolicy,
     RoutingRequest,
 )
@@ -20,7 +20,7 @@ from streams.core.routing.request import (
 def routing_request(
     policy: RoutePolicy,
     ranks: Sequence[RankId],
-    scores: OverlapScores = NO_SCORES,
+    scores: PrefixScores = NO_SCORES,
     *,
     sequence: bytes = b"",
     request_blocks: int,
@@ -30,4 +30,6 @@ def routing_request(
 ) -> RoutingRequest:
     """A request for these ranks. n_tokens: if it is left out, all blocks are full."""
     length = request_blocks * block_size if n_tokens is None else n_tokens
-    return RoutingRequest(policy, Prompt(sequence, length, request_blocks, block_size), Matches(ranks, scores), fleet)
+    return RoutingRequest(
+        policy, PromptBlocks(sequence, length, request_blocks, block_size), Matches(ranks, scores), fleet
+    )

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from streams.codec import decode_batch
 from streams.core.ids import Epoch, RankId
-from streams.core.reducer.holdings import Changes
+from streams.core.reducer.holdings import HoldingChanges
 from streams.core.runs import Run, RunKey
 from streams.router_api.view import View
 from streams.settings import Settings
@@ -56,7 +56,7 @@ class Log:
         return [record for transaction in self.transactions for record in transaction]
 
 
-def written(changes: Changes[tuple[RunKey, Run | None]]) -> list[Record]:
+def written(changes: HoldingChanges[tuple[RunKey, Run | None]]) -> list[Record]:
     """Return the records of one transaction, as the agent writes them."""
     records: list[Record] = [(progress_key(p.rank), encode_progress(p)) for p in changes.progress]
     records += [(parked_key(key), raw) for key, raw in changes.parked]

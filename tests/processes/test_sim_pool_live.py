@@ -21,7 +21,7 @@ from aiohttp import web
 from streams.core.cxl_memory import CxlMemoryMetadata, CxlMemoryState
 from streams.core.events import BlocksStored, MoeLabels
 from streams.cxl.events import CxlStateChanged
-from streams.cxl.states import NOT_POOLED, Refused, transition
+from streams.cxl.states import NOT_POOLED, TransitionRefused, transition
 from streams.engines.cxl_names import CxlNames
 from streams.engines.dialects.vllm import VLLM, decode_payload
 from streams.engines.ledger import Ledger
@@ -137,7 +137,7 @@ async def reported(client: Client) -> dict[int, CxlMemoryMetadata]:
                 assert unknown == []
                 for block in blocks.sequence.tolist():
                     after = transition(states.get(block, NOT_POOLED), event.state, event.pool_id)
-                    assert not isinstance(after, Refused), after
+                    assert not isinstance(after, TransitionRefused), after
                     states[block] = after
             else:
                 ledger.apply(event)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from streams.core.ids import DpRank, RankId, WorkerId
-from streams.core.index.interface import OverlapScores
+from streams.core.index.interface import PrefixScores
 from streams.core.loads.bookings import ActiveLoads, Booking, BookingId
 from streams.core.loads.observations import Forecast
 from streams.core.routing.admission import PERIOD_MS, PROPAGATION_MS, SEVERAL_ROUTERS_FACTOR, Gate, is_first
@@ -68,7 +68,7 @@ class Fleet:
     def decide(self, n_tokens: int = 160, held: dict[RankId, int] | None = None) -> RankId | None:
         """The rank to which a request may go, None if it must wait. held: blocks that ranks hold of it."""
 
-        scores, n_blocks = OverlapScores(held or {}), n_tokens // BLOCK_SIZE
+        scores, n_blocks = PrefixScores(held or {}), n_tokens // BLOCK_SIZE
         request = routing_request(
             RoutePolicy(), RANKS, scores, request_blocks=n_blocks, block_size=BLOCK_SIZE, n_tokens=n_tokens
         )
@@ -281,7 +281,7 @@ def decide_in_ms(
     request = routing_request(
         RoutePolicy(mode=RouterMode.EXPECTED_TIME),
         RANKS,
-        OverlapScores(held or {}),
+        PrefixScores(held or {}),
         request_blocks=n_tokens // BLOCK_SIZE,
         block_size=BLOCK_SIZE,
         n_tokens=n_tokens,

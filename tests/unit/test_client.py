@@ -29,7 +29,7 @@ from streams.client.payloads import (
     query_of,
     unpack_tokens,
 )
-from streams.client.reports import BookingKey, Report, Reports
+from streams.client.reports import BookingKey, OutstandingReport, Reports
 from streams.errors import InvalidRequest, RouterUnavailable
 from streams.router_api.wire import RouteRequest, parse_route_query, worker_filter
 from tests.helpers.pages import ROOT
@@ -81,7 +81,7 @@ class Refusing(http.KvRouterClient):
         self.asked.append(fields["request_id"])
         attempt.may_be_booked |= self._loses_answers
         if len(self.asked) < 3:
-            raise base.Refused(RouterUnavailable("busy"), 0.0)
+            raise base.CallRefused(RouterUnavailable("busy"), 0.0)
         return {}
 
 
@@ -251,11 +251,11 @@ class Router:
     """Takes reports while it is open, and notes them."""
 
     def __init__(self) -> None:
-        self.taken: list[tuple[str, Report]] = []
+        self.taken: list[tuple[str, OutstandingReport]] = []
         self.open = asyncio.Event()
         self.refuses = False
 
-    async def take(self, key: BookingKey, report: Report) -> None:
+    async def take(self, key: BookingKey, report: OutstandingReport) -> None:
         await self.open.wait()
         if self.refuses:
             raise RouterUnavailable("gone")
@@ -268,14 +268,17 @@ def test_reports_that_wait_become_one_with_the_greatest_of_each() -> None:
     async def scenario() -> None:
         router = Router()
         sent = Reports(router.take)
-        sent.add(BookingKey("r"), Report(prefill_complete=True))
+        sent.add(BookingKey("r"), OutstandingReport(prefill_complete=True))
         await asyncio.sleep(0)  # this one is being sent
         for n in (64, 192, 128):
-            sent.add(BookingKey("r"), Report(output_tokens=n))
+            sent.add(BookingKey("r"), OutstandingReport(output_tokens=n))
         assert len(sent) == 2
         router.open.set()
         await sent.close(10.0)
-        assert router.taken == [("r", Report(prefill_complete=True)), ("r", Report(output_tokens=192))]
+        assert router.taken == [
+            ("r", OutstandingReport(prefill_complete=True)),
+            ("r", OutstandingReport(output_tokens=192)),
+        ]
         assert sent.lost == 0
 
     on_loop(scenario)
@@ -286,7 +289,7 @@ def test_reports_of_one_request_are_never_sent_at_the_same_time_and_those_of_man
     running: dict[BookingKey, int] = {}
     most: list[int] = []
 
-    async def send(key: BookingKey, report: Report) -> None:
+    async def send(key: BookingKey, report: OutstandingReport) -> None:
         running[key] = running.get(key, 0) + 1
         assert running[key] == 1
         most.append(sum(running.values()))
@@ -296,7 +299,7 @@ def test_reports_of_one_request_are_never_sent_at_the_same_time_and_those_of_man
     async def scenario() -> None:
         sent = Reports(send)
         for n in range(200):
-            sent.add(BookingKey(f"r{n % 50}"), Report(output_tokens=n + 1))
+            sent.add(BookingKey(f"r{n % 50}"), OutstandingReport(output_tokens=n + 1))
             if n % 10 == 0:
                 await asyncio.sleep(0)
         await sent.close(10.0)
@@ -313,7 +316,7 @@ def test_beyond_the_limit_the_oldest_report_is_dropped_and_counted(monkeypatch: 
         router = Router()
         sent = Reports(router.take)
         for n in range(5):
-            sent.add(BookingKey(f"r{n}"), Report(free=True))
+            sent.add(BookingKey(f"r{n}"), OutstandingReport(free=True))
         assert (len(sent), sent.lost) == (3, 2)
         router.open.set()
         await sent.close(10.0)
@@ -330,13 +333,13 @@ def test_what_no_router_takes_is_counted_as_lost() -> None:
         router.refuses = True
         router.open.set()
         sent = Reports(router.take)
-        sent.add(BookingKey("given up"), Report(free=True))
+        sent.add(BookingKey("given up"), OutstandingReport(free=True))
         while len(sent):
             await asyncio.sleep(0)
         router.open.clear()
-        sent.add(BookingKey("left"), Report(free=True))
+        sent.add(BookingKey("left"), OutstandingReport(free=True))
         await sent.close(0.01)
-        sent.add(BookingKey("late"), Report(free=True))
+        sent.add(BookingKey("late"), OutstandingReport(free=True))
         assert (len(sent), sent.lost, router.taken) == (0, 3, [])
 
     on_loop(scenario)
@@ -348,15 +351,15 @@ def test_settling_drops_what_waits_and_waits_for_what_is_being_sent() -> None:
     async def scenario() -> None:
         router = Router()
         sent = Reports(router.take)
-        sent.add(BookingKey("r"), Report(prefill_complete=True))
+        sent.add(BookingKey("r"), OutstandingReport(prefill_complete=True))
         await asyncio.sleep(0)
-        sent.add(BookingKey("r"), Report(output_tokens=64))
+        sent.add(BookingKey("r"), OutstandingReport(output_tokens=64))
         settling = asyncio.create_task(sent.settle(BookingKey("r")))
         await asyncio.sleep(0.01)
         assert not settling.done()
         router.open.set()
         await settling
         await sent.close(10.0)
-        assert router.taken == [("r", Report(prefill_complete=True))]
+        assert router.taken == [("r", OutstandingReport(prefill_complete=True))]
 
     on_loop(scenario)

@@ -126,13 +126,13 @@ from streams.cxl.records import (
 )
 from streams.decision_log.families import family_keys
 from streams.decision_log.noted import DecisionKind, NotedDecision, listed_candidates
-from streams.decision_log.records import FleetSize, LogOrigin, Report
+from streams.decision_log.records import FleetSize, LogOrigin, OutcomeReport
 from streams.decision_log.records import decode_batch as decode_decisions
 from streams.decision_log.records import encode_batch as encode_decisions
 from streams.errors import BadRecord, KvStreamsError
 from streams.event_encoding import datum_of
 from streams.load_records import encoded_load
-from streams.shapes import Record, from_long, to_long
+from streams.shapes import RecordShape, from_long, to_long
 from streams.tables import records as table_records
 from streams.tables.event_decoding import decode_events
 from streams.tables.records import (
@@ -399,7 +399,9 @@ def decision_record() -> bytes:
     noted = NotedDecision("r", 1_000, 5, kind, 1024, 64, 0, 0, np.arange(64, dtype=np.uint64), columns, 0)
     decisions = [(noted, listed_candidates(columns, 0, 2))]
     origin = LogOrigin("router", family_keys("salt"), 1.0)
-    return encode_decisions(origin, 1_300, decisions, [Report("r", 1_200, 1_100, 20)], [FleetSize("m", 16, 2, 1000)])
+    return encode_decisions(
+        origin, 1_300, decisions, [OutcomeReport("r", 1_200, 1_100, 20)], [FleetSize("m", 16, 2, 1000)]
+    )
 
 
 GOOD: dict[str, tuple[str, bytes, Callable[[bytes | None], Any]]] = {
@@ -707,11 +709,11 @@ def test_every_schema_has_a_record_here() -> None:
         record
         for module in (codec_module, cxl_records, table_records)
         for record in vars(module).values()
-        if isinstance(record, Record)
+        if isinstance(record, RecordShape)
     ],
     ids=lambda record: record.schema,
 )
-def test_a_description_has_the_fields_of_its_schema(record: Record[Any]) -> None:
+def test_a_description_has_the_fields_of_its_schema(record: RecordShape[Any]) -> None:
     """A field that only the schema has would be written with its default for ever."""
     assert record.shape.names == {field["name"] for field in codec(record.schema).source["fields"]}
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from streams.core.ids import HashArray
-from streams.core.index.interface import OverlapScores
+from streams.core.index.interface import PrefixScores
 from tests import conformance
 from tests.conformance import KINDS, OWN_CASES, Case, Differs, load, main, run
 from tests.helpers.folded_index import PlainIndex
@@ -152,7 +152,7 @@ def test_every_subject_must_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     """A case fails if a single index differs, and the message names that index."""
 
     class Blind(PlainIndex):
-        def find_matches(self, local: HashArray) -> OverlapScores:
+        def find_matches(self, local: HashArray) -> PrefixScores:
             return super().find_matches(local[:0])
 
     monkeypatch.setattr(conformance, "INDEXES", [*INDEXES, Blind])

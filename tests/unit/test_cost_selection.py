@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 
 from streams.core.hashing import pack_hashes
 from streams.core.ids import DpRank, EngineHash, RankId, Tier, WorkerId
-from streams.core.index.interface import OverlapScores
+from streams.core.index.interface import PrefixScores
 from streams.core.loads.bookings import ActiveLoads, Booking, BookingId
 from streams.core.routing.cost import TIER_WEIGHTS, RankTerms, TermColumns
 from streams.core.routing.decision import Chooser, Decision
 from streams.core.routing.eligibility import WorkerFilter, eligible_ranks, refusals
-from streams.core.routing.request import Matches, Prompt, RoutePolicy, RoutingRequest
+from streams.core.routing.request import Matches, PromptBlocks, RoutePolicy, RoutingRequest
 from streams.core.routing.selection import RoundRobin, RouterMode, select_by_cost, select_random
 from streams.core.workers import DP_SIZE_MAX, Role, Worker, WorkerState
 from streams.errors import InvalidRequest
@@ -190,7 +190,7 @@ def test_random_is_uniform() -> None:
 
 RANKS = [rank(1), rank(2), rank(3)]
 #: The documented example: overlap 2, 5 and 8 of ten blocks, and decode blocks of 10, 5 and 9 including the request's.
-OVERLAP = OverlapScores(dict(zip(RANKS, (2, 5, 8), strict=True)))
+OVERLAP = PrefixScores(dict(zip(RANKS, (2, 5, 8), strict=True)))
 SEQUENCE = b""
 
 
@@ -202,7 +202,7 @@ def example_loads() -> ActiveLoads:
     return loads
 
 
-def choose(chooser: Chooser, policy: RoutePolicy, scores: OverlapScores = OVERLAP) -> Any:
+def choose(chooser: Chooser, policy: RoutePolicy, scores: PrefixScores = OVERLAP) -> Any:
     request = routing_request(policy, RANKS, scores, sequence=SEQUENCE, request_blocks=10, block_size=BLOCK_SIZE)
     return chooser.choose(request, example_loads())
 
@@ -291,7 +291,7 @@ def test_blocks_off_the_device_are_worth_less(weights: tuple[float, ...], effect
 def test_a_booking_charges_what_the_rank_must_compute(n_tokens: int, cached: float, prefill: int) -> None:
     """A booking charges the tokens that are not cached, never fewer than 0, and all of the request's blocks."""
     columns = columns_of(overlap_blocks=7, effective_cached_blocks=cached)
-    prompt = Prompt(pack_hashes([1, 2, 3]), n_tokens, 10, 16, "m", 9)
+    prompt = PromptBlocks(pack_hashes([1, 2, 3]), n_tokens, 10, 16, "m", 9)
     request = RoutingRequest(RoutePolicy(), prompt, Matches([rank(1)]))
     booked = Decision(request, columns, 0).booking()
     assert booked == Booking(rank(1), "m", prefill, pack_hashes([1, 2, 3]), 7, 10, 9)

@@ -17,7 +17,7 @@ from streams.cxl.states import (
     NOT_POOLED,
     RULES,
     RefusalReason,
-    Refused,
+    TransitionRefused,
     after_owner_ended,
     diagram,
     stored_as,
@@ -88,7 +88,7 @@ def test_every_pair_of_states_with_and_without_a_pool(
     found = transition(known(source), target, pool, THERE)
     outcome = expected(source, target, pool)
     if isinstance(outcome, RefusalReason):
-        assert isinstance(found, Refused)
+        assert isinstance(found, TransitionRefused)
         assert found.reason is outcome
         assert found.message
     else:

@@ -24,7 +24,7 @@ from streams.core.routing.trust import AnswerMode, DegradedReason
 from streams.decision_log import words
 from streams.decision_log.families import FAMILIES_MAX, FAMILY_BITS, family_keys, family_positions, salted
 from streams.decision_log.noted import COST_TERMS, listed_candidates
-from streams.decision_log.records import FleetSize, LoggedBatch, LoggedDecision, Report, decode_batch
+from streams.decision_log.records import FleetSize, LoggedBatch, LoggedDecision, OutcomeReport, decode_batch
 from streams.decision_log.trace import OUTPUT_TOKENS_DEFAULT, recording_of
 from streams.errors import BadRecord, InvalidRequest, SettingsError
 from streams.lab.simulation.experiment import load_workload, run_policy
@@ -516,7 +516,7 @@ def decision_of(router: Router, producer: RecordingProducer, name: str = "r") ->
     return next(each for batch in written(router, producer) for each in batch.decisions() if each.request_id == name)
 
 
-def text_of(decision: LoggedDecision, *reports: Report) -> str:
+def text_of(decision: LoggedDecision, *reports: OutcomeReport) -> str:
     return "\n".join(words.explanation(decision, reports))
 
 
@@ -527,7 +527,7 @@ def test_an_explanation_says_what_decided(producer: RecordingProducer) -> None:
     router.report_phase("first", BookingPhase.FREE)
     assert ask(router, "r", PROMPT, expected_output_tokens=7)["worker_id"] == first["worker_id"]
     found = replace(decision_of(router, producer), queued_ms=0)
-    text = text_of(found, Report("r", found.decided_at_ms + 900, found.decided_at_ms + 120, 55))
+    text = text_of(found, OutcomeReport("r", found.decided_at_ms + 900, found.decided_at_ms + 120, 55))
     assert (
         f"Request r for model m was routed to {first['worker_id']}/0 at {words.time_text(found.decided_at_ms)}" in text
     )

@@ -15,7 +15,7 @@ from streams.core.ids import WorkerId
 from streams.core.loads.bookings import BOOKINGS_BYTES_MAX
 from streams.core.workers import BridgeLease, Worker
 from streams.doctor.checks import engines, index, kafka, processes, registry, routers
-from streams.doctor.findings import Finding, Group, Report, as_json, as_text, listed
+from streams.doctor.findings import DoctorReport, Finding, Group, as_json, as_text, listed
 from streams.doctor.observations import (
     ClockReading,
     EngineSeen,
@@ -270,7 +270,7 @@ def test_findings_are_text_for_people_and_json_for_scripts() -> None:
     finding = Finding(Group.TOPICS, "topic_missing", "topic a", "it is missing", "Create it")
     assert as_text([]) == ""
     assert as_text([finding]) == "topic a: it is missing\n    Create it\n"
-    assert as_json(Report((finding,), (Group.TOPICS,), {"doctor": "1"})) == {
+    assert as_json(DoctorReport((finding,), (Group.TOPICS,), {"doctor": "1"})) == {
         "findings": [
             {
                 "group": "topics",

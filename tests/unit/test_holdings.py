@@ -20,7 +20,7 @@ from streams.core.events import (
     MoeLabels,
 )
 from streams.core.ids import Epoch, HashArray, Incarnation, SequenceHash, Tier, WorkerId
-from streams.core.reducer.holdings import Changes, Holdings
+from streams.core.reducer.holdings import HoldingChanges, Holdings
 from streams.core.reducer.ordering import Health, Progress, Verdict
 from streams.core.runs import RUN_BLOCKS_MAX, Run, RunKey
 from tests.helpers.holdings import OTHER_WORKER, RANK, SIBLING, batch, check, judge, members, names, stored, u64
@@ -237,7 +237,7 @@ def test_the_removal_of_an_unknown_worker_changes_nothing() -> None:
     """The table holds nothing of the worker, so nothing is written."""
     holdings = plain_holdings()
     assert holdings.remove_worker(WorkerId(7), Incarnation(1)) is Verdict.STALE
-    assert holdings.take_changes(10) == Changes([], [])
+    assert holdings.take_changes(10) == HoldingChanges([], [])
 
 
 def test_a_clear_empties_its_own_rank_only_and_makes_it_exact(fleet: Fleet) -> None:
@@ -367,7 +367,7 @@ def test_a_removal_clears_a_presence_bit_and_the_last_one_writes_a_tombstone(fle
     assert written == key and run is not None and run.present == 0b101
     fleet.apply(BlocksRemoved(u64(1002, 1000)))
     assert fleet.holdings.take_changes(0).runs == [(key, None)]
-    assert fleet.holdings.take_changes(0) == Changes([], [])
+    assert fleet.holdings.take_changes(0) == HoldingChanges([], [])
 
 
 def test_a_block_stored_again_fills_its_hole(fleet: Fleet) -> None:
@@ -413,7 +413,7 @@ def test_progress_of_every_touched_rank_is_written_once(fleet: Fleet) -> None:
     changes = fleet.holdings.take_changes(0)
     assert [(p.rank, p.sequence, p.n_blocks) for p in changes.progress] == [(RANK, 1, 2), (OTHER_WORKER, 0, 0)]
     judge(fleet.holdings, batch(0))
-    assert fleet.holdings.take_changes(0) == Changes([], [])
+    assert fleet.holdings.take_changes(0) == HoldingChanges([], [])
 
 
 @pytest.mark.parametrize("limit", [0, 1, 2, 3, 100])

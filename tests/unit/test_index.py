@@ -28,7 +28,7 @@ from streams.core.ids import (
     WorkerId,
 )
 from streams.core.index.arenas import TreeLimits
-from streams.core.index.interface import OverlapScores
+from streams.core.index.interface import PrefixScores
 from streams.core.index.kernels import layout
 from streams.core.index.run_tree import TRIM_CALLS
 from streams.core.index.tree_fold import TreeRunFold
@@ -78,7 +78,7 @@ def drop(index: FoldedIndex, rank: RankId, *positions: int, tier: Tier = Tier.DE
     return index.remove(rank, tier, u64(*(NAMES[position] for position in positions)))
 
 
-def ask(index: FoldedIndex | TreeRunFold, n_blocks: int = len(LOCAL)) -> OverlapScores:
+def ask(index: FoldedIndex | TreeRunFold, n_blocks: int = len(LOCAL)) -> PrefixScores:
     return index.find_matches(u64(*LOCAL[:n_blocks]))
 
 
@@ -102,7 +102,7 @@ def index(request: pytest.FixtureRequest) -> Iterator[FoldedIndex]:
 
 def test_an_empty_index_and_an_empty_request_match_nothing(index: FoldedIndex) -> None:
     """The answer has no ranks, no best worker and a greatest score of 0."""
-    assert ask(index) == OverlapScores({})
+    assert ask(index) == PrefixScores({})
     hold(index, A, 0, 1)
     answer = index.find_matches(u64())
     assert (answer.scores, answer.max_score, answer.best_worker) == ({}, 0, None)
@@ -360,17 +360,17 @@ def test_a_query_that_is_not_an_array_of_hashes_is_refused(index: FoldedIndex, l
 
 def test_the_best_worker_has_the_greatest_score_and_the_smallest_id() -> None:
     """Of ranks with equal scores, the one with the smallest worker id and then the smallest rank is the best."""
-    assert OverlapScores({C: 3, B: 3, A: 2}).best_worker == B
-    assert OverlapScores({C: 3, B: 3, A: 2}).max_score == 3
-    assert OverlapScores({C: 4, B: 3, A: 3}).best_worker == C
-    assert OverlapScores({}).best_worker is None
+    assert PrefixScores({C: 3, B: 3, A: 2}).best_worker == B
+    assert PrefixScores({C: 3, B: 3, A: 2}).max_score == 3
+    assert PrefixScores({C: 4, B: 3, A: 3}).best_worker == C
+    assert PrefixScores({}).best_worker is None
 
 
 def test_answers_are_equal_when_their_mappings_are() -> None:
     """Answers with equal scores and tiers are equal, and differ from every other kind of object."""
-    assert OverlapScores({A: 1}, {A: (0, 1, 0, 0)}) == OverlapScores({A: 1}, {A: (0, 1, 0, 0)})
-    assert OverlapScores({A: 1}) != OverlapScores({A: 1}, {A: (0, 1, 0, 0)})
-    assert OverlapScores({A: 1}) != {A: 1}
+    assert PrefixScores({A: 1}, {A: (0, 1, 0, 0)}) == PrefixScores({A: 1}, {A: (0, 1, 0, 0)})
+    assert PrefixScores({A: 1}) != PrefixScores({A: 1}, {A: (0, 1, 0, 0)})
+    assert PrefixScores({A: 1}) != {A: 1}
 
 
 # -- run records in the tree -----------------------------------------------------------------------------

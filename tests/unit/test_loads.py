@@ -16,7 +16,7 @@ from streams.core.hashing import pack_hashes, unpack_hashes
 from streams.core.ids import DpRank, RankId, WorkerId
 from streams.core.loads import bookings as loads_module
 from streams.core.loads.bookings import ActiveLoads, Booking, BookingId, BookingPhase, with_output
-from streams.core.loads.load_table import RankLoad
+from streams.core.loads.load_table import ActiveRankLoad
 from streams.core.loads.observations import NO_FORECAST, Forecast
 from tests.helpers.reference import chain_hashes
 
@@ -213,7 +213,7 @@ def test_blocks_shared_on_a_rank_count_once() -> None:
     loads.free(request("r2"), 0)
     assert loads.load(A).decode_blocks == 3
     loads.free(request("r1"), 0)
-    assert loads.load(A) == RankLoad()
+    assert loads.load(A) == ActiveRankLoad()
     assert loads.ranks().keys() == {B}
 
 
@@ -231,7 +231,7 @@ def test_generated_tokens_fill_blocks(tokens: int, blocks: int) -> None:
     loads.add(request("r"), carried, 0)
     loads.add(request("r"), grown, 0)
     assert loads.booking(request("r")) == grown
-    assert loads.load(A) == RankLoad(48, blocks, 1, 3)
+    assert loads.load(A) == ActiveRankLoad(48, blocks, 1, 3)
     loads.free(request("r"), 0)
     assert loads.booking(request("r")) is None
     assert loads.booking(request("unknown")) is None
@@ -371,7 +371,7 @@ def test_a_rank_without_bookings_has_no_load_left(forget: Callable[[ActiveLoads]
     assert loads.ranks().keys() == {B}
     forget(loads)
     assert loads.ranks() == {}
-    assert loads.load(A) == loads.load(B) == RankLoad()
+    assert loads.load(A) == loads.load(B) == ActiveRankLoad()
 
 
 def traced_bytes(make: Callable[[], object]) -> int:

@@ -17,7 +17,7 @@ from streams.core.engine_metrics import WorkerMetrics
 from streams.core.events import FeedState
 from streams.core.hashing import pack_hashes
 from streams.core.ids import DpRank, Epoch, Incarnation, RankId, WorkerId
-from streams.core.index.interface import OverlapScores
+from streams.core.index.interface import PrefixScores
 from streams.core.loads.bookings import ActiveLoads, Booking, BookingId
 from streams.core.reducer.ordering import Health, Progress
 from streams.core.routing.busy import BusyThresholds, ReportedBlocks, idle_ranks, reported_blocks
@@ -451,7 +451,7 @@ def test_a_choice_among_a_selection_is_that_among_its_ranks(seed: int, mode: Rou
     for number in range(20):
         names = pack_hashes([rng.randrange(4) * 100 + at for at in range(rng.randrange(8))])
         loads.add(BookingId(str(number), "r", 1), Booking(rng.choice(RANKS), "m", rng.randrange(99), names, 0, 8), 0)
-    scores = OverlapScores({each: rng.randrange(1, 9) for each in RANKS if rng.random() < 0.6})
+    scores = PrefixScores({each: rng.randrange(1, 9) for each in RANKS if rng.random() < 0.6})
     policy = RoutePolicy(mode=mode, temperature=temperature, name="dynamo-tuned")
     one, other = Chooser(random.Random(seed)), Chooser(random.Random(seed))
     for _ in range(3):

@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from streams.client.migration import (
     Abandon,
     ChooseWorker,
-    ClientGone,
+    ClientLeft,
     EngineEnded,
-    EngineFailed,
     Failure,
     Finish,
     FinishWithError,
@@ -28,6 +27,7 @@ from streams.client.migration import (
     Phase,
     PromptComputed,
     Resume,
+    StreamEngineFailed,
     TokensShown,
     WorkerChosen,
     held_back_characters,
@@ -37,8 +37,8 @@ from streams.client.migration import (
 )
 
 
-def failed(at_s: float = 0.0, failure: Failure = Failure.DIED, last_heard_s: float = 0.0) -> EngineFailed:
-    return EngineFailed(at_s, failure, last_heard_s)
+def failed(at_s: float = 0.0, failure: Failure = Failure.DIED, last_heard_s: float = 0.0) -> StreamEngineFailed:
+    return StreamEngineFailed(at_s, failure, last_heard_s)
 
 
 def chosen(worker_id: int = 2, at_s: float = 0.0, reachable: int = 0, pooled: int = 0) -> WorkerChosen:
@@ -123,8 +123,8 @@ def test_a_cancelled_request_is_never_migrated(phase: Phase) -> None:
     if phase is Phase.RESUMING:
         stream.handle(chosen())
     assert stream.phase is phase
-    assert stream.handle(ClientGone(1.0)) == Abandon()
-    with pytest.raises(IllegalMigrationEvent, match="EngineFailed in phase over"):
+    assert stream.handle(ClientLeft(1.0)) == Abandon()
+    with pytest.raises(IllegalMigrationEvent, match="StreamEngineFailed in phase over"):
         stream.handle(failed())
 
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from streams.core.engine_metrics import WorkerMetrics, with_bookings
 from streams.core.hashing import pack_hashes
 from streams.core.ids import DpRank, RankId, WorkerId
-from streams.core.index.interface import OverlapScores, with_predictions
+from streams.core.index.interface import PrefixScores, with_predictions
 from streams.core.loads.bookings import ActiveLoads, Booking, BookingId
 from streams.core.routing import unreported as unreported_module
 from streams.core.routing.busy import BusyThresholds, idle_ranks, reported_blocks
@@ -47,13 +47,13 @@ def rank(worker_id: int, dp_rank: int = 0) -> RankId:
 
 
 RANKS = tuple(rank(worker_id) for worker_id in (1, 2, 3))
-HITS = OverlapScores({RANKS[0]: 2, RANKS[1]: 5, RANKS[2]: 8})
+HITS = PrefixScores({RANKS[0]: 2, RANKS[1]: 5, RANKS[2]: 8})
 
 
 NO_REPORTS = FleetState()
 
 
-class Untouchable(OverlapScores):
+class Untouchable(PrefixScores):
     """Scores that must not be read."""
 
     def __init__(self) -> None:
@@ -90,7 +90,7 @@ def choose(
     mode: RouterMode,
     loads: ActiveLoads,
     *,
-    scores: OverlapScores = HITS,
+    scores: PrefixScores = HITS,
     fleet: FleetState = NO_REPORTS,
     seed: int = SEED,
     **policy: Any,
@@ -242,7 +242,7 @@ def test_the_older_policies_compute_in_tokens_and_from_the_plain_overlap(
     mode: RouterMode, n_tokens: int | None, rate: float
 ) -> None:
     """A block on the host is as much of a hit as one on the device, and a request without a length has full blocks."""
-    scores = OverlapScores({RANKS[0]: 1, RANKS[1]: 1}, {RANKS[1]: (0, 1, 0, 0)})
+    scores = PrefixScores({RANKS[0]: 1, RANKS[1]: 1}, {RANKS[1]: (0, 1, 0, 0)})
     even = {each: metrics(kv_total_blocks=10) for each in RANKS}
     request = routing_request(
         RoutePolicy(mode=mode),
@@ -339,7 +339,7 @@ def test_the_older_policies_return_their_costs_or_mark_a_fallback() -> None:
     assert (decision.chosen.rank, decision.preferred) == (RANKS[1], True)
     assert [each.cost for each in decision.candidates] == pytest.approx([-0.4, -1.0, -0.6])
     undecided = {
-        seed: choose(RouterMode.HIT_USAGE_WAITING, loads_of(9, 0, 0), scores=OverlapScores({}), seed=seed)
+        seed: choose(RouterMode.HIT_USAGE_WAITING, loads_of(9, 0, 0), scores=PrefixScores({}), seed=seed)
         for seed in range(40)
     }
     assert {decision.chosen.rank for decision in undecided.values()} == set(RANKS)
@@ -527,12 +527,12 @@ def test_a_prediction_is_used_if_it_is_longer() -> None:
     """A longer prediction replaces a rank's score. An equal one moves its blocks to the device tier. A shorter one
     changes nothing."""
     one, two, three = RANKS
-    known = OverlapScores({one: 4, two: 4}, {one: (1, 3, 0, 0)})
-    joined, predicted = with_predictions(known, OverlapScores({one: 4, two: 3, three: 2}))
+    known = PrefixScores({one: 4, two: 4}, {one: (1, 3, 0, 0)})
+    joined, predicted = with_predictions(known, PrefixScores({one: 4, two: 3, three: 2}))
     assert dict(joined.scores) == {one: 4, two: 4, three: 2}
     assert dict(joined.by_tier) == {}
     assert predicted == {one, three}
-    same, none = with_predictions(known, OverlapScores({one: 3, two: 4}))
+    same, none = with_predictions(known, PrefixScores({one: 3, two: 4}))
     assert same is known
     assert none == frozenset()
 

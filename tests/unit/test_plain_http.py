@@ -13,7 +13,7 @@ import trustme
 import uvloop
 
 from streams.client import plain_http
-from streams.client.plain_http import Answer, ConnectFailed, ConnectionBroken, PlainHttp
+from streams.client.plain_http import ConnectFailed, ConnectionBroken, HttpAnswer, PlainHttp
 
 #: Only a hang is a failure.
 PATIENCE_S = 20.0
@@ -108,7 +108,7 @@ async def client(**options: float) -> AsyncIterator[PlainHttp]:
         http.close()
 
 
-async def get(http: PlainHttp, server: Server, silence_s: float = PATIENCE_S, **options: bool) -> Answer:
+async def get(http: PlainHttp, server: Server, silence_s: float = PATIENCE_S, **options: bool) -> HttpAnswer:
     return await http.request("GET", server.url, "/", {}, None, silence_s, **options)
 
 
@@ -292,13 +292,13 @@ def test_a_broken_answer_is_not_taken_for_a_whole_one(run: Run, raw: bytes, befo
     run(scenario())
 
 
-async def read_into(got: bytearray, answer: Answer) -> None:
+async def read_into(got: bytearray, answer: HttpAnswer) -> None:
     """Read an answer to its end."""
     while data := await answer.readany():
         got += data
 
 
-async def pump_all(answer: Answer, take: Callable[[bytes], bool]) -> None:
+async def pump_all(answer: HttpAnswer, take: Callable[[bytes], bool]) -> None:
     """Pump an answer to its end."""
     while not answer.at_eof:
         await answer.pump(take)

@@ -15,7 +15,7 @@ from streams.core.routing.queue import (
     RETRY_AFTER_S_MAX,
     QueueLimits,
     QueuePolicy,
-    Refused,
+    QueueRefusal,
     RequestQueue,
     Waiting,
     wspt_key,
@@ -190,14 +190,14 @@ def test_remembered_shares_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     ("limits", "tenant", "refused"),
     [
         (QueueLimits(3, 100, 3), "a", None),
-        (QueueLimits(2, 100, 3), "a", Refused.FULL),
-        (QueueLimits(3, 29, 3), "a", Refused.BYTES),
+        (QueueLimits(2, 100, 3), "a", QueueRefusal.FULL),
+        (QueueLimits(3, 29, 3), "a", QueueRefusal.BYTES),
         (QueueLimits(3, 30, 3), "a", None),
-        (QueueLimits(3, 100, 2), "a", Refused.TENANT),
+        (QueueLimits(3, 100, 2), "a", QueueRefusal.TENANT),
         (QueueLimits(3, 100, 2), "b", None),
     ],
 )
-def test_limits(limits: QueueLimits, tenant: str, refused: Refused | None) -> None:
+def test_limits(limits: QueueLimits, tenant: str, refused: QueueRefusal | None) -> None:
     """A request is refused beyond the number of requests, their bytes, or the number of its tenant."""
     queue = queue_of(*(waiting(number, n_bytes=10, tenant="a") for number in range(2)), limits=limits)
     assert queue.refusal(tenant, 10) is refused
@@ -207,7 +207,7 @@ def test_what_leaves_makes_place() -> None:
     """A request that leaves, in whatever way, no longer counts towards any limit."""
     queue = queue_of(waiting(1, n_bytes=10), waiting(2, n_bytes=10), limits=QueueLimits(2, 20, 2))
     for number in (1, 2):
-        assert queue.refusal("", 10) is Refused.FULL
+        assert queue.refusal("", 10) is QueueRefusal.FULL
         (queue.remove if number == 1 else lambda each: queue.leave(each, 1, 0.0))(number)
         assert queue.refusal("", 10) is None
         queue.add(waiting(number + 10, n_bytes=10))

@@ -34,7 +34,7 @@ from streams.core.workers import (
 from streams.errors import BadRecord, InvalidRequest, NotReady, WorkerChanged
 from streams.frontend import parity_probes
 from streams.frontend.metrics import FrontCounts
-from streams.frontend.parity import PROMPTS, Rendered, judge
+from streams.frontend.parity import PROMPTS, RenderedPair, judge
 from streams.frontend.parity_probes import ParityProbes
 from streams.frontend.tokenizing import Tokenizing
 from streams.lab.engines import openai
@@ -61,29 +61,33 @@ ONE = WorkerId(1)
 @pytest.mark.parametrize(
     ("chat", "tools", "result"),
     [
-        (Rendered([1, 2], [1, 2]), Rendered([3], [3]), EQUAL),
-        (Rendered([1, 2], [1, 2]), Rendered(None, None), EQUAL),
-        (Rendered([1, 2, 3, 4], [1, 2, 3, 5]), Rendered([3], [4]), DIFFERS),
-        (Rendered([1, 2, 3, 4], [1, 2, 3]), Rendered([3], [3]), DIFFERS),
+        (RenderedPair([1, 2], [1, 2]), RenderedPair([3], [3]), EQUAL),
+        (RenderedPair([1, 2], [1, 2]), RenderedPair(None, None), EQUAL),
+        (RenderedPair([1, 2, 3, 4], [1, 2, 3, 5]), RenderedPair([3], [4]), DIFFERS),
+        (RenderedPair([1, 2, 3, 4], [1, 2, 3]), RenderedPair([3], [3]), DIFFERS),
         (
-            Rendered([1], None),
-            Rendered([3], [4]),
+            RenderedPair([1], None),
+            RenderedPair([3], [4]),
             RenderResult(RenderOutcome.DIFFERS, part=RenderPart.CHAT_WITH_TOOLS, from_token=0),
         ),
         (
-            Rendered([1], None),
-            Rendered(None, [4]),
+            RenderedPair([1], None),
+            RenderedPair(None, [4]),
             RenderResult(RenderOutcome.UNKNOWN, RenderReason.ENGINE_REFUSED, RenderPart.CHAT),
         ),
         (
-            Rendered([1], [1]),
-            Rendered(None, [4]),
+            RenderedPair([1], [1]),
+            RenderedPair(None, [4]),
             RenderResult(RenderOutcome.UNKNOWN, RenderReason.FRONT_REFUSED, RenderPart.CHAT_WITH_TOOLS),
         ),
-        (Rendered(None, None), Rendered(None, None), RenderResult(RenderOutcome.UNKNOWN, RenderReason.ENGINE_REFUSED)),
+        (
+            RenderedPair(None, None),
+            RenderedPair(None, None),
+            RenderResult(RenderOutcome.UNKNOWN, RenderReason.ENGINE_REFUSED),
+        ),
     ],
 )
-def test_the_first_prompt_that_differs_is_named(chat: Rendered, tools: Rendered, result: RenderResult) -> None:
+def test_the_first_prompt_that_differs_is_named(chat: RenderedPair, tools: RenderedPair, result: RenderResult) -> None:
     """A difference counts more than a refusal by one side, and what both sides refuse does not count."""
     assert judge({RenderPart.CHAT: chat, RenderPart.CHAT_WITH_TOOLS: tools}) == result
 

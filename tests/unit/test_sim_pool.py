@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streams.core.cxl_memory import CxlMemoryMetadata, CxlMemoryState
-from streams.cxl.states import NOT_POOLED, Refused, transition
+from streams.cxl.states import NOT_POOLED, TransitionRefused, transition
 from streams.errors import InvalidRequest, KvStreamsError
 from streams.lab.engines.engine_messages import (
     EngineStats,
@@ -204,7 +204,7 @@ class Owner:
             assert changed is not None
             pool_id = changed.pool_id
             after = transition(self.metadata.get(name, NOT_POOLED), changed.state, pool_id)
-            assert not isinstance(after, Refused), after
+            assert not isinstance(after, TransitionRefused), after
             self.metadata[name] = after
 
     def store(self, chain: list[int]) -> tuple[int, ...]:

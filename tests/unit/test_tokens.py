@@ -19,9 +19,9 @@ from streams.security.tokens import (
     PRIORITY_MAX,
     TENANT_CHARS_MAX,
     TOKEN_CHARS_MIN,
+    BearerTokens,
     Grant,
     Right,
-    Tokens,
     parse_tokens,
 )
 
@@ -29,7 +29,7 @@ SECRET = "sesame-open-0123456789"
 OTHER = "another-token-9876543210"
 
 
-def parse(text: str) -> Tokens:
+def parse(text: str) -> BearerTokens:
     return parse_tokens([("tokens.toml", text)])
 
 

@@ -14,7 +14,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from streams.cli.top import read_live
-from streams.doctor.http_reading import Answer, call
+from streams.doctor.http_reading import HttpReading, call
 from streams.errors import ProcessError
 
 LIVE: dict[str, object] = {"router": {}, "samples": {}, "partitions": [], "workers": []}
@@ -32,7 +32,7 @@ async def served(context: ssl.SSLContext | None, use: Callable[[str], Awaitable[
         await server.close()
 
 
-async def read_both(url: str) -> tuple[Answer, ProcessError | None]:
+async def read_both(url: str) -> tuple[HttpReading, ProcessError | None]:
     """What the doctor's call returns, and the error of `kvstreams top` if there is one."""
     async with aiohttp.ClientSession() as http:
         answer = await call(http, f"{url}/live")

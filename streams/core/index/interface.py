@@ -1,6 +1,6 @@
 """The answer of an index: how many leading blocks of a request each rank holds, without a hole.
 
-What lives here: the answer (`OverlapScores`), its form as columns over the candidates, and the checks of what callers
+What lives here: the answer (`PrefixScores`), its form as columns over the candidates, and the checks of what callers
 pass. What must not: an index (run_tree, predicted_index), run records (run_fold).
 """
 
@@ -52,7 +52,7 @@ class Candidates:
         return self._positions
 
 
-class OverlapScores:
+class PrefixScores:
     """The answer to a query. Callers must not change its mappings, which a subclass may create on first use.
 
     scores: number of leading blocks that each rank holds in any tier without a hole; ranks with none are absent.
@@ -114,17 +114,17 @@ class OverlapScores:
         return overlap, effective
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, OverlapScores):
+        if not isinstance(other, PrefixScores):
             return NotImplemented
         return dict(self.scores) == dict(other.scores) and dict(self.by_tier) == dict(other.by_tier)
 
     __hash__ = None  # type: ignore[assignment]  # equality compares the mappings, which are not hashable
 
     def __repr__(self) -> str:
-        return f"OverlapScores({dict(self.scores)!r}, {dict(self.by_tier)!r})"
+        return f"PrefixScores({dict(self.scores)!r}, {dict(self.by_tier)!r})"
 
 
-def with_predictions(known: OverlapScores, predicted: OverlapScores) -> tuple[OverlapScores, frozenset[RankId]]:
+def with_predictions(known: PrefixScores, predicted: PrefixScores) -> tuple[PrefixScores, frozenset[RankId]]:
     """Combine an answer from events with one from predictions: each rank gets the longer prefix.
 
     A predicted prefix counts as held on the device. Returns the ranks whose prefix is a prediction as well.
@@ -140,7 +140,7 @@ def with_predictions(known: OverlapScores, predicted: OverlapScores) -> tuple[Ov
     if not longer:
         return known, frozenset()
     tiers = {rank: counts for rank, counts in by_tier.items() if rank not in longer}
-    return OverlapScores({**known_scores, **longer}, tiers), frozenset(longer)
+    return PrefixScores({**known_scores, **longer}, tiers), frozenset(longer)
 
 
 def _is_whole(value: object) -> bool:

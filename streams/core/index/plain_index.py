@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from streams.core.hashing import sequence_hashes
 from streams.core.ids import HashArray, RankId, SequenceHash, Tier
-from streams.core.index.interface import OverlapScores
+from streams.core.index.interface import PrefixScores
 from streams.errors import IndexCorrupt
 
 N_TIERS = len(Tier)
@@ -83,7 +83,7 @@ class HolderSets:
             mask |= holders.get(block, 0)
         return [rank for bit, rank in enumerate(self._rank_at) if rank is not None and mask >> bit & 1]
 
-    def find_matches(self, local: HashArray) -> OverlapScores:
+    def find_matches(self, local: HashArray) -> PrefixScores:
         """Score every rank for a request. local: uint64[n_blocks] from the root."""
         device, *lower = self._holders
         lower = [holders for holders in lower if holders]
@@ -106,7 +106,7 @@ class HolderSets:
                 off_device.append((position, active & ~on_device))
         else:
             self._score(scores, active if chain else 0, len(chain))
-        return OverlapScores(scores, self._tiers(scores, chain, off_device))
+        return PrefixScores(scores, self._tiers(scores, chain, off_device))
 
     def members(self) -> Iterator[tuple[RankId, Tier, SequenceHash]]:
         """Iterate over all facts, in no particular order; two HolderSets are equal if their sets of facts are."""

@@ -16,7 +16,7 @@ import numpy as np
 
 from streams.core.hashing import sequence_hashes
 from streams.core.ids import HashArray, RankId, SequenceHash, Tier
-from streams.core.index.interface import OverlapScores, check_hashes, check_query, check_rank
+from streams.core.index.interface import PrefixScores, check_hashes, check_query, check_rank
 from streams.core.index.plain_index import HolderSets
 from streams.errors import IndexCorrupt, InvalidEvent, SettingsError
 
@@ -107,7 +107,7 @@ class PredictedPrefixIndex:
         """Remove all predictions for a rank, like `clear`, since the index has nothing else of it."""
         self.clear(rank)
 
-    def find_matches(self, local: HashArray) -> OverlapScores:
+    def find_matches(self, local: HashArray) -> PrefixScores:
         """Score every rank for a request, as of the latest time passed to `predict` or `expire`.
 
         local: uint64[n_blocks] from the root. Raises InvalidRequest.

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from streams.core.ids import Epoch, HashArray, Int64Array, RankId, SequenceHash, Tier
-from streams.core.index.interface import Candidates, HolderBitmaps, OverlapScores
+from streams.core.index.interface import Candidates, HolderBitmaps, PrefixScores
 from streams.core.runs import Run, RunKey
 
 
@@ -40,7 +40,7 @@ class RunFold(Protocol):
     def ranks(self) -> list[RankId]:
         """All ranks that have an epoch, in no particular order."""
 
-    def find_matches(self, local: HashArray) -> OverlapScores:
+    def find_matches(self, local: HashArray) -> PrefixScores:
         """Score every rank for a request. local: uint64[n_blocks] from the root. Raises InvalidRequest."""
 
     def holders_along(

@@ -16,7 +16,7 @@ from streams.core.ids import U32_MAX, Float64Array, HashArray, Int64Array, RankI
 from streams.core.index.arenas import DEFAULT_LIMITS, RANKS_MAX, TreeLimits, TreeMemory
 from streams.core.index.interface import (
     Candidates,
-    OverlapScores,
+    PrefixScores,
     check_query,
     check_rank,
     check_tier,
@@ -42,7 +42,7 @@ _TRIM_SEGMENTS = 16
 TRIM_CALLS = 128
 
 
-class TreeScores(OverlapScores):
+class TreeScores(PrefixScores):
     """The answer of the kernels; the mappings by rank are created on first use."""
 
     __slots__ = ("_found", "_made", "_rank_ids", "_tiers")
@@ -78,7 +78,7 @@ class TreeScores(OverlapScores):
         return self._by_tier
 
     def columns(self, candidates: Candidates, tier_weights: tuple[float, ...]) -> tuple[Int64Array, Float64Array]:
-        """Like OverlapScores.columns, without creating the mappings."""
+        """Like PrefixScores.columns, without creating the mappings."""
         n = len(candidates.ranks)
         overlap, effective = np.empty(n, dtype=np.int64), np.empty(n)
         positions = candidates.positions(self._rank_ids)
@@ -245,7 +245,7 @@ class RunTree:
 
     # -- queries --------------------------------------------------------------
 
-    def find_matches(self, local: HashArray) -> OverlapScores:
+    def find_matches(self, local: HashArray) -> PrefixScores:
         """Score every rank for a request. local: uint64[n_blocks] from the root. Raises InvalidRequest."""
         check_query(local)
         if not local.flags.c_contiguous:
@@ -261,7 +261,7 @@ class RunTree:
             if found >= 0 and rank_ids is self._rank_ids:
                 return TreeScores(rank_ids, work[:found])
 
-    def _find_in_tiers(self, local: HashArray) -> OverlapScores:
+    def _find_in_tiers(self, local: HashArray) -> PrefixScores:
         while True:
             rank_ids = self._rank_ids
             n_ranks = len(rank_ids)

@@ -21,7 +21,7 @@ from streams.core.ids import Float64Array, Int64Array, RankId
 from streams.core.loads.active_prefixes import ActivePrefixes, PrefixNode
 from streams.core.loads.ended_bookings import EndedBookings
 from streams.core.loads.expiries import Expiries
-from streams.core.loads.load_table import DECODE, OUTPUT, PREFILL, REQUESTS, LoadColumns, LoadTable, RankLoad
+from streams.core.loads.load_table import DECODE, OUTPUT, PREFILL, REQUESTS, ActiveRankLoad, LoadColumns, LoadTable
 from streams.core.loads.observations import (
     NO_FORECAST,
     Forecast,
@@ -446,11 +446,11 @@ class ActiveLoads:
 
     # -- loads ---------------------------------------------------------------------------------------------------------
 
-    def load(self, rank: RankId) -> RankLoad:
+    def load(self, rank: RankId) -> ActiveRankLoad:
         """A rank's load; all zeros for a rank without bookings."""
         return self._ranks.load(rank)
 
-    def ranks(self) -> dict[RankId, RankLoad]:
+    def ranks(self) -> dict[RankId, ActiveRankLoad]:
         """Loads of every rank with active bookings."""
         return self._ranks.ranks()
 

@@ -23,7 +23,7 @@ _NO_MS: Mapping[RankId, float] = {}
 
 
 @dataclass(frozen=True, slots=True)
-class RankLoad:
+class ActiveRankLoad:
     """Sums over one rank's active bookings. prompt_blocks: distinct blocks of prompts."""
 
     prefill_tokens: int = 0
@@ -37,7 +37,7 @@ class RankLoad:
         return self.prompt_blocks + self.output_blocks
 
 
-_NO_LOAD = RankLoad()
+_NO_LOAD = ActiveRankLoad()
 
 
 class LoadColumns(NamedTuple):
@@ -98,15 +98,15 @@ class LoadTable:
         found: int = self._cells[DECODE * self._n_rows + row]
         return found
 
-    def load(self, rank: RankId) -> RankLoad:
+    def load(self, rank: RankId) -> ActiveRankLoad:
         """A rank's load; all zeros for a rank without bookings."""
         row = self._rows.get(rank)
         if row is None:
             return _NO_LOAD
         prefill, decode, requests, output = self._table[:, row].tolist()
-        return RankLoad(prefill, output, requests, decode - output)
+        return ActiveRankLoad(prefill, output, requests, decode - output)
 
-    def ranks(self) -> dict[RankId, RankLoad]:
+    def ranks(self) -> dict[RankId, ActiveRankLoad]:
         """Loads of every rank with active bookings."""
         return {rank: self.load(rank) for rank, row in self._rows.items() if self._table[REQUESTS, row]}
 

@@ -34,7 +34,7 @@ Change = TypeVar("Change")
 
 
 @dataclass(slots=True)
-class Changes(Generic[Change]):
+class HoldingChanges(Generic[Change]):
     """What one transaction must write. parked: chunks as received, None for a tombstone."""
 
     progress: list[Progress]
@@ -206,10 +206,10 @@ class Holdings(Generic[Events, Change]):
         done, self._restated = self._restated, {}
         return done
 
-    def take_changes(self, tombstones_max: int) -> Changes[Change]:
+    def take_changes(self, tombstones_max: int) -> HoldingChanges[Change]:
         """Take what changed since the last call, with at most `tombstones_max` tombstones of ended epochs."""
         self._n_restated_runs = 0
-        changes = Changes[Change]([], self.runs.take_changes(tombstones_max), self.parking.take_changes())
+        changes = HoldingChanges[Change]([], self.runs.take_changes(tombstones_max), self.parking.take_changes())
         for rank in self.touched:
             progress = replace(self.progress[rank], n_blocks=self.runs.n_blocks(rank))
             self.progress[rank] = progress

@@ -29,7 +29,7 @@ from streams.core.routing.request import (
     FleetState,
     LabelUse,
     Matches,
-    Prompt,
+    PromptBlocks,
     RoutePolicy,
     RoutingRequest,
 )
@@ -50,7 +50,7 @@ from streams.core.routing.trust import FALLBACK, AnswerMode, Trust
 from streams.core.routing.unreported import UnreportedLoad
 from streams.errors import AllWorkersBusy
 
-__all__ = ["Chooser", "Decision", "FleetState", "Matches", "Policies", "Prompt", "RoutePolicy", "RoutingRequest"]
+__all__ = ["Chooser", "Decision", "FleetState", "Matches", "Policies", "PromptBlocks", "RoutePolicy", "RoutingRequest"]
 
 #: A policy by its name.
 Policies = Callable[[str], Policy]

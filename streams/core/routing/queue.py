@@ -44,7 +44,7 @@ class QueuePolicy(enum.StrEnum):
     ARRIVAL_PLUS_PREFILL = "arrival-plus-prefill"
 
 
-class Refused(enum.StrEnum):
+class QueueRefusal(enum.StrEnum):
     """Why a request may not wait."""
 
     FULL = "full"
@@ -141,14 +141,14 @@ class RequestQueue:
 
     # -- in and out ----------------------------------------------------------------------------------------------------
 
-    def refusal(self, tenant: str, n_bytes: int) -> Refused | None:
+    def refusal(self, tenant: str, n_bytes: int) -> QueueRefusal | None:
         """Return why another request of this tenant may not wait, or None if it may."""
         limits = self._limits
         if len(self._waiting) >= limits.n_requests:
-            return Refused.FULL
+            return QueueRefusal.FULL
         if self.n_bytes + n_bytes > limits.n_bytes:
-            return Refused.BYTES
-        return Refused.TENANT if self._by_tenant[tenant] >= limits.n_tenant_requests else None
+            return QueueRefusal.BYTES
+        return QueueRefusal.TENANT if self._by_tenant[tenant] >= limits.n_tenant_requests else None
 
     def add(self, request: Waiting) -> None:
         """Let a request wait. The caller has checked `refusal`, and its number is greater than all before."""

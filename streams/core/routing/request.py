@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from streams.core.engine_metrics import WorkerMetrics
 from streams.core.ids import RankId, WorkerId
-from streams.core.index.interface import OverlapScores
+from streams.core.index.interface import PrefixScores
 from streams.core.routing.busy import BlocksOf
 from streams.core.routing.cost import CXL_SCORE_WEIGHT, MOE_SCORE_WEIGHT, TIER_WEIGHTS
 from streams.core.routing.policies import MODES as POLICY_MODES
@@ -28,7 +28,7 @@ _OVERLAP_MODES = frozenset({RouterMode.KV, *NAMED_MODES, *POLICY_MODES})
 #: Modes whose choice depends on what engines report, or on the workers' devices.
 _FLEET_MODES = frozenset({RouterMode.DEVICE_AWARE_WEIGHTED, *NAMED_MODES, *POLICY_MODES})
 
-NO_SCORES = OverlapScores({})
+NO_SCORES = PrefixScores({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ class FleetState:
 NO_FLEET_STATE = FleetState()
 
 
-class Prompt(NamedTuple):
+class PromptBlocks(NamedTuple):
     """The prompt of a request, in blocks.
 
     sequence: its sequence hashes, packed as in its booking. n_tokens: its length. request_blocks: its length in blocks,
@@ -122,7 +122,7 @@ class Matches(NamedTuple):
     """
 
     ranks: Sequence[RankId]
-    scores: OverlapScores = NO_SCORES
+    scores: PrefixScores = NO_SCORES
     predicted: Set[RankId] = frozenset()
     supplementary: SupplementaryMatches | None = None
     snapshot: TrustSnapshot | None = None
@@ -145,7 +145,7 @@ class RoutingRequest(NamedTuple):
     """
 
     policy: RoutePolicy
-    prompt: Prompt
+    prompt: PromptBlocks
     matches: Matches
     fleet: FleetState = NO_FLEET_STATE
     session: Hashable | None = None

@@ -13,7 +13,7 @@ import numpy as np
 
 from streams.core.block_facts.fact_sets import FactQuery, WeighedMatches
 from streams.core.ids import Float64Array, HashArray, Int64Array, RankId
-from streams.core.index.interface import Candidates, HolderBitmaps, OverlapScores
+from streams.core.index.interface import Candidates, HolderBitmaps, PrefixScores
 from streams.core.index.run_fold import RunFold
 
 #: RunFold.holders_along, called while no other thread folds.
@@ -106,7 +106,7 @@ class SupplementaryMatches:
             path = self._pooled.path(self._sequence)
         return None if path is None else path.walk(candidates, scores, held)
 
-    def matching(self, ranks: Sequence[RankId], scores: OverlapScores) -> set[RankId]:
+    def matching(self, ranks: Sequence[RankId], scores: PrefixScores) -> set[RankId]:
         """Return the ranks that have MoE-matching blocks."""
         if self._labelled is None:
             return set()

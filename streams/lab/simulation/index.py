@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from streams.core.events import BlocksRemoved, BlocksStored
 from streams.core.ids import EngineHash, Epoch, HashArray, Incarnation, RankId, Tier
-from streams.core.index.interface import OverlapScores
+from streams.core.index.interface import PrefixScores
 from streams.core.index.tree_fold import TreeRunFold
 from streams.errors import IndexFull
 from streams.tables.run_decoding import decode_runs
@@ -53,7 +53,7 @@ class LabIndex:
         self._tree.enter_epoch(rank, epoch)
         self._is_folded = False
 
-    def find_matches(self, local: HashArray) -> OverlapScores:
+    def find_matches(self, local: HashArray) -> PrefixScores:
         """Score every rank for a request. local: uint64[n] from the root. Raises IndexFull, InvalidRequest."""
         if not self._is_folded:
             self._fold()

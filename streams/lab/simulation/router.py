@@ -15,7 +15,7 @@ import numpy as np
 from streams.core.block_facts.fact_sets import CompiledFactSets, RankNumbering
 from streams.core.cxl_memory import CxlMemoryState
 from streams.core.ids import DpRank, EngineHash, HashArray, Incarnation, RankId, SequenceHash, Tier, WorkerId
-from streams.core.index.interface import OverlapScores
+from streams.core.index.interface import PrefixScores
 from streams.core.loads.bookings import ActiveLoads, Booking, BookingId, with_output
 from streams.core.routing.admission import PROPAGATION_MS, Gate
 from streams.core.routing.busy import BlocksInUse
@@ -25,7 +25,7 @@ from streams.core.routing.policies.expected_time import ExpectedTime
 from streams.core.routing.policies.registry import built_in_policy
 from streams.core.routing.policies.timings import Timings
 from streams.core.routing.queue import PREFILL_US_PER_TOKEN, QueueLimits, QueuePolicy, RequestQueue, Waiting
-from streams.core.routing.request import FleetState, Matches, Prompt, RoutePolicy, RoutingRequest
+from streams.core.routing.request import FleetState, Matches, PromptBlocks, RoutePolicy, RoutingRequest
 from streams.core.routing.selection import Rng
 from streams.core.routing.supplementary import SupplementaryMatches
 from streams.cxl.events import CxlPool
@@ -41,7 +41,7 @@ PUMP_MS, CHECK_MS, LOOKAHEAD = 5.0, 50.0, 64
 _NEVER_MS = 1 << 60
 _NEVER = float("inf")
 
-_NO_SCORES = OverlapScores({})
+_NO_SCORES = PrefixScores({})
 _NO_LIMITS = QueueLimits(1 << 30, 1 << 60, 1 << 30)
 
 
@@ -300,7 +300,7 @@ class LabRouter:
         n_blocks = -(-request.n_tokens // self._block_size)
         return RoutingRequest(
             policy,
-            Prompt(request.sequence, request.n_tokens, n_blocks, self._block_size),
+            PromptBlocks(request.sequence, request.n_tokens, n_blocks, self._block_size),
             Matches(
                 self._ranks_for(request),
                 self._scores(request),
@@ -317,7 +317,7 @@ class LabRouter:
         self.note_booking(booking_id, booking, now_ms)
         return self._worker_of[booking.rank]
 
-    def _scores(self, request: RoutedRequest) -> OverlapScores:
+    def _scores(self, request: RoutedRequest) -> PrefixScores:
         return self.index.find_matches(request.names) if self.reads_index else _NO_SCORES
 
     def _supplementary(self, names: HashArray) -> SupplementaryMatches | None:
