@@ -233,7 +233,7 @@ def create_app(settings: Settings) -> WorkerApp:
         web_port=settings.port if settings.router or not settings.metrics_port else settings.metrics_port,
         stream_wait_empty=False,
         logging_config=log_setup.dict_config(settings),
-        FaustWorker=FaustWorker,
+        Worker=FaustWorker,
     )
     process = app.worker_process = WorkerProcess(app, settings)
     app.worker_settings = settings
