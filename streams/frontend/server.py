@@ -342,7 +342,7 @@ async def serve(settings: Settings, options: FrontOptions) -> None:
         await server.serve(starting_app(startup))
         front = Front(settings, options, access)
         startup.note("loading tokenizers" if options.tokenizers else "starting")
-        prefer_request_threads()  # before the tokenizer processes, which requests wait for and which inherit it
+        prefer_request_threads()
         await front.start()
         exempt_from_collection()
         # Python would examine all objects of all streams again after every few hundred requests.

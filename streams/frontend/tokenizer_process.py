@@ -4,8 +4,7 @@ What lives here: the frames, the parent's side (TokenizerProcess) and the child'
 goes to which process (tokenizing), and how a text becomes tokens (tokenizer).
 
 The pipes are read and written by the front's own event loop. A pool of Python's library has two threads in between,
-each of which waits for the interpreter: on a busy front that takes longer than the tokens. A process inherits the time
-slices that the front's thread asks for, since requests wait for it as well.
+each of which waits for the interpreter: on a busy front that takes longer than the tokens.
 
 A frame is its length as u32 LE and its bytes. The child's first frame is an error, or empty once the tokenizers are
 loaded; then it answers each request in order. It ends when its input does, so it never outlives the front.
