@@ -13,12 +13,12 @@ from collections import deque
 import click
 import numpy as np
 
-from streams.codec import decode_load
 from streams.core.hashing import pack_hashes
 from streams.core.ids import DpRank, RankId, WorkerId
 from streams.core.loads.bookings import Booking, BookingId, BookingPhase
-from streams.kafka import producer
-from streams.load_records import encoded_load, load_key
+from streams.kafka.clients import producer
+from streams.kafka.load_records import encoded_load, load_key
+from streams.kafka.records import decode_load
 from streams.router_api.loads_sync import LoadsSync
 from streams.settings import Settings
 from streams.topics import topics

@@ -28,11 +28,11 @@ from benchmarks.report import OURS, Bar, Report, Samples, wide_console
 from streams.core.hashing import pack_hashes
 from streams.core.ids import DpRank, RankId, WorkerId
 from streams.core.loads.bookings import Booking, BookingPhase
-from streams.interpreter import exempt_from_collection
 from streams.lab.stack import get_json
+from streams.process.interpreter import exempt_from_collection
+from streams.process.waiting import wait_for
 from streams.router_api.router import Router
 from streams.settings import Settings
-from streams.waiting import wait_for
 
 #: The bar: how much a router may grow per million pairs, in MiB. Their ends are known until the TTL: 50 bytes each.
 GROWTH_MIB_MAX = 100.0

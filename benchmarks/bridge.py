@@ -42,19 +42,19 @@ from confluent_kafka.admin import AlterConfigOpType, ConfigEntry, ConfigResource
 from benchmarks.bridge_stages import add_stages
 from benchmarks.machinery import Machinery, cpu_seconds, machinery
 from benchmarks.report import OURS, Report, Samples, select, value_bar, wide_console
-from streams.codec import decode_batch
 from streams.core.events import EngineEvents
 from streams.core.ids import DpRank, Incarnation, RankId, WorkerId
 from streams.engines.dialects.registry import DIALECTS
 from streams.engines.rank_records import event_producer
 from streams.engines.rank_writer import RankWriter
 from streams.engines.replay import END_MARKER, SEQUENCE
-from streams.interpreter import exempt_from_collection
-from streams.kafka import admin, reader
+from streams.kafka.clients import admin, reader
+from streams.kafka.records import decode_batch
 from streams.lab.processes import Child
+from streams.process.interpreter import exempt_from_collection
+from streams.process.waiting import wait_for
 from streams.settings import as_environ
 from streams.topics import topics
-from streams.waiting import wait_for
 from streams.warming import HASHING, warm
 
 MODEL = "m"

@@ -24,7 +24,6 @@ import numpy as np
 from benchmarks.ours import clock
 from benchmarks.report import OURS, Bar, Report, Samples, ratio_bar, select, wide_console
 from streams import __version__
-from streams.codec import encode_worker
 from streams.core.cxl_memory import CxlMemoryState
 from streams.core.events import MoeLabels
 from streams.core.hashing import local_hashes, sequence_hashes
@@ -32,6 +31,7 @@ from streams.core.ids import DpRank, EngineHash, HashArray, Incarnation, RankId,
 from streams.core.workers import Worker
 from streams.cxl.events import CxlPool
 from streams.cxl.records import BlockKey, BlockRow, Placement, block_key, encode_block, encode_pool, pool_key
+from streams.kafka.records import encode_worker
 from streams.lab.engines.held_chains import runs_of_chain
 from streams.router_api.router import Router
 from streams.router_api.wire import RouteRequest

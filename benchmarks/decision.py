@@ -24,7 +24,6 @@ import orjson
 from benchmarks.ours import clock
 from benchmarks.report import OURS, Bar, Report, Samples, wide_console
 from streams import __version__
-from streams.codec import encode_load, encode_metrics, encode_pulse, encode_worker, pulse_key
 from streams.core.bridge_pulses import BridgePulse
 from streams.core.engine_metrics import MetricsReport, WorkerMetrics
 from streams.core.hashing import pack_hashes, request_hashes
@@ -38,12 +37,13 @@ from streams.core.routing.request import FleetState, Matches, PromptBlocks, Rout
 from streams.core.routing.selection import RouterMode
 from streams.core.routing.trust import AnswerMode
 from streams.core.workers import BridgeLease, Worker
-from streams.kafka import worker_key
+from streams.kafka.applied_until import SourceOffset
+from streams.kafka.clients import worker_key
+from streams.kafka.records import encode_load, encode_metrics, encode_pulse, encode_worker, pulse_key
 from streams.lab.engines.held_chains import FIRST_EPOCH, runs_of_chain
 from streams.router_api.router import Router
 from streams.router_api.wire import ConfigOverride, RouteRequest, answer_json
 from streams.settings import Settings
-from streams.tables.applied_until import SourceOffset
 from streams.tables.records import (
     PartitionRecord,
     SourceProgress,

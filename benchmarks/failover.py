@@ -20,8 +20,8 @@ from benchmarks.pipeline import BLOCK_SIZE, Fleet, mixed
 from benchmarks.recovery import READY_TIMEOUT_S, Written, all_open, opened, write
 from benchmarks.report import OURS, Bar, Report, Samples, wide_console
 from streams.core.ids import DpRank, RankId, WorkerId
-from streams.kafka import partition_of
-from streams.waiting import wait_for
+from streams.kafka.clients import partition_of
+from streams.process.waiting import wait_for
 
 #: Compaction starts when a fifth of the log is dirty, so each run has little more than one record.
 TIMES_WRITTEN = 2

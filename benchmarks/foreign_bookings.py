@@ -25,16 +25,16 @@ from benchmarks.machinery import cpu_seconds, machinery
 from benchmarks.report import OURS, Report, Samples, wide_console
 from benchmarks.steady_client import Run
 from benchmarks.under_load import ask, percentile, steady_client
-from streams.codec import encode_load
 from streams.core.hashing import pack_hashes
 from streams.core.ids import DpRank, RankId, WorkerId
 from streams.core.loads.bookings import Booking, BookingId, BookingPhase
-from streams.kafka import producer
+from streams.kafka.clients import producer
+from streams.kafka.load_records import request_partition
+from streams.kafka.records import encode_load
 from streams.lab.stack import get_json, wait_workers
-from streams.load_records import request_partition
+from streams.process.waiting import wait_for
 from streams.settings import Settings
 from streams.topics import topics
-from streams.waiting import wait_for
 
 MODEL = "m"
 BLOCK_SIZE = 16

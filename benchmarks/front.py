@@ -44,12 +44,12 @@ from aiohttp import ClientSession
 from benchmarks.machinery import machinery
 from benchmarks.report import OURS, Bar, Report, Samples, installed, wide_console
 from benchmarks.token_engine import ARRIVAL, STAMP, STAMP_DIGITS
-from streams.interpreter import run_in_real_time
 from streams.lab.engines.chat_template import tokenizer_files
 from streams.lab.kafka.ports import free_port
 from streams.lab.processes import Child
 from streams.lab.stack import RouterProcess, Stack, get_json, wait_workers
-from streams.waiting import wait_for
+from streams.process.interpreter import run_in_real_time
+from streams.process.waiting import wait_for
 
 MODEL = "m"
 DIRECT, NGINX, FRONT, MOVING = "direct", "nginx", "front", "front with migration"

@@ -45,13 +45,13 @@ from benchmarks.wire_engines import (
     Workload,
     expected_overlap,
 )
-from streams.kafka import reader
+from streams.kafka.clients import reader
 from streams.lab.kafka.ports import free_port, free_ports_in_a_row
 from streams.lab.processes import Child, Children
 from streams.lab.stack import RouterProcess, get_json, wait_workers
+from streams.process.waiting import wait_for
 from streams.settings import as_environ
 from streams.topics import topics
-from streams.waiting import wait_for
 
 N_WORKERS = 8
 N_PROMPTS = 64

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 
-from streams.kafka import ensure_topics
+from streams.kafka.clients import ensure_topics
 from streams.lab.kafka.broker import LocalKafka, LocalKafkaConfig
 from streams.lab.processes import Children
 from streams.lab.stack import Stack

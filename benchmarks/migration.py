@@ -39,7 +39,7 @@ from streams.lab.engines.pool import PoolConfig
 from streams.lab.engines.speeds import DEVICES, MODELS, ModelClass
 from streams.lab.engines.synthetic_tokens import greedy_tokens, unpack_tokens
 from streams.lab.stack import FrontProcess, RouterProcess, Stack
-from streams.waiting import wait_for
+from streams.process.waiting import wait_for
 
 BLOCK = 16
 #: Of prompt and answer when the engine is killed. The token after the last block has not been computed by anyone: to

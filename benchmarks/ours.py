@@ -16,13 +16,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from benchmarks.workload import REMOVED, U32Array, U64Array, Workload
-from streams.codec import encode_batch
 from streams.core import hashing
 from streams.core.events import BlocksRemoved, BlocksStored, EngineBatch, EngineEvents, KvEvent
 from streams.core.ids import DpRank, EngineHash, Incarnation, RankId, Tier, WorkerId
 from streams.core.index.interface import Candidates
 from streams.core.index.tree_fold import TreeRunFold
 from streams.core.reducer.holdings import Holdings
+from streams.kafka.records import encode_batch
 from streams.tables.event_decoding import decode_events
 from streams.tables.run_decoding import decode, join
 from streams.tables.run_table import RunTable

@@ -27,11 +27,11 @@ from confluent_kafka import Producer
 
 from benchmarks.machinery import Machinery, cpu_seconds, machinery
 from benchmarks.report import OURS, Bar, Report, Samples, wide_console
-from streams.codec import decode_batch, encode_batch, encode_worker
 from streams.core.events import EngineBatch, EngineEvents
 from streams.core.ids import DpRank, HashArray, Incarnation, RankId, WorkerId
 from streams.core.workers import Worker
-from streams.kafka import producer
+from streams.kafka.clients import producer
+from streams.kafka.records import decode_batch, encode_batch, encode_worker
 from streams.lab.stack import get_json
 from streams.topics import topics
 

@@ -24,13 +24,13 @@ from benchmarks.report import OURS, Bar, Report, Samples, wide_console
 from streams.core.events import BlocksStored, EngineBatch, EngineEvents
 from streams.core.ids import DpRank, EngineHash, Incarnation, RankId, WorkerId
 from streams.core.reducer.holdings import Holdings
-from streams.kafka import partition_of
+from streams.kafka.clients import partition_of
 from streams.lab.stack import RouterProcess, get_json
+from streams.process.waiting import wait_for
 from streams.tables.records import Change, encode_progress, progress_key
 from streams.tables.run_table import RunTable
 from streams.tables.transactions import table_producer
 from streams.topics import topics
-from streams.waiting import wait_for
 
 MODEL = "m"
 BLOCK_SIZE = 16

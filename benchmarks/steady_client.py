@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from streams.interpreter import run_in_real_time
+from streams.process.interpreter import run_in_real_time
 
 _HEADERS_END = b"\r\n\r\n"
 

@@ -19,7 +19,7 @@ import click
 import uvloop
 import xxhash
 
-from streams.interpreter import run_in_real_time
+from streams.process.interpreter import run_in_real_time
 
 #: Digests that are kept for clients to ask for.
 DIGESTS_MAX = 100_000

@@ -15,7 +15,7 @@ import uuid
 from dataclasses import replace
 from pathlib import Path
 
-from streams.kafka import delete_topics
+from streams.kafka.clients import delete_topics
 from streams.lab.demo.pooled_fleet import FOUR_PLACES, Move, PooledFleet, killed_midway
 from streams.lab.engines.engine_config import EngineConfig
 from streams.lab.engines.pool import PoolConfig

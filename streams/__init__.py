@@ -15,17 +15,18 @@ The map of the package. docs/architecture.md describes every file.
     router_api/       the router: its view of the tables, bookings, HTTP
     client/           the Python client: over HTTP, or with a router in the same process
     indexer_agent     the Faust agent, which feeds partitions of the tables from a stream
-    delivery          how Faust delivers records
-    faust_internals   the private parts of Faust, mode and aiokafka that are used, as data
+    frontend/         the OpenAI-compatible front, a client of routers
+    decision_log/     what routers write down of their decisions
+    kafka/            clients, records and their bytes, how Faust delivers records, the private parts of Faust
+    process/          logs, metrics, an HTTP server, progress, waiting, fault points of tests
+    security/         tokens, certificates, credentials, ACLs
     worker            the Faust App that `faust -A streams worker` runs
     reset, warming    emptying a scope; compiling kernels before they are needed
-    topics, codec     the topics as data; Avro bytes to values and back
-    schema_compatibility
-                      the check at start that the schemas read the records of the last release
-    kafka, kafka_log, http_server, settings, metrics, agent_metrics, log, errors, progress, waiting, faults
-                      one concern each, used everywhere
-    sim/              simulated engines without GPUs, and the CXL pool that they share
-    local/            a Kafka, child processes and the demo for one machine
+    topics, settings  the topics as data; the settings of each process
+    model_registry, policy_plugins
+                      block sizes of models; policies of other packages
+    lab/              for the command line only: simulated engines, the routing laboratory, comparisons, a local Kafka,
+                      the demo
     doctor/           what is wrong with a fleet, in words
     cli/              the command line, one module per group of commands
 

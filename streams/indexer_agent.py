@@ -24,14 +24,14 @@ from faust.types import TP
 
 from streams.core.reducer.maintenance import MAINTENANCE_COUNTS
 from streams.core.reducer.ordering import Verdict
-from streams.kafka import first_offset, group_members
+from streams.kafka.applied_until import Lag
+from streams.kafka.clients import first_offset, group_members
+from streams.kafka.topic_watch import TopicReading, TopicWatch
 from streams.settings import Settings
-from streams.tables.applied_until import Lag
 from streams.tables.index_reducer import BAD_TABLE_RECORD
 from streams.tables.partition import PARTITION_COUNTS, TablePartition
 from streams.tables.reducer import PartitionPlan, SourceRecord
 from streams.tables.wiring import PartitionWiring
-from streams.topic_watch import TopicReading, TopicWatch
 from streams.topics import topics
 
 log = logging.getLogger(__name__)

@@ -16,10 +16,9 @@ from collections.abc import Iterable
 
 from confluent_kafka import OFFSET_BEGINNING, KafkaError, KafkaException, TopicPartition
 
-from streams.codec import MODEL_KEY_PREFIX, decode_model, encode_model, model_key
 from streams.core.workers import ServedModel
 from streams.errors import BadRecord, BlockSizeContradicted, KvStreamsError
-from streams.kafka import (
+from streams.kafka.clients import (
     ANSWER_TIMEOUT_S,
     Record,
     as_record,
@@ -30,6 +29,7 @@ from streams.kafka import (
     reader,
     require_topic,
 )
+from streams.kafka.records import MODEL_KEY_PREFIX, decode_model, encode_model, model_key
 from streams.settings import Settings
 from streams.topics import topics
 

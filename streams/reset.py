@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from confluent_kafka import OFFSET_END, KafkaException, Producer, TopicPartition
 
 from streams.errors import KvStreamsError, ScopeInUse, TableError
-from streams.kafka import CREATE_TIMEOUT_S, Record, admin, first_offset, group_members, log_end
+from streams.kafka.clients import CREATE_TIMEOUT_S, Record, admin, first_offset, group_members, log_end
 from streams.model_registry import delete_models
 from streams.settings import Settings, tables_path
 from streams.tables.changelog import read_to_end

@@ -37,7 +37,7 @@ from streams.core.routing.policies.expected_time_defaults import (
 from streams.core.routing.queue import PREFILL_US_PER_TOKEN, QUEUE_BACKLOG_MS, QueuePolicy
 from streams.core.routing.selection import CUDA_TO_CPU_RATIO, RouterMode
 from streams.errors import SettingsError
-from streams.faults import FAULT_ENV
+from streams.process.faults import FAULT_ENV
 
 ENV_PREFIX = "KVSTREAMS_"
 

@@ -1,7 +1,7 @@
 """The topics of a scope, as data (docs/architecture.md, Topics).
 
 What lives here: name, key, schema, partitions, replication, retention and cleanup of every topic. What must not: calls
-to Kafka (streams.kafka). An operator can read this file instead of a broker's settings.
+to Kafka (streams.kafka.clients). An operator can read this file instead of a broker's settings.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ import streams.core.reducer.kernels as reducer
 import streams.core.routing.kernels as routing
 import streams.tables.kernels as tables
 from streams.errors import ProcessError
-from streams.progress import log_console, shown
+from streams.process.progress import log_console, shown
 
 log = logging.getLogger(__name__)
 
@@ -228,7 +228,7 @@ class _Children:
 
     def run(self, n_children: int) -> None:
         """Compile them all; raises ProcessError."""
-        folders = [str(Path(__file__).resolve().parents[1]), *filter(None, sys.path)]
+        folders = [str(Path(__file__).resolve().parents[2]), *filter(None, sys.path)]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(folders)}
         children = [
             subprocess.Popen(

@@ -20,27 +20,27 @@ from typing import Any, NoReturn
 import faust
 from faust.types import TP
 
-from streams import faults
-from streams import log as log_setup
-from streams.agent_metrics import agent_registry
-from streams.delivery import App
 from streams.errors import KvStreamsError
-from streams.http_server import HttpServer, Startup, monitoring_app, starting_app
 from streams.indexer_agent import Indexer
-from streams.interpreter import exempt_from_collection, prefer_request_threads, run_in_real_time
-from streams.kafka import ensure_topics
-from streams.kafka_log import unreachable
-from streams.loop_thread import LoopThread
+from streams.kafka.clients import ensure_topics
+from streams.kafka.delivery import App
+from streams.kafka.log_ends import unreachable
+from streams.kafka.schema_compatibility import check_schemas
 from streams.model_registry import check_models
+from streams.process import faults
+from streams.process import log as log_setup
+from streams.process.http_server import HttpServer, Startup, monitoring_app, starting_app
+from streams.process.interpreter import exempt_from_collection, prefer_request_threads, run_in_real_time
+from streams.process.loop_thread import LoopThread
 from streams.reset import reset_scope
 from streams.router_api.draining import drain
 from streams.router_api.process_group import ProcessGroup
 from streams.router_api.router import Router
 from streams.router_api.server import api_runner, make_router, tick_forever
-from streams.schema_compatibility import check_schemas
 from streams.security.access import Access
 from streams.security.faust_credentials import faust_credentials
 from streams.settings import Settings, load, unknown_variables
+from streams.tables.agent_metrics import agent_registry
 from streams.tables.cxl_reducer import partition_plan
 from streams.topics import topics
 from streams.warming import AGENT, WORKER, warm_while_serving

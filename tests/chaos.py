@@ -27,16 +27,16 @@ from pathlib import Path
 from confluent_kafka import Consumer, TopicPartition
 
 from streams.errors import KvStreamsError
-from streams.faults import FAULT_ENV
-from streams.kafka import Record, ensure_topics, log_end
+from streams.kafka.clients import Record, ensure_topics, log_end
 from streams.lab.kafka.broker import LocalKafka, LocalKafkaConfig
 from streams.lab.processes import Children
 from streams.lab.stack import RouterProcess, Stack
+from streams.process.faults import FAULT_ENV
+from streams.process.waiting import wait_for
 from streams.settings import Settings
 from streams.tables.changelog import read_to_end
 from streams.tables.records import PARTITION_PREFIX, decode_partition
 from streams.topics import topics
-from streams.waiting import wait_for
 from tests.helpers.support import dead_letters
 from tests.helpers.truth import Engines, assert_equal
 

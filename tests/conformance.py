@@ -25,7 +25,6 @@ import msgspec
 import numpy as np
 import xxhash
 
-from streams.codec import encode_worker
 from streams.core.events import AllBlocksCleared, BlocksRemoved, BlocksStored, KvEvent, MoeLabels, WorkerRemoved
 from streams.core.hashing import BASE_SEED, hash_seed, local_hashes, request_hashes, sequence_hashes, with_pad_values
 from streams.core.ids import U64_MASK, DpRank, EngineHash, HashArray, Incarnation, RankId, Tier, WorkerId
@@ -36,6 +35,7 @@ from streams.core.routing.queue import QueueLimits, QueuePolicy, RequestQueue, W
 from streams.core.routing.selection import select_by_cost
 from streams.core.workers import Worker
 from streams.errors import UnknownParent
+from streams.kafka.records import encode_worker
 from streams.router_api.view import View
 from streams.router_api.wire import MoeQuery
 from streams.settings import Settings

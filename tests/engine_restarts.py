@@ -20,7 +20,7 @@ from http.client import HTTPException
 from pathlib import Path
 
 from streams.errors import KvStreamsError
-from streams.kafka import ensure_topics
+from streams.kafka.clients import ensure_topics
 from streams.lab.engines.engine_config import EngineConfig
 from streams.lab.kafka.broker import LocalKafka, LocalKafkaConfig
 from streams.lab.processes import Children

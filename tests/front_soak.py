@@ -18,10 +18,10 @@ import aiohttp
 import click
 import psutil
 
-from streams.codec import encode_worker
 from streams.core.ids import WorkerId
 from streams.core.workers import Worker
-from streams.kafka import worker_key
+from streams.kafka.clients import worker_key
+from streams.kafka.records import encode_worker
 from streams.settings import Settings
 from tests.helpers.front_stage import IDS, Stage, on_stage
 from tests.helpers.local_router import local_router

@@ -46,8 +46,8 @@ from streams.lab.engines.synthetic_tokens import answer_tokens, greedy_tokens, u
 from streams.lab.kafka.broker import LocalKafka
 from streams.lab.processes import Children
 from streams.lab.stack import FrontProcess, RouterProcess, Stack, get_bytes
+from streams.process.waiting import wait_for
 from streams.settings import Settings
-from streams.waiting import wait_for
 from streams.warming import WORKER, warm
 from tests.helpers.broker import broker_config
 

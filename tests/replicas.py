@@ -28,19 +28,19 @@ from typing import Any
 
 from confluent_kafka.admin import AlterConfigOpType, ConfigEntry, ConfigResource  # type: ignore[attr-defined]
 
-from streams.codec import decode_load
 from streams.core.hashing import unpack_hashes
 from streams.core.ids import RankId
 from streams.core.loads.bookings import Booking, BookingId, BookingPhase
 from streams.errors import KvStreamsError
-from streams.kafka import Record, admin, ensure_topics
+from streams.kafka.clients import Record, admin, ensure_topics
+from streams.kafka.records import decode_load
 from streams.lab.kafka.broker import LocalKafka, LocalKafkaConfig
 from streams.lab.processes import Children
 from streams.lab.stack import READY_TIMEOUT_S, RouterProcess, Stack, is_ready
+from streams.process.waiting import wait_for
 from streams.settings import Settings
 from streams.tables.changelog import read_to_end
 from streams.topics import topics
-from streams.waiting import wait_for
 from tests.helpers.api import BLOCK_SIZE, Api, metrics
 
 N_WORKERS = 8

@@ -97,7 +97,7 @@ def compare(
     from streams.lab.compare.report import in_words, report
     from streams.lab.compare.traffic import RUNS_MAX, Measured, TrafficConfig, run
     from streams.lab.compare.variants import parse_variants
-    from streams.progress import shown
+    from streams.process.progress import shown
     from streams.security.files import read_secret
 
     variants = parse_variants(modes or ("kv", "expected-time"))

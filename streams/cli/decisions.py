@@ -161,7 +161,7 @@ def replay_decisions(
     from streams.lab.simulation.recorded import replay
     from streams.lab.simulation.workload import RawRequest, build
     from streams.lab.trace import TRACE_BLOCK_TOKENS, dump
-    from streams.progress import shown
+    from streams.process.progress import shown
 
     names = [each.strip() for each in policies.split(",") if each.strip()]
     for name in names:  # before anything is read

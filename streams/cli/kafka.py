@@ -92,7 +92,7 @@ def kafka_status(directory: Path) -> None:
 def start_kafka(directory: Path, overrides: dict[str, str] | None = None, *, secure: bool = False) -> Any:
     """Start the local Kafka and return its KafkaState. Shows progress during the download of its jars and the start."""
     from streams.lab.kafka.broker import LocalKafka, LocalKafkaConfig
-    from streams.progress import shown
+    from streams.process.progress import shown
 
     local = LocalKafka(LocalKafkaConfig(directory, overrides or {}, secure=secure))
     with shown(Console(stderr=True), "starting Kafka") as step:

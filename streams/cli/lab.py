@@ -173,7 +173,7 @@ def simulate(
     from rich.console import Console
 
     from streams.lab.simulation.experiment import load_workload, run_policy
-    from streams.progress import shown
+    from streams.process.progress import shown
 
     fleet = fleet_of(**fleet_settings)
     n_workers = fleet.n_workers
@@ -261,7 +261,7 @@ def tune(
     from streams.errors import SettingsError
     from streams.lab.simulation import tuning
     from streams.lab.simulation.experiment import load_workload
-    from streams.progress import shown
+    from streams.process.progress import shown
 
     ranges = dict(map(_range, sweep)) or dict(tuning.RANGES.get(policy, {}))
     if not ranges:

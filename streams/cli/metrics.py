@@ -12,14 +12,14 @@ from streams.cli.options import GroupedCommand
 from streams.cli.output import ONE_LINE_WIDTH, console
 
 if TYPE_CHECKING:
-    from streams.metrics import Metric
+    from streams.process.metrics import Metric
 
 
 @click.command(cls=GroupedCommand)
 @click.option("--markdown", is_flag=True, help="print the tables of docs/metrics.md")
 def metrics(markdown: bool) -> None:
     """Print every Prometheus metric: its name, kind, meaning and labels."""
-    from streams.metrics import label_text, markdown_table
+    from streams.process.metrics import label_text, markdown_table
 
     if markdown:
         tables = [f"### {title}\n\n{markdown_table(declared)}" for title, declared in declared_metrics().items()]
@@ -37,11 +37,11 @@ def metrics(markdown: bool) -> None:
 
 def declared_metrics() -> Mapping[str, Sequence[Metric[Any]]]:
     """The declarations of every kind of process, by the heading that the docs have for it."""
-    from streams.agent_metrics import AGENT_METRICS
     from streams.engines.bridge_metrics import BRIDGE_METRICS
     from streams.frontend.metrics import FRONT_METRICS
-    from streams.process_metrics import PROCESS_METRICS
+    from streams.process.process_metrics import PROCESS_METRICS
     from streams.router_api.metrics import ROUTER_METRICS
+    from streams.tables.agent_metrics import AGENT_METRICS
 
     return {
         "Router": ROUTER_METRICS,

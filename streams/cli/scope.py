@@ -7,9 +7,9 @@ from dataclasses import fields
 import click
 from rich.table import Table
 
-from streams import log
 from streams.cli.options import GroupedCommand, GroupedGroup, with_settings
 from streams.cli.output import ONE_LINE_WIDTH, console
+from streams.process import log
 from streams.security.acls import TOPIC_OPERATIONS, commands
 from streams.settings import ENV_PREFIX, Resolved, Settings, shown_value
 from streams.topics import topics as scope_topics
@@ -42,7 +42,7 @@ def topics() -> None:
 @with_settings
 def topics_create(resolved: Resolved) -> None:
     """Create the topics that are missing and check the others. Existing topics are never altered."""
-    from streams.kafka import ensure_topics
+    from streams.kafka.clients import ensure_topics
 
     states = ensure_topics(resolved.settings, scope_topics(resolved.settings).all())
     for state in states.values():
@@ -54,7 +54,7 @@ def topics_create(resolved: Resolved) -> None:
 def topics_describe(resolved: Resolved) -> None:
     """Compare every topic's settings with those that the broker has. The exit status is 1 if any differ."""
     from streams.errors import TopicMismatch
-    from streams.kafka import check_topic, describe_topics
+    from streams.kafka.clients import check_topic, describe_topics
 
     specs = scope_topics(resolved.settings).all()
     states = describe_topics(resolved.settings, specs)
@@ -116,7 +116,7 @@ def empty_scope(settings: Settings, force: bool, *, may_be_new: bool = False) ->
     may_be_new: without any topics, there is nothing to do. Otherwise missing topics are an error; they are never
     created here.
     """
-    from streams.kafka import missing_topics, require_topics
+    from streams.kafka.clients import missing_topics, require_topics
     from streams.reset import reset_scope
 
     specs = scope_topics(settings).all()

@@ -12,9 +12,9 @@ from typing import Any
 
 import click
 
-from streams import log
 from streams.cli.options import GroupedCommand, with_settings
 from streams.cli.scope import empty_scope
+from streams.process import log
 from streams.settings import Resolved, as_environ
 
 
@@ -36,8 +36,8 @@ def router(resolved: Resolved, ends_with_parent: bool, process_number: int | Non
 
     With --processes, several of them share one port of this machine.
     """
+    from streams.kafka.schema_compatibility import check_schemas
     from streams.router_api.process_group import ProcessGroup, ProcessPlace, end_with_parent
-    from streams.schema_compatibility import check_schemas
 
     settings = resolved.settings
     log.configure(settings, process_number)
@@ -119,8 +119,8 @@ def bridge(
         )
     from streams.engines.bridge_metrics import run_bridge
     from streams.engines.sources.named import sources_of
-    from streams.interpreter import prefer_request_threads
-    from streams.schema_compatibility import check_schemas
+    from streams.kafka.schema_compatibility import check_schemas
+    from streams.process.interpreter import prefer_request_threads
 
     log.configure(resolved.settings)
     check_schemas()
@@ -150,7 +150,7 @@ def run_until_signalled(main: Coroutine[Any, Any, None]) -> None:
 
     import uvloop  # here, because every command imports this module
 
-    from streams.interpreter import exempt_from_collection
+    from streams.process.interpreter import exempt_from_collection
 
     exempt_from_collection()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
-from streams import log
 from streams.cli.options import GroupedCommand
 from streams.cli.output import print_addresses
 from streams.core.kernels.available import do_without_kernels
+from streams.process import log
 from streams.settings import Settings
 
 if TYPE_CHECKING:

@@ -18,8 +18,8 @@ from streams.client.reports import BookingKey, OutstandingReport
 from streams.core.ids import WorkerId
 from streams.core.loads.bookings import BookingPhase
 from streams.errors import NoEligibleWorker, NotReady, QueueTimeout
-from streams.interpreter import prefer_request_threads
-from streams.kafka import missing_topics
+from streams.kafka.clients import missing_topics
+from streams.process.interpreter import prefer_request_threads
 from streams.router_api.admission import Admission, may_wait
 from streams.router_api.answer import RouteAnswer
 from streams.router_api.prepared_request import PreparedRequest

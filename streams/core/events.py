@@ -1,7 +1,7 @@
 """The events with which engines report changes of their caches, independent of the transport.
 
 What lives here: the events in past tense, and the records of `kv-events` and `kv-control` as values. What must not:
-bytes (codec) and engine dialects (engines).
+bytes (kafka.records) and engine dialects (engines).
 """
 
 from __future__ import annotations

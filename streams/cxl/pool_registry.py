@@ -17,7 +17,7 @@ from streams.core.ids import WorkerId
 from streams.cxl.events import POOL_EPOCH_GIVEN_MAX, CxlPool, check_pool_id, newest_pool
 from streams.cxl.records import POOL_KEY_PREFIX, decode_pool, encode_pool, pool_key
 from streams.errors import BadRecord, EpochConflict, InvalidRequest, KvStreamsError, UnknownId
-from streams.kafka import ANSWER_TIMEOUT_S, as_record, consume, producer, reader, require_topic
+from streams.kafka.clients import ANSWER_TIMEOUT_S, as_record, consume, producer, reader, require_topic
 from streams.settings import Settings
 from streams.topics import topics
 

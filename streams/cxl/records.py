@@ -27,7 +27,7 @@ from streams.cxl.events import (
     check_pool_id,
 )
 from streams.errors import BadRecord, InvalidRequest
-from streams.shapes import (
+from streams.kafka.shapes import (
     HASH,
     HASHES,
     I32_MAX,

@@ -13,7 +13,7 @@ from confluent_kafka import OFFSET_END, KafkaException, Message, TopicPartition
 
 from streams.decision_log.records import LoggedBatch, decode_batch
 from streams.errors import BadRecord, NotReady
-from streams.kafka import ANSWER_TIMEOUT_S, TOPICS_REMEDY, describe_topics, reader
+from streams.kafka.clients import ANSWER_TIMEOUT_S, TOPICS_REMEDY, describe_topics, reader
 from streams.settings import Settings
 from streams.tables.changelog import read_messages
 from streams.topics import topics

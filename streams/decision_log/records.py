@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from streams.avro_frames import codec
 from streams.core.ids import U32_MAX, DpRank, HashArray, RankId, WorkerId
 from streams.decision_log.families import FAMILY_TOKENS, FamilyKeys, family_hashes, salted
 from streams.decision_log.noted import BOOKED, PREFERRED, DecisionKind, ListedCandidates, NotedDecision
 from streams.errors import BadRecord, KvStreamsError
+from streams.kafka.avro_frames import codec
 
 SCHEMA = "router-decisions"
 

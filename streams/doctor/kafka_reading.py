@@ -19,7 +19,30 @@ from typing import Any
 from confluent_kafka import IsolationLevel, KafkaError, KafkaException, Message, TopicCollection, TopicPartition
 from confluent_kafka.admin import AdminClient, OffsetSpec  # type: ignore[attr-defined]
 
-from streams.codec import (
+from streams.core.ids import WorkerId
+from streams.core.workers import ServedModel
+from streams.doctor.observations import (
+    ClockReading,
+    KafkaSeen,
+    LogsSeen,
+    OwnerRecord,
+    Registration,
+    TopicsSeen,
+)
+from streams.errors import BadRecord, KafkaRefused, KafkaUnreachable, KvStreamsError
+from streams.kafka.clients import (
+    ANSWER_TIMEOUT_S,
+    TopicState,
+    admin,
+    as_record,
+    assign,
+    consume,
+    describe_topics,
+    group_members,
+    reader,
+    require_topic,
+)
+from streams.kafka.records import (
     AVOID_KEY_PREFIX,
     CORDON_KEY_PREFIX,
     MODEL_KEY_PREFIX,
@@ -32,29 +55,6 @@ from streams.codec import (
     decode_pulse,
     decode_render,
     decode_worker,
-)
-from streams.core.ids import WorkerId
-from streams.core.workers import ServedModel
-from streams.doctor.observations import (
-    ClockReading,
-    KafkaSeen,
-    LogsSeen,
-    OwnerRecord,
-    Registration,
-    TopicsSeen,
-)
-from streams.errors import BadRecord, KafkaRefused, KafkaUnreachable, KvStreamsError
-from streams.kafka import (
-    ANSWER_TIMEOUT_S,
-    TopicState,
-    admin,
-    as_record,
-    assign,
-    consume,
-    describe_topics,
-    group_members,
-    reader,
-    require_topic,
 )
 from streams.settings import Settings
 from streams.tables.records import (

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from streams.core.ids import WorkerId
 from streams.core.workers import ServedModel, Worker
 from streams.errors import KvStreamsError
-from streams.kafka import GroupMember, TopicState
+from streams.kafka.clients import GroupMember, TopicState
 from streams.settings import Settings
 from streams.tables.records import PartitionRecord
 from streams.topics import TopicSpec

@@ -22,7 +22,7 @@ from streams.doctor.probe import probe_engines
 from streams.doctor.router_reading import read_pages, read_routers
 from streams.doctor.tokenizer_reading import read_files, read_tokenizers
 from streams.errors import SchemasIncompatible
-from streams.schema_compatibility import check_schemas
+from streams.kafka.schema_compatibility import check_schemas
 from streams.settings import Settings
 
 #: Every check by its group, in the order of the report: what others follow from comes first.

@@ -24,8 +24,8 @@ from streams.engines.rank_writer import RankWriter
 from streams.engines.replay import Batch
 from streams.engines.wiring import EngineWiring
 from streams.errors import WRONG_BLOCK_SIZE, BadRecord, KvStreamsError
-from streams.kafka import dead_letter_headers, worker_key
-from streams.outage import Repetitions, repeated
+from streams.kafka.clients import dead_letter_headers, worker_key
+from streams.kafka.outage import Repetitions, repeated
 from streams.topics import topics
 
 log = logging.getLogger(__name__)

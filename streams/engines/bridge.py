@@ -36,9 +36,9 @@ from streams.engines.socket_watch import SocketWatch
 from streams.engines.sources.interface import ENGINES_MAX, EngineSource, MergedEngines
 from streams.engines.sources.registry import RegistryEngines
 from streams.errors import BlockSizeContradicted
-from streams.interpreter import collect_by_the_clock
+from streams.kafka.outage import Outage, lasting
 from streams.model_registry import check_model, claim_model, writer_name
-from streams.outage import Outage, lasting
+from streams.process.interpreter import collect_by_the_clock
 from streams.settings import Settings
 from streams.topics import topics
 

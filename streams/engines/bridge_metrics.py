@@ -1,8 +1,8 @@
 """The metrics of a bridge, declared once; docs/metrics.md has their table.
 
 What lives here: the declarations, the snapshot of a Bridge that they read, and running a bridge with a server for them.
-What must not: counting (the feeds count) and Prometheus' formats (streams.metrics). Totals are summed over all ranks
-that the bridge has fed, since the number of time series must not grow with the number of workers.
+What must not: counting (the feeds count) and Prometheus' formats (streams.process.metrics). Totals are summed over all
+ranks that the bridge has fed, since the number of time series must not grow with the number of workers.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from streams.engines.bridge import Bridge
 from streams.engines.dialects.interface import NOT_INDEXED_REASONS
 from streams.engines.feed_counters import NOT_INDEXED, RankCounters
 from streams.engines.sources.interface import EngineSource
-from streams.http_server import Startup, monitoring_app, monitoring_server
-from streams.kafka import wait_for_topics
-from streams.kafka_log import unreachable
-from streams.metrics import Label, Metric, MetricsRegistry, counter, gauge
+from streams.kafka.clients import wait_for_topics
+from streams.kafka.log_ends import unreachable
+from streams.process.http_server import Startup, monitoring_app, monitoring_server
+from streams.process.metrics import Label, Metric, MetricsRegistry, counter, gauge
 from streams.security.access import Access
 from streams.settings import Settings
 from streams.topics import topics

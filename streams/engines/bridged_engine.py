@@ -18,7 +18,6 @@ import aiohttp
 import zmq.asyncio
 from confluent_kafka import KafkaException, Producer
 
-from streams.codec import encode_worker, render_key
 from streams.core.events import ResyncRequest
 from streams.core.ids import DpRank, Incarnation, RankId, WorkerId
 from streams.core.workers import Worker
@@ -40,8 +39,9 @@ from streams.engines.shared_calls import SharedCalls
 from streams.engines.socket_watch import SocketWatch
 from streams.engines.wiring import EngineWiring
 from streams.errors import BlockSizeContradicted, KafkaUnreachable, KvStreamsError
-from streams.kafka import partition_of, worker_key
-from streams.outage import Outage, lasting
+from streams.kafka.clients import partition_of, worker_key
+from streams.kafka.outage import Outage, lasting
+from streams.kafka.records import encode_worker, render_key
 from streams.settings import Settings
 from streams.topics import topics
 

@@ -25,7 +25,7 @@ from streams.engines.rank_writer import RankWriter
 from streams.engines.recovery import RecoveredRank
 from streams.engines.restatements import Restatements
 from streams.engines.wiring import EngineWiring
-from streams.outage import Outage, lasting
+from streams.kafka.outage import Outage, lasting
 
 log = logging.getLogger(__name__)
 

@@ -37,7 +37,7 @@ from streams.engines.replay import (
     ReplaySilent,
     Window,
 )
-from streams.outage import Outage, lasting
+from streams.kafka.outage import Outage, lasting
 
 log = logging.getLogger(__name__)
 

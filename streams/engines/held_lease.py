@@ -15,11 +15,11 @@ from collections.abc import Callable
 
 from confluent_kafka import OFFSET_END, Consumer, KafkaException, TopicPartition
 
-from streams.codec import decode_resync
 from streams.core.events import ResyncRequest
 from streams.core.ids import RankId
 from streams.errors import BadRecord, KvStreamsError
-from streams.kafka import assign, partition_of, reader, require_topic, worker_key
+from streams.kafka.clients import assign, partition_of, reader, require_topic, worker_key
+from streams.kafka.records import decode_resync
 from streams.settings import Settings
 from streams.topics import topics
 

@@ -39,7 +39,7 @@ from streams.engines.process_start import read_body
 from streams.engines.replay import SEQUENCE
 from streams.engines.wiring import EngineWiring
 from streams.errors import BadRecord, KvStreamsError
-from streams.outage import Outage, lasting
+from streams.kafka.outage import Outage, lasting
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from streams.core.ids import RankId, SequenceHash, WorkerId
 from streams.cxl.records import BLOCK_PREFIX, TRANSITION_ROWS, decode_block, owner_of_row
 from streams.engines.cxl_names import PooledRow, PooledRows
 from streams.errors import BadRecord
-from streams.kafka import Record
+from streams.kafka.clients import Record
 from streams.settings import Settings
 from streams.tables.changelog import read_to_end
 from streams.topics import topics

@@ -41,7 +41,7 @@ from streams.engines.rank_writer import RankWriter
 from streams.engines.restatements import Restatements
 from streams.engines.stored_blocks import StoredBlock, store_events
 from streams.errors import BlockSizeContradicted, InvalidEvent, InvalidRequest, KvStreamsError
-from streams.kafka import partition_of, require_topic
+from streams.kafka.clients import partition_of, require_topic
 from streams.model_registry import claim_model, writer_name
 from streams.settings import Settings
 from streams.topics import topics

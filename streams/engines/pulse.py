@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterable
 
 from confluent_kafka import KafkaError, KafkaException, Message, Producer
 
-from streams.codec import encode_pulse, pulse_key
 from streams.core.bridge_pulses import PULSE_EVERY_MS, BridgePulse
 from streams.core.ids import WorkerId
+from streams.kafka.records import encode_pulse, pulse_key
 
 _EVERY_S = PULSE_EVERY_MS / 1000
 

@@ -20,7 +20,7 @@ from confluent_kafka import KafkaError, Message, Producer
 from streams.core.ids import WorkerId
 from streams.engines.acknowledgements import Acknowledgements, tolerated_s
 from streams.errors import KvStreamsError
-from streams.kafka import producer, worker_key
+from streams.kafka.clients import producer, worker_key
 from streams.settings import Settings
 from streams.topics import topics
 

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable
 
 from confluent_kafka import Producer
 
-from streams.codec import encode_batch
 from streams.core.events import (
     BEFORE_FIRST,
     Body,
@@ -33,6 +32,7 @@ from streams.engines.ledger import Ledger
 from streams.engines.rank_records import RankRecords
 from streams.engines.restatements import chunks
 from streams.errors import BadRecord
+from streams.kafka.records import encode_batch
 from streams.settings import Settings
 from streams.topics import EVENT_BYTES_MAX
 

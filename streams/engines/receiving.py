@@ -44,7 +44,7 @@ from streams.engines.gap_filling import GapFiller
 from streams.engines.heartbeats import Heartbeats
 from streams.engines.replay import SEQUENCE, Batch
 from streams.engines.wiring import EngineWiring
-from streams.outage import Outage, lasting
+from streams.kafka.outage import Outage, lasting
 
 log = logging.getLogger(__name__)
 

@@ -16,7 +16,6 @@ from typing import assert_never
 
 import numpy as np
 
-from streams.codec import decode_batch
 from streams.core.cxl_memory import CxlMemoryMetadata
 from streams.core.events import (
     BEFORE_FIRST,
@@ -56,7 +55,8 @@ from streams.engines.cxl_names import PLACED, CxlNames
 from streams.engines.ledger import Ledger
 from streams.engines.pooled_rows import read_rows
 from streams.errors import BadRecord
-from streams.kafka import Record, first_offset, partition_of, worker_key
+from streams.kafka.clients import Record, first_offset, partition_of, worker_key
+from streams.kafka.records import decode_batch
 from streams.settings import Settings
 from streams.tables.changelog import read_to_end
 from streams.tables.records import (

@@ -14,14 +14,14 @@ from typing import Protocol
 
 from confluent_kafka import OFFSET_BEGINNING, OFFSET_END, KafkaError, KafkaException, Message, TopicPartition
 
-from streams.codec import decode_resync, decode_worker
 from streams.core.events import ResyncRequest
 from streams.core.ids import U64_MASK, WorkerId
 from streams.core.workers import Worker
 from streams.errors import BadRecord, KvStreamsError
-from streams.kafka import assign, partition_of, reader, worker_key
+from streams.kafka.clients import assign, partition_of, reader, worker_key
+from streams.kafka.records import decode_resync, decode_worker
+from streams.kafka.topic_watch import TopicReading, TopicWatch
 from streams.settings import Settings
-from streams.topic_watch import TopicReading, TopicWatch
 from streams.topics import topics
 
 log = logging.getLogger(__name__)

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 import aiohttp
 from confluent_kafka import KafkaError, KafkaException, Message
 
-from streams.codec import encode_metrics
 from streams.core.engine_metrics import METRICS_TTL_MS_MAX, MetricsReport, WorkerMetrics
 from streams.core.ids import DpRank, Incarnation, RankId
 from streams.engines.metrics import parse_block_size, parse_metrics, tokens_processed
@@ -24,8 +23,9 @@ from streams.engines.process_start import PAGE_BYTES_MAX, parse_process_start, r
 from streams.engines.turns import next_turn, share_of
 from streams.engines.wiring import EngineWiring
 from streams.errors import BadRecord
-from streams.kafka import worker_key
-from streams.outage import Outage, lasting
+from streams.kafka.clients import worker_key
+from streams.kafka.outage import Outage, lasting
+from streams.kafka.records import encode_metrics
 from streams.topics import topics
 
 log = logging.getLogger(__name__)

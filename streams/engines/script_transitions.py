@@ -21,7 +21,7 @@ from streams.engines.rank_writer import RankWriter
 from streams.engines.recovery import recover_ranks
 from streams.engines.verdicts import TransitionVerdict, VerdictWatch
 from streams.errors import KvStreamsError, UnknownId
-from streams.kafka import require_topic
+from streams.kafka.clients import require_topic
 from streams.settings import Settings
 from streams.topics import topics
 

@@ -20,7 +20,7 @@ from confluent_kafka import KafkaError, KafkaException, Message, TopicPartition
 from streams.core.ids import WorkerId
 from streams.cxl.records import PARKED_PREFIX, decode_parked
 from streams.errors import BadRecord, KvStreamsError
-from streams.kafka import assign, consume, log_end, partition_of, reader
+from streams.kafka.clients import assign, consume, log_end, partition_of, reader
 from streams.settings import Settings
 from streams.tables.records import decode_partition, partition_key
 from streams.topics import topics

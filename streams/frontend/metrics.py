@@ -12,7 +12,7 @@ from streams.client.migration import Failure
 from streams.core.workers import RenderOutcome
 from streams.frontend.disaggregation import Split
 from streams.frontend.tokenizing import SOURCES
-from streams.metrics import Distribution, Label, Metric, counter, gauge, histogram
+from streams.process.metrics import Distribution, Label, Metric, counter, gauge, histogram
 
 #: How a request ended. `completed`: the engine's answer reached the client to its end, whatever its status. `refused`:
 #: the front or the router refused it. `failed`: no engine could answer. `broken`: the engine failed after its first

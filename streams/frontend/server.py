@@ -39,10 +39,10 @@ from streams.frontend.proxy import Proxy
 from streams.frontend.requests import NAME_CHARS_MAX, Kind, read_request
 from streams.frontend.spans import Spans, make_spans
 from streams.frontend.tokenizing import Tokenizing
-from streams.http_server import RETRY_AFTER_S, HttpServer, Startup, error_headers, starting_app
-from streams.interpreter import collect_by_the_clock, exempt_from_collection, prefer_request_threads
-from streams.metrics import MetricsRegistry
-from streams.process_metrics import metrics_response
+from streams.process.http_server import RETRY_AFTER_S, HttpServer, Startup, error_headers, starting_app
+from streams.process.interpreter import collect_by_the_clock, exempt_from_collection, prefer_request_threads
+from streams.process.metrics import MetricsRegistry
+from streams.process.process_metrics import metrics_response
 from streams.router_api.connections import Connections
 from streams.security.access import ANY_RIGHT, CHECK_S, Access, grant_of
 from streams.security.files import Watched, read_secret

@@ -20,7 +20,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from streams.errors import KvStreamsError
 from streams.frontend.spans import Attributes
-from streams.otlp import LAST_SPANS_S, exporting_provider
+from streams.process.otlp import LAST_SPANS_S, exporting_provider
 
 #: The service's name unless OTEL_SERVICE_NAME or OTEL_RESOURCE_ATTRIBUTES has another one.
 SERVICE_NAME = "kvstreams-front"

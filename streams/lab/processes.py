@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO, Self
 
 from streams.errors import ProcessError
-from streams.waiting import wait_for
+from streams.process.waiting import wait_for
 
 #: A child that was sent SIGTERM gets this long before SIGKILL.
 STOP_TIMEOUT_S = 20.0

@@ -17,14 +17,14 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from streams.kafka import ensure_topics
+from streams.kafka.clients import ensure_topics
 from streams.lab.engines.engine_config import EngineConfig
 from streams.lab.engines.pool import PoolConfig
 from streams.lab.kafka.ports import free_port
 from streams.lab.processes import Child, Children
+from streams.process.waiting import wait_for
 from streams.settings import Settings, as_environ
 from streams.topics import topics
-from streams.waiting import wait_for
 
 #: A process imports everything, connects to Kafka and reads its topics within seconds; ten of them share two cores.
 READY_TIMEOUT_S = 60.0

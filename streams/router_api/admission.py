@@ -24,7 +24,7 @@ import msgspec
 from streams.core.routing.admission import Gate
 from streams.core.routing.queue import QueueLimits, QueueRefusal, RequestQueue, Waiting
 from streams.errors import AllWorkersBusy, InvalidRequest, KvStreamsError, NotReady, QueueFull, QueueTimeout
-from streams.metrics import Distribution
+from streams.process.metrics import Distribution
 from streams.router_api.answer import RouteAnswer
 from streams.router_api.prepared_request import PreparedRequest
 from streams.router_api.router import Router

@@ -18,7 +18,7 @@ from streams.core.routing.policies.interface import Policy
 from streams.core.routing.request import RoutePolicy
 from streams.core.routing.selection import RouterMode
 from streams.core.routing.sessions import SessionAffinity
-from streams.kafka import producer
+from streams.kafka.clients import producer
 from streams.policy_plugins import find_policy
 from streams.router_api.dead_letters import DeadLetterCounts
 from streams.router_api.decision_recorder import DecisionRecorder

@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping
 from streams.core.ids import WorkerId
 from streams.core.routing.selection import RouterMode
 from streams.core.routing.trust import AnswerMode, DegradedReason, Trust
-from streams.metrics import OTHER, VALUES_MAX, Distribution
+from streams.process.metrics import OTHER, VALUES_MAX, Distribution
 
 #: Steps of the window over which `hit_rates` is computed, and their length: 5 minutes, as exact as a scrape needs it.
 WINDOW_STEPS = 10

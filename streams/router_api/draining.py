@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 
-from streams.http_server import HttpServer
+from streams.process.http_server import HttpServer
 from streams.router_api.router import Router
 
 log = logging.getLogger(__name__)

@@ -11,7 +11,6 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from streams.codec import PULSE_KEY_PREFIX, decode_metrics, decode_pulse, pulse_key
 from streams.core.bridge_pulses import BridgePulses
 from streams.core.engine_metrics import MetricsReport, WorkerMetrics, with_registered
 from streams.core.ids import RankId, WorkerId
@@ -19,7 +18,8 @@ from streams.core.routing.busy import BlocksInUse, ReportedBlocks
 from streams.core.routing.request import FleetState
 from streams.core.workers import CPU_CLASS, Worker
 from streams.errors import BadRecord
-from streams.kafka import worker_key
+from streams.kafka.clients import worker_key
+from streams.kafka.records import PULSE_KEY_PREFIX, decode_metrics, decode_pulse, pulse_key
 
 #: Ranks whose reports are kept. A fleet has a few thousand ranks; the limit keeps a foreign writer from filling memory.
 REPORTS_MAX = 65_536

@@ -13,20 +13,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from streams.codec import (
-    AVOID_KEY_PREFIX,
-    CORDON_KEY_PREFIX,
-    MODEL_KEY_PREFIX,
-    RENDER_KEY_PREFIX,
-    decode_avoidance,
-    decode_cordon,
-    decode_model,
-    decode_render,
-    decode_worker,
-    parse_avoid_key,
-    parse_cordon_key,
-    parse_render_key,
-)
 from streams.core.block_facts.fact_sets import RankNumbering
 from streams.core.ids import DpRank, Incarnation, RankId, WorkerId
 from streams.core.reducer.ordering import Progress
@@ -43,7 +29,21 @@ from streams.core.workers import (
     differs_in_lease_only,
 )
 from streams.errors import BadRecord, UnknownModel
-from streams.kafka import worker_key
+from streams.kafka.clients import worker_key
+from streams.kafka.records import (
+    AVOID_KEY_PREFIX,
+    CORDON_KEY_PREFIX,
+    MODEL_KEY_PREFIX,
+    RENDER_KEY_PREFIX,
+    decode_avoidance,
+    decode_cordon,
+    decode_model,
+    decode_render,
+    decode_worker,
+    parse_avoid_key,
+    parse_cordon_key,
+    parse_render_key,
+)
 from streams.model_registry import block_size_contradicted
 from streams.router_api.avoidances import Avoidances
 from streams.router_api.eligible_cache import EligibleCache

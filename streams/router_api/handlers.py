@@ -33,9 +33,9 @@ from streams.errors import (
     RequestTooLarge,
     api_error,
 )
-from streams.http_server import error_headers
-from streams.metrics import MetricsRegistry
-from streams.process_metrics import metrics_response
+from streams.process.http_server import error_headers
+from streams.process.metrics import MetricsRegistry
+from streams.process.process_metrics import metrics_response
 from streams.router_api import fast_lane
 from streams.router_api.admission import Admission, may_wait
 from streams.router_api.bodies import SHORT_BODY_BYTES_MAX, Bodies

@@ -16,7 +16,6 @@ from contextlib import AbstractContextManager
 
 from confluent_kafka import Message, Producer
 
-from streams.codec import decode_load
 from streams.core.ids import RankId
 from streams.core.loads.bookings import (
     ActiveLoads,
@@ -30,8 +29,9 @@ from streams.core.routing.policies import MODES as POLICY_MODES
 from streams.core.routing.selection import NAMED_MODES
 from streams.core.routing.unreported import UnreportedBookings, UnreportedLoad
 from streams.errors import BadRecord, BookingConflict
-from streams.kafka import Record
-from streams.load_records import time_written_ms
+from streams.kafka.clients import Record
+from streams.kafka.load_records import time_written_ms
+from streams.kafka.records import decode_load
 from streams.router_api.attempts import Attempts
 from streams.router_api.late_calls import LateCalls
 from streams.router_api.log_time import LogTime

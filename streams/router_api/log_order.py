@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from streams.kafka import Record
+from streams.kafka.clients import Record
 
 #: Own changes that the reader has not reached yet. Beyond this number, earlier records may be folded after the oldest.
 UNREAD_MAX = 65_536

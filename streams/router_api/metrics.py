@@ -1,7 +1,7 @@
 """The metrics of a router, declared once; docs/metrics.md has the table that is made from them.
 
 What lives here: the declarations, and the snapshot of a Router that they read. What must not: counting (the router and
-its parts count for themselves) and Prometheus' formats (streams.metrics).
+its parts count for themselves) and Prometheus' formats (streams.process.metrics).
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from streams.core.routing.selection import RouterMode
 from streams.core.routing.trust import AnswerMode, DegradedReason
 from streams.core.workers import RenderOutcome
 from streams.errors import API_ERRORS, HTTP_CODES, HTTP_ERROR, NotReady
-from streams.metrics import (
+from streams.kafka.applied_until import Lag, lag_records, lag_seconds
+from streams.process.metrics import (
     OTHER,
     PARTITION,
     VALUES_MAX,
@@ -27,8 +28,6 @@ from streams.metrics import (
     counter,
     gauge,
     histogram,
-    lag_records,
-    lag_seconds,
 )
 from streams.router_api.admission import Admission, Outcome
 from streams.router_api.bodies import Bodies
@@ -41,7 +40,6 @@ from streams.router_api.fleet_view import RankCounts
 from streams.router_api.prompt_matches import MODELS_MAX
 from streams.router_api.router import Router
 from streams.settings import Settings
-from streams.tables.applied_until import Lag
 from streams.topics import topics
 
 #: Upper bounds of the time that a decision takes, in seconds.

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from confluent_kafka import Producer
 
 from streams.core.loads.bookings import BOOKINGS_MAX, Booking, BookingId, BookingPhase
-from streams.load_records import encoded_load, load_key, request_partition
+from streams.kafka.load_records import encoded_load, load_key, request_partition
 from streams.router_api.outbox import Outbox
 from streams.topics import TopicSpec
 

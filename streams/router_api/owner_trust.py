@@ -11,13 +11,13 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
 from streams.core.routing.trust import DegradedReason
-from streams.tables.applied_until import AppliedUntil, Lag, SourceOffset, records_behind
+from streams.kafka.applied_until import AppliedUntil, Lag, SourceOffset, records_behind
+from streams.kafka.topic_watch import READINGS_PER_TOLERATED_LAG, read_every_ms
 from streams.tables.records import PartitionRecord
-from streams.topic_watch import READINGS_PER_TOLERATED_LAG, read_every_ms
 
 #: How long the ends of the logs are not trusted after an outage of the broker. Producers reconnect within 1.5 s
-#: (`streams.kafka.producer`) and then send what has waited. An end that was read before that would make answers exact
-#: that lack all the events of the outage.
+#: (`streams.kafka.clients.producer`) and then send what has waited. An end that was read before that would make
+#: answers exact that lack all the events of the outage.
 SETTLE_MS = 3000
 
 

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from streams.errors import ProcessError, SettingsError
-from streams.http_server import HttpServer
+from streams.process.http_server import HttpServer
 from streams.security.access import Access
 from streams.settings import Settings, as_environ
 

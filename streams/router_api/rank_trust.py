@@ -21,7 +21,7 @@ from streams.core.ids import Epoch, Int64Array, RankId, WorkerId
 from streams.core.reducer.ordering import Health, Progress
 from streams.core.routing.identity_cache import IdentityCache
 from streams.core.routing.trust import DegradedReason
-from streams.kafka import partition_of
+from streams.kafka.clients import partition_of
 
 _NO_WORKERS: frozenset[WorkerId] = frozenset()
 

@@ -10,12 +10,12 @@ import logging
 from collections.abc import Iterable
 
 from streams.errors import NotReady
-from streams.kafka import TOPICS_REMEDY, topics_missing
+from streams.kafka.applied_until import SourceOffset
+from streams.kafka.clients import TOPICS_REMEDY, topics_missing
+from streams.kafka.topic_watch import TopicReading, TopicWatch
 from streams.router_api.topic_readers import Feeds
 from streams.router_api.view import View
 from streams.settings import Settings
-from streams.tables.applied_until import SourceOffset
-from streams.topic_watch import TopicReading, TopicWatch
 from streams.topics import topics
 
 log = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from streams.core.loads.bookings import ActiveLoads, BookingId, BookingPhase
-from streams.load_records import time_written_ms
+from streams.kafka.load_records import time_written_ms
 from streams.router_api.attempts import Attempts
 from streams.router_api.own_bookings import Content
 

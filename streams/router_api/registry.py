@@ -14,18 +14,6 @@ from dataclasses import replace
 
 from confluent_kafka import KafkaError, KafkaException, Message, Producer
 
-from streams.codec import (
-    avoid_key,
-    cordon_key,
-    encode_avoidance,
-    encode_batch,
-    encode_cordon,
-    encode_model,
-    encode_render,
-    encode_worker,
-    model_key,
-    render_key,
-)
 from streams.core.events import EngineBatch, WorkerRemoved
 from streams.core.ids import DpRank, RankId, WorkerId
 from streams.core.workers import Avoidance, Cordon, RenderOutcome, RenderParity, Worker, WorkerState
@@ -41,14 +29,26 @@ from streams.errors import (
     UnknownId,
     WorkerChanged,
 )
-from streams.kafka import producer, worker_key
+from streams.kafka.clients import producer, worker_key
+from streams.kafka.records import (
+    avoid_key,
+    cordon_key,
+    encode_avoidance,
+    encode_batch,
+    encode_cordon,
+    encode_model,
+    encode_render,
+    encode_worker,
+    model_key,
+    render_key,
+)
 from streams.model_registry import claim_model, writer_name
+from streams.process.waiting import wait_for
 from streams.router_api.log_order import LogOrder
 from streams.router_api.view import View
 from streams.router_api.wire import PoolBody, pool_members
 from streams.settings import Settings
 from streams.topics import topics
-from streams.waiting import wait_for
 
 log = logging.getLogger(__name__)
 

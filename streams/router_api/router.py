@@ -34,7 +34,7 @@ from streams.core.routing.request import (
 from streams.core.routing.selection import RouterMode
 from streams.core.routing.trust import FALLBACK, NOT_IN_SYNC, AnswerMode, Trust
 from streams.errors import InvalidRequest, KvStreamsError, UnknownId
-from streams.load_records import request_partition
+from streams.kafka.load_records import request_partition
 from streams.router_api.answer import RouteAnswer
 from streams.router_api.compose import compose
 from streams.router_api.decision_counts import DecisionCounts

@@ -13,10 +13,10 @@ from typing import Any
 from aiohttp import web
 
 from streams.errors import KvStreamsError, NotReady, SettingsError, TopicMismatch
-from streams.http_server import HttpServer, Startup, starting_app
-from streams.interpreter import exempt_from_collection, prefer_request_threads, run_in_real_time
-from streams.kafka import TOPICS_POLL_S, missing_topics
-from streams.metrics import MetricsRegistry
+from streams.kafka.clients import TOPICS_POLL_S, missing_topics
+from streams.process.http_server import HttpServer, Startup, starting_app
+from streams.process.interpreter import exempt_from_collection, prefer_request_threads, run_in_real_time
+from streams.process.metrics import MetricsRegistry
 from streams.router_api.draining import drain
 from streams.router_api.handlers import Handlers, error_shape
 from streams.router_api.process_group import ProcessPlace

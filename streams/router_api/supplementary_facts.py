@@ -19,7 +19,7 @@ from streams.cxl.events import CxlPool
 from streams.cxl.pooled_index import PooledIndex
 from streams.cxl.pooled_view import PooledBlock, PooledView
 from streams.cxl.records import parse_block_key
-from streams.kafka import partition_of
+from streams.kafka.clients import partition_of
 from streams.router_api.trust_tracker import PooledRows
 
 

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from confluent_kafka import OFFSET_BEGINNING, OFFSET_END, Consumer, KafkaError, KafkaException, Message, TopicPartition
 
 from streams.errors import BadRecord
-from streams.kafka import Record, as_record, assign, consume, fetched_in_intervals, reader
+from streams.kafka.clients import Record, as_record, assign, consume, fetched_in_intervals, reader
 from streams.settings import Settings
 from streams.topics import TopicSpec
 

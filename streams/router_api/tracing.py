@@ -27,7 +27,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from streams.core.routing.admission import Gate
 from streams.errors import AllWorkersBusy, KvStreamsError, api_error
-from streams.otlp import LAST_SPANS_S, exporting_provider
+from streams.process.otlp import LAST_SPANS_S, exporting_provider
 from streams.router_api.answer import RouteAnswer
 from streams.router_api.prepared_request import PreparedRequest
 from streams.router_api.registry import PUBLISH_TIMEOUT_S

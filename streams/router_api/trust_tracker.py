@@ -18,9 +18,9 @@ from streams.core.ids import Epoch, Int64Array, RankId, WorkerId
 from streams.core.reducer.ordering import Progress
 from streams.core.routing.eligibility import base_of
 from streams.core.routing.trust import APPROXIMATE, DEGRADED, EXACT, DegradedReason, Trust, TrustSnapshot
+from streams.kafka.applied_until import Lag, SourceOffset
 from streams.router_api.owner_trust import OwnerTrust
 from streams.router_api.rank_trust import FIRST_REASON, IS_APPROXIMATE, NOWHERE, OWN_REASONS, RankTrust
-from streams.tables.applied_until import Lag, SourceOffset
 from streams.tables.records import PartitionRecord
 
 _NO_RANKS: frozenset[RankId] = frozenset()

@@ -23,13 +23,13 @@ from streams.core.routing.supplementary import SupplementaryMatches, locked_hold
 from streams.core.routing.trust import APPROXIMATE, FALLBACK, DegradedReason, Trust, TrustSnapshot
 from streams.cxl.records import POOL_KEY_PREFIX
 from streams.errors import BadRecord
+from streams.kafka.applied_until import Lag, SourceOffset
 from streams.router_api.fleet_view import FleetView, RankCounts
 from streams.router_api.index_view import IndexView, new_tree
 from streams.router_api.predictions import Predictions
 from streams.router_api.supplementary_facts import SupplementaryFacts
 from streams.router_api.trust_tracker import TrustTracker
 from streams.settings import Settings
-from streams.tables.applied_until import Lag, SourceOffset
 
 _NO_SCORES = PrefixScores({})
 _NO_RANKS: frozenset[RankId] = frozenset()

@@ -1,7 +1,7 @@
 """How clients of Kafka authenticate and encrypt: from the settings to the configuration of librdkafka.
 
 What lives here: the security part of that configuration, and what Faust's clients have in common with it. What must
-not: every other part (streams.kafka), and Faust (faust_credentials). Secrets are read when a client is created.
+not: every other part (streams.kafka.clients), and Faust (faust_credentials). Secrets are read when a client is created.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from confluent_kafka import OFFSET_BEGINNING, KafkaError, KafkaException, Message, TopicPartition
 
 from streams.errors import OffsetLost, TableError
-from streams.kafka import Record, as_record, assign, consume, reader
+from streams.kafka.clients import Record, as_record, assign, consume, reader
 from streams.settings import Settings
 
 #: Records passed on at a time.

@@ -37,7 +37,7 @@ from streams.cxl.records import (
     parked_key,
 )
 from streams.errors import BadRecord
-from streams.kafka import partition_of, worker_key
+from streams.kafka.clients import partition_of, worker_key
 from streams.settings import Settings
 from streams.tables.index_reducer import BAD_TABLE_RECORD, IndexReducer, check_home, prefix_index_table
 from streams.tables.pooled_block_table import PooledBlockTable, TransitionOutcome

@@ -2,7 +2,7 @@
 
 What lives here: the batches that the kernel decodes, whose events stay rows of an array until they are read. Needs
 numba. What must not: the layout of a record's bytes (kernels.events), and the errors of bad records
-(codec.decode_batch).
+(kafka.records.decode_batch).
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from typing import overload
 
 import numpy as np
 
-from streams.codec import decode_batch_or_error
 from streams.core.events import (
     AllBlocksCleared,
     BlocksRemoved,
@@ -42,6 +41,7 @@ from streams.core.reducer.kernels.layout import (
     STORED,
 )
 from streams.errors import BadRecord
+from streams.kafka.records import decode_batch_or_error
 from streams.tables.kernels.events import HEAD_WORDS, decode_batches
 from streams.tables.run_decoding import address_of, frame_header
 

@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import assert_never
 
-from streams.codec import decode_batch, encode_batch, encode_resync
 from streams.core.events import BEFORE_FIRST, EngineBatch, EngineEvents, Heartbeat, RestatementChunk, WorkerRemoved
 from streams.core.ids import Incarnation, RankId
 from streams.core.reducer.holdings import Holdings
@@ -20,8 +19,9 @@ from streams.core.reducer.maintenance import RankMaintenance
 from streams.core.reducer.ordering import Progress, Verdict
 from streams.core.reducer.restatement import ChunkKey
 from streams.errors import WRONG_BLOCK_SIZE, BadRecord
-from streams.kafka import partition_of, worker_key
-from streams.outage import Repetitions, repeated
+from streams.kafka.clients import partition_of, worker_key
+from streams.kafka.outage import Repetitions, repeated
+from streams.kafka.records import decode_batch, encode_batch, encode_resync
 from streams.settings import Settings
 from streams.tables.event_decoding import decode_events
 from streams.tables.records import (

@@ -18,7 +18,7 @@ from typing import Any
 from confluent_kafka import Message
 
 from streams.errors import KvStreamsError, OffsetLost, TableError
-from streams.kafka import describe_topics
+from streams.kafka.clients import describe_topics
 from streams.settings import tables_path
 from streams.tables.changelog import read_messages
 from streams.tables.records import PARTITION_PREFIX, PartitionRecord, SourceProgress, decode_partition, partition_key

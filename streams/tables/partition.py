@@ -35,7 +35,7 @@ from typing import Any
 from confluent_kafka import KafkaException
 
 from streams.errors import BadRecord, KvStreamsError, TableError
-from streams.tables.applied_until import AppliedUntil, Lag, SourceOffset, records_behind
+from streams.kafka.applied_until import AppliedUntil, Lag, SourceOffset, records_behind
 from streams.tables.opening import open_tables
 from streams.tables.pacing import BATCH_BYTES_MAX, PARTITION_RECORD_EVERY_S, Pacer, interval_s
 from streams.tables.records import (

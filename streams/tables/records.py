@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from streams.avro_frames import codec
 from streams.core.events import FeedState, MoeLabels
 from streams.core.hashing import pack_hashes, sequence_hashes
 from streams.core.ids import DpRank, RankId, SequenceHash, Tier, WorkerId
@@ -18,7 +17,8 @@ from streams.core.reducer.ordering import Health, Progress
 from streams.core.reducer.restatement import ChunkKey
 from streams.core.runs import RUN_BLOCKS_MAX, Run, RunKey
 from streams.errors import BadRecord
-from streams.shapes import EPOCH, HASH, FixedKey, RecordShape, Shape, by_name, hashes, many, optional
+from streams.kafka.avro_frames import codec
+from streams.kafka.shapes import EPOCH, HASH, FixedKey, RecordShape, Shape, by_name, hashes, many, optional
 
 RUN_PREFIX = b"R"
 PROGRESS_PREFIX = b"P"

@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from streams.avro_frames import codec
 from streams.core.events import MoeLabels
 from streams.core.ids import U64_MASK, Int64Array, SequenceHash
 from streams.core.index.run_columns import RunColumns
 from streams.core.reducer.kernels.layout import NO_LABEL
+from streams.kafka.avro_frames import codec
 from streams.tables.kernels.avro import HEADER_BYTES
 from streams.tables.kernels.runs import LABEL_ROW_WORDS, OTHER, decode_labels, decode_records
 

@@ -14,10 +14,10 @@ from collections.abc import Callable, Mapping, Sequence
 
 from confluent_kafka import KafkaError, KafkaException, Message, Producer
 
-from streams.avro_frames import codec
 from streams.errors import BadRecord, TableError
-from streams.kafka import as_record, dead_letter_headers, producer
-from streams.outage import Repetitions, repeated
+from streams.kafka.avro_frames import codec
+from streams.kafka.clients import as_record, dead_letter_headers, producer
+from streams.kafka.outage import Repetitions, repeated
 from streams.settings import Settings
 from streams.tables.reducer import Outgoing, SourceRecord
 from streams.tables.store import ChangelogPosition, Changes, TableSpec

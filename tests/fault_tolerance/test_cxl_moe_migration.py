@@ -31,7 +31,7 @@ from streams.lab.demo.pooled_fleet import (
 from streams.lab.engines.synthetic_tokens import greedy_tokens, unpack_tokens
 from streams.lab.processes import Children
 from streams.lab.stack import READY_TIMEOUT_S, FrontProcess, RouterProcess, Stack, get_json
-from streams.waiting import wait_for
+from streams.process.waiting import wait_for
 from tests.helpers.scopes import ScopeFactory
 from tests.helpers.support import VISIBLE_TIMEOUT_S
 from tests.migrations import FRONT, MigrationRun, Truth, start_fleet, undisturbed

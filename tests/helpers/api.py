@@ -25,10 +25,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from streams.core.hashing import local_hashes, sequence_hashes
 from streams.core.ids import DpRank, Epoch, HashArray, Incarnation, RankId, Tier, WorkerId
 from streams.core.reducer.ordering import Health, Progress
-from streams.kafka import ensure_topics, partition_of, producer
+from streams.kafka.clients import ensure_topics, partition_of, producer
 from streams.lab.engines.held_chains import runs_of_chain
 from streams.lab.kafka.ports import free_port
 from streams.lab.stack import READY_TIMEOUT_S, is_ready
+from streams.process.waiting import wait_for
 from streams.router_api.server import serve
 from streams.settings import Settings
 from streams.tables.records import (
@@ -42,7 +43,6 @@ from streams.tables.records import (
     run_key,
 )
 from streams.topics import topics
-from streams.waiting import wait_for
 from tests.helpers.openapi import check_answer
 
 #: Long enough for a busy machine; only a hang takes longer.

@@ -11,7 +11,6 @@ from typing import Any, cast
 import aiohttp
 import zmq.asyncio
 
-from streams.codec import decode_batch, decode_worker
 from streams.core.ids import DpRank, Epoch, Incarnation, RankId, WorkerId
 from streams.core.reducer.ordering import Progress
 from streams.engines.address import EngineAddress
@@ -21,6 +20,7 @@ from streams.engines.feed_counters import RankCounters
 from streams.engines.ledger import Ledger
 from streams.engines.recovery import RecoveredRank
 from streams.engines.socket_watch import SocketWatch
+from streams.kafka.records import decode_batch, decode_worker
 from streams.settings import Settings
 from tests.helpers.engine_double import EngineDouble
 from tests.helpers.recording_producer import RecordingProducer

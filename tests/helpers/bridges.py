@@ -7,21 +7,21 @@ import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from streams.codec import decode_batch
 from streams.core.events import (
     EngineBatch,
     EngineEvents,
     RestatementChunk,
 )
 from streams.core.ids import DpRank, RankId, Tier, WorkerId
-from streams.kafka import Record, partition_of
+from streams.kafka.clients import Record, partition_of
+from streams.kafka.records import decode_batch
 from streams.lab.engines.engine_config import EngineConfig
 from streams.lab.processes import Child
 from streams.lab.stack import Engine, RouterProcess, Stack, get_json
+from streams.process.waiting import wait_for
 from streams.settings import Settings
 from streams.tables.changelog import read_to_end
 from streams.topics import topics
-from streams.waiting import wait_for
 from tests.helpers.engine_double import EngineDouble
 from tests.helpers.plain_run_store import plain_holdings
 from tests.helpers.support import VISIBLE_TIMEOUT_S

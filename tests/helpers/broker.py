@@ -9,7 +9,7 @@ import psutil
 
 from streams.errors import LocalKafkaError
 from streams.lab.kafka.broker import LocalKafka, LocalKafkaConfig
-from streams.waiting import wait_for
+from streams.process.waiting import wait_for
 
 #: Environment variable with the broker's folder; the worker processes of pytest-xdist inherit it.
 DIRECTORY_ENV = "KVSTREAMS_TEST_KAFKA_DIRECTORY"

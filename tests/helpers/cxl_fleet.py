@@ -8,7 +8,7 @@ from typing import Any
 import orjson
 
 from streams.lab.stack import Engine, RouterProcess, get_json
-from streams.waiting import wait_for
+from streams.process.waiting import wait_for
 from tests.helpers.support import VISIBLE_TIMEOUT_S
 
 POOL = "rack1"

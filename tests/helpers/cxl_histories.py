@@ -6,7 +6,6 @@ import random
 from collections import Counter
 from dataclasses import dataclass, field
 
-from streams.codec import encode_batch
 from streams.core.cxl_memory import CxlMemoryMetadata, CxlMemoryState
 from streams.core.events import BEFORE_FIRST, EngineBatch
 from streams.core.ids import DpRank, EngineHash, Incarnation, RankId, SequenceHash, WorkerId
@@ -14,6 +13,7 @@ from streams.cxl.events import BlockAddress, CxlTransition, addressed
 from streams.cxl.records import (
     encode_transition,
 )
+from streams.kafka.records import encode_batch
 from streams.settings import Settings
 from streams.tables.cxl_reducer import partition_plan
 from streams.tables.reducer import SourceRecord

@@ -10,7 +10,6 @@ from typing import Any
 import aiohttp
 import zmq.asyncio
 
-from streams.codec import decode_batch
 from streams.core.events import BlocksRemoved, BlocksStored, EngineBatch, EngineEvents
 from streams.core.hashing import hash_seed, local_hashes
 from streams.core.ids import DpRank, EngineHash, Incarnation, RankId, WorkerId
@@ -23,8 +22,9 @@ from streams.engines.lease_handle import LeaseHandle
 from streams.engines.recovery import RecoveredRank
 from streams.engines.wiring import EngineWiring
 from streams.errors import BadRecord
+from streams.kafka.records import decode_batch
+from streams.process.waiting import wait_for
 from streams.settings import Settings
-from streams.waiting import wait_for
 from tests.helpers.engine_double import EngineDouble
 from tests.helpers.holdings import u64
 from tests.helpers.recording_producer import RecordingProducer

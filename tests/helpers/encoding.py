@@ -10,7 +10,6 @@ import avro.io
 import avro.schema
 from hypothesis import strategies as st
 
-from streams.avro_frames import schemas_dir
 from streams.core.cxl_memory import CxlMemoryState
 from streams.core.ids import (
     U64_MASK,
@@ -23,6 +22,7 @@ from streams.core.ids import (
 )
 from streams.cxl.events import BlockAddress, CxlTransition, addressed
 from streams.errors import BadRecord
+from streams.kafka.avro_frames import schemas_dir
 
 HEADER_BYTES = 10
 I31 = (1 << 31) - 1

@@ -12,7 +12,6 @@ from typing import Any
 
 import xxhash
 
-from streams.codec import decode_batch
 from streams.core.events import BEFORE_FIRST, AllBlocksCleared, BlocksRemoved, BlocksStored, EngineEvents
 from streams.core.ids import DpRank, Incarnation, RankId, WorkerId
 from streams.engines.dead_letters import of_payload
@@ -20,6 +19,7 @@ from streams.engines.dialects.interface import UnusableEvent, undecodable
 from streams.engines.dialects.registry import DIALECTS
 from streams.engines.rank_writer import RankWriter
 from streams.errors import BadRecord, UnknownParent
+from streams.kafka.records import decode_batch
 from streams.settings import Settings
 from streams.topics import topics
 from tests.helpers.event_mutations import Mutator

@@ -12,7 +12,6 @@ import aiohttp
 import zmq
 import zmq.asyncio
 
-from streams.codec import decode_batch
 from streams.core.events import (
     EngineBatch,
     EngineEvents,
@@ -28,6 +27,7 @@ from streams.engines.lease import EngineLease
 from streams.engines.lease_handle import LeaseHandle
 from streams.engines.recovery import RecoveredRank
 from streams.engines.wiring import EngineWiring
+from streams.kafka.records import decode_batch
 from streams.settings import Settings
 from tests.helpers.engine_double import EngineDouble
 from tests.helpers.recording_producer import RecordingProducer

@@ -10,7 +10,7 @@ import aiohttp
 import orjson
 
 from streams.frontend.server import Front, FrontOptions
-from streams.http_server import HttpServer
+from streams.process.http_server import HttpServer
 from streams.security.access import Access
 from streams.settings import Settings
 from tests.helpers.byte_engine import Plan

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import numpy as np
 
-from streams.codec import encode_batch
 from streams.core.events import (
     BlocksStored,
     EngineBatch,
@@ -19,6 +18,7 @@ from streams.core.events import (
 )
 from streams.core.ids import DpRank, EngineHash, HashArray, Incarnation, RankId, SequenceHash, Tier, WorkerId
 from streams.core.reducer.ordering import Verdict
+from streams.kafka.records import encode_batch
 from tests.helpers.plain_run_store import PlainHoldings
 from tests.helpers.reference import Member, ReferenceInput, Silence, chain_hashes
 

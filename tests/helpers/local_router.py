@@ -13,16 +13,16 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from streams.codec import encode_worker
 from streams.core.hashing import sequence_hashes
 from streams.core.ids import DpRank, HashArray, RankId, Tier, WorkerId
 from streams.core.reducer.ordering import Health, Progress
 from streams.core.workers import Worker
-from streams.http_server import HttpServer
-from streams.interpreter import prefer_request_threads
-from streams.kafka import worker_key
+from streams.kafka.clients import worker_key
+from streams.kafka.records import encode_worker
 from streams.lab.engines.held_chains import FIRST_EPOCH, runs_of_chain
 from streams.lab.kafka.ports import free_port
+from streams.process.http_server import HttpServer
+from streams.process.interpreter import prefer_request_threads
 from streams.router_api.router import Router
 from streams.router_api.server import api_runner, tick_forever
 from streams.security.access import Access

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from streams.core.routing.selection import RouterMode
-from streams.kafka import admin
+from streams.kafka.clients import admin
 from streams.lab.kafka.broker import KafkaState, LocalKafka
 from streams.lab.processes import Children
 from streams.lab.stack import Stack

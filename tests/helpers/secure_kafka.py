@@ -26,7 +26,7 @@ from confluent_kafka.admin import (  # type: ignore[attr-defined]
     UserScramCredentialUpsertion,
 )
 
-from streams.kafka import admin
+from streams.kafka.clients import admin
 from streams.lab.kafka.broker import SECURE_FOLDER, KafkaState, LocalKafka, LocalKafkaConfig
 from streams.lab.kafka.secure_files import SecureFiles
 from streams.security.acls import Acl

@@ -11,7 +11,7 @@ from confluent_kafka import KafkaError, KafkaException
 from streams.core.hashing import pack_hashes
 from streams.core.ids import RankId
 from streams.core.loads.bookings import Booking
-from streams.kafka import Record
+from streams.kafka.clients import Record
 from streams.router_api.loads_sync import LoadsSync
 from streams.settings import Settings
 from streams.topics import topics

@@ -7,11 +7,11 @@ from typing import Any
 from confluent_kafka import OFFSET_BEGINNING, KafkaError, TopicPartition
 
 from streams.errors import KvStreamsError
-from streams.kafka import reader
+from streams.kafka.clients import reader
 from streams.lab.stack import Engine, RouterProcess, held_blocks, known_blocks
+from streams.process.waiting import wait_for
 from streams.settings import Settings
 from streams.topics import topics
-from streams.waiting import wait_for
 
 VISIBLE_TIMEOUT_S = 60.0
 

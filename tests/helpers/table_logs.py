@@ -6,10 +6,10 @@ import random
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from streams.codec import decode_batch
 from streams.core.ids import Epoch, RankId
 from streams.core.reducer.holdings import HoldingChanges
 from streams.core.runs import Run, RunKey
+from streams.kafka.records import decode_batch
 from streams.router_api.view import View
 from streams.settings import Settings
 from streams.tables.records import (

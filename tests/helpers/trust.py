@@ -17,8 +17,8 @@ from typing import Any
 
 from streams.lab.processes import Child, Children
 from streams.lab.stack import RouterProcess, Stack
+from streams.process.waiting import wait_for
 from streams.settings import as_environ
-from streams.waiting import wait_for
 from tests.helpers.api import Answer, Api
 from tests.helpers.engine_double import EngineDouble
 

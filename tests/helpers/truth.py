@@ -15,20 +15,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from streams.codec import decode_batch, encode_batch
 from streams.core.events import EngineBatch
 from streams.core.ids import DpRank, Incarnation, RankId, Tier, WorkerId
 from streams.core.runs import Run
 from streams.errors import BadRecord, KvStreamsError
-from streams.kafka import Record, partition_of, producer
+from streams.kafka.clients import Record, partition_of, producer
+from streams.kafka.records import decode_batch, encode_batch
 from streams.lab.stack import Fact, facts, get_json
+from streams.process.waiting import wait_for
 from streams.settings import Settings
 from streams.tables.changelog import read_to_end
 from streams.tables.index_reducer import prefix_index_table
 from streams.tables.records import RUN_PREFIX, decode_progress, decode_run, parse_run_key, progress_key
 from streams.tables.store import PartitionStore
 from streams.topics import topics
-from streams.waiting import wait_for
 from tests.helpers.reference import ReferenceFleet, random_history
 from tests.helpers.support import DUMP_POLL_S, VISIBLE_TIMEOUT_S
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from streams.codec import encode_metrics, encode_worker
 from streams.core.engine_metrics import MetricsReport, WorkerMetrics
 from streams.core.hashing import local_hashes
 from streams.core.ids import DpRank, HashArray, RankId, Tier, WorkerId
 from streams.core.reducer.ordering import Health, Progress
 from streams.core.workers import Worker
-from streams.kafka import partition_of
+from streams.kafka.clients import partition_of
+from streams.kafka.records import encode_metrics, encode_worker
 from streams.lab.engines.held_chains import FIRST_EPOCH, runs_of_chain
 from streams.router_api.view import View
 from streams.settings import Settings

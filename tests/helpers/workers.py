@@ -7,7 +7,7 @@ import urllib.request
 
 import psutil
 
-from streams.kafka import Record
+from streams.kafka.clients import Record
 from streams.lab.stack import RouterProcess
 from streams.settings import Settings
 from streams.tables.changelog import read_to_end

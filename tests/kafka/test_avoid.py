@@ -10,8 +10,8 @@ import pytest
 
 from streams.client import KvRouterClient
 from streams.errors import UnknownId
+from streams.process.waiting import wait_for
 from streams.settings import Settings
-from streams.waiting import wait_for
 from tests.helpers.api import BLOCK_SIZE, PATIENCE_S, TOKENS, Api, Fleet, served
 
 AVOID_S = 1.5

@@ -12,7 +12,7 @@ import zmq
 
 from streams.lab.kafka.ports import free_port
 from streams.lab.stack import Engine, Stack, get_json, wait_workers
-from streams.waiting import wait_for
+from streams.process.waiting import wait_for
 from tests.helpers.bridges import SMALL, complete, health, incarnation
 from tests.helpers.support import VISIBLE_TIMEOUT_S, assert_known, dead_letters
 

@@ -10,7 +10,6 @@ from dataclasses import replace
 
 import pytest
 
-from streams.codec import decode_worker, encode_resync
 from streams.core.events import (
     BEFORE_FIRST,
     EngineBatch,
@@ -21,14 +20,15 @@ from streams.core.events import (
 from streams.core.hashing import sequence_hashes
 from streams.core.ids import Incarnation, Tier
 from streams.core.workers import Worker
-from streams.kafka import Record, ensure_topics, partition_of, producer
+from streams.kafka.clients import Record, ensure_topics, partition_of, producer
+from streams.kafka.records import decode_worker, encode_resync
 from streams.lab.engines.engine_config import EngineConfig
 from streams.lab.processes import Child
 from streams.lab.stack import RouterProcess, Stack, get_json, known_blocks, wait_workers
+from streams.process.waiting import wait_for
 from streams.settings import Settings
 from streams.tables.changelog import read_to_end
 from streams.topics import topics
-from streams.waiting import wait_for
 from tests.helpers.api import Api
 from tests.helpers.bridges import (
     LEASE_S,

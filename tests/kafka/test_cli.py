@@ -9,11 +9,11 @@ from dataclasses import replace
 import pytest
 from confluent_kafka.admin import NewTopic  # type: ignore[attr-defined]
 
-from streams.kafka import admin, describe_topics, ensure_topics
+from streams.kafka.clients import admin, describe_topics, ensure_topics
 from streams.lab.kafka.ports import free_port
+from streams.process.waiting import wait_for
 from streams.settings import Settings, as_environ
 from streams.topics import topics
-from streams.waiting import wait_for
 from tests.helpers.api import Api
 from tests.helpers.commands import PATIENCE_S, Run, Start, assert_one_line
 

@@ -22,8 +22,8 @@ from streams.errors import InvalidRequest, NotReady, QueueTimeout, UnknownModel
 from streams.lab.engines.synthetic_tokens import greedy_tokens
 from streams.lab.processes import Children
 from streams.lab.stack import READY_TIMEOUT_S, Engine, RouterProcess, Stack, get_json, is_ready, wait_workers
+from streams.process.waiting import wait_for
 from streams.settings import Settings
-from streams.waiting import wait_for
 from tests.helpers.bridges import SMALL
 from tests.helpers.pages import blocks
 from tests.helpers.scopes import ScopeFactory

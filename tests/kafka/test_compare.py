@@ -12,7 +12,7 @@ import pytest
 from streams.lab.engines.engine_config import EngineConfig
 from streams.lab.processes import Children
 from streams.lab.stack import RouterProcess, Stack, get_bytes, get_json, wait_workers
-from streams.waiting import wait_for
+from streams.process.waiting import wait_for
 from tests.helpers.commands import Run
 from tests.helpers.scopes import ScopeFactory
 from tests.helpers.support import VISIBLE_TIMEOUT_S

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from streams.codec import encode_batch
 from streams.core.cxl_memory import CxlMemoryMetadata, CxlMemoryState
 from streams.core.events import MoeLabels
 from streams.core.hashing import local_hashes, sequence_hashes
@@ -23,16 +22,17 @@ from streams.cxl.pool_registry import PoolDirectory
 from streams.cxl.records import encode_transition
 from streams.engines.publisher import KvEventPublisher
 from streams.errors import InvalidEvent
-from streams.kafka import ensure_topics, partition_of, producer
+from streams.kafka.clients import ensure_topics, partition_of, producer
+from streams.kafka.records import encode_batch
 from streams.lab.kafka.broker import LocalKafkaConfig
 from streams.lab.processes import Children
 from streams.lab.stack import RouterProcess, Stack, facts, get_json
+from streams.process.waiting import wait_for
 from streams.settings import Settings, as_environ, tables_path
 from streams.tables.cxl_reducer import partition_plan
 from streams.tables.store import PartitionStore
 from streams.tables.transactions import scope_of
 from streams.topics import topics
-from streams.waiting import wait_for
 from tests.helpers.bridges import LEASE_S, WORKER_ID, bridge_to
 from tests.helpers.broker import BreakableKafka
 from tests.helpers.cxl_fleet import POOL, await_reach, await_supplementary, call

@@ -15,7 +15,7 @@ from streams.cxl.events import POOL_MEMBERS_MAX
 from streams.cxl.pool_registry import PoolChange, change_pool, lose_pool, register_pool, registered_pool
 from streams.cxl.records import encode_pool, pool_key
 from streams.errors import EpochConflict, UnknownId
-from streams.kafka import consume, ensure_topics, reader
+from streams.kafka.clients import consume, ensure_topics, reader
 from streams.settings import Settings, as_environ
 from streams.topics import topics
 from tests.helpers.api import Fleet

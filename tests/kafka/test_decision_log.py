@@ -12,12 +12,12 @@ from click.testing import CliRunner
 
 from streams.cli import cli
 from streams.decision_log.reading import read_log
-from streams.kafka import ensure_topics, producer
+from streams.kafka.clients import ensure_topics, producer
 from streams.lab.processes import Children
 from streams.lab.stack import Stack, wait_workers
+from streams.process.waiting import wait_for
 from streams.settings import Settings, as_environ
 from streams.topics import topics
-from streams.waiting import wait_for
 from tests.helpers.api import OCTETS, Api, metrics, packed
 from tests.helpers.commands import PATIENCE_S, Run, assert_one_line
 

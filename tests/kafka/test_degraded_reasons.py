@@ -23,12 +23,12 @@ from streams.core.index.tree_fold import TreeRunFold
 from streams.core.reducer.ordering import Progress
 from streams.cxl.pooled_view import PooledView
 from streams.cxl.records import BlockKey, BlockRow, Placement, block_key, encode_block
-from streams.kafka import partition_of, producer
+from streams.kafka.clients import partition_of, producer
 from streams.lab.engines.held_chains import runs_of_chain
+from streams.process.waiting import wait_for
 from streams.settings import Settings
 from streams.tables.records import encode_progress, encode_run, progress_key, run_key
 from streams.topics import topics
-from streams.waiting import wait_for
 from tests.helpers.api import BLOCK_SIZE, PATIENCE_S, TOKENS, Agents, Api, rank_of, served
 from tests.helpers.broker import BreakableKafka, broker_config
 

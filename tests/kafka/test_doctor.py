@@ -29,21 +29,21 @@ from confluent_kafka.admin import (  # type: ignore[attr-defined]
 
 from streams import __version__
 from streams.cli import cli
-from streams.codec import encode_worker
 from streams.core.ids import WorkerId
 from streams.core.workers import BridgeLease, Worker
 from streams.doctor.findings import Group
 from streams.doctor.run import Order, examine
-from streams.kafka import admin, delete_topics, ensure_topics, partition_of, producer, worker_key
+from streams.kafka.clients import admin, delete_topics, ensure_topics, partition_of, producer, worker_key
+from streams.kafka.records import encode_worker
 from streams.lab.engines.chat_template import CHAT_TEMPLATE, tokenizer_files
 from streams.lab.engines.engine_config import EngineConfig
 from streams.lab.kafka.ports import free_port
 from streams.lab.processes import Children
 from streams.lab.stack import RouterProcess, Stack, get_json, is_ready, wait_workers
+from streams.process.waiting import wait_for
 from streams.settings import Settings, as_environ
 from streams.tables.records import PartitionRecord, SourceProgress, encode_partition, partition_key
 from streams.topics import topics
-from streams.waiting import wait_for
 from tests.helpers.api import served
 from tests.helpers.commands import PATIENCE_S, Run
 from tests.helpers.engine_double import BLOCK_SIZE, EngineDouble

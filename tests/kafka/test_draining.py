@@ -17,8 +17,8 @@ import pytest
 from streams.lab.engines.engine_config import EngineConfig
 from streams.lab.processes import Children
 from streams.lab.stack import RouterProcess, Stack, get_json, is_ready, wait_workers
+from streams.process.waiting import wait_for
 from streams.settings import Settings
-from streams.waiting import wait_for
 from tests.helpers.api import Api, metrics
 
 MODEL = "m"

@@ -17,8 +17,8 @@ from aiohttp.test_utils import TestClient, TestServer
 from examples import generate, least_prefill
 from examples.gateway import application
 from streams.lab.stack import Stack, get_json, wait_workers
+from streams.process.waiting import wait_for
 from streams.settings import as_environ
-from streams.waiting import wait_for
 from tests.helpers.bridges import SMALL
 from tests.helpers.support import VISIBLE_TIMEOUT_S
 

@@ -18,14 +18,15 @@ from pathlib import Path
 
 import pytest
 
-from streams.codec import encode_batch
 from streams.core.events import EngineBatch, WorkerRemoved
 from streams.core.ids import Incarnation
 from streams.engines.publisher import KvEventPublisher
-from streams.kafka import Record, partition_of
+from streams.kafka.clients import Record, partition_of
+from streams.kafka.records import encode_batch
 from streams.lab.kafka.broker import LocalKafkaConfig
 from streams.lab.processes import Child, Children
 from streams.lab.stack import RouterProcess, Stack, facts
+from streams.process.waiting import wait_for
 from streams.settings import Settings
 from streams.tables.changelog import read_to_end
 from streams.tables.records import decode_partition, partition_key
@@ -37,7 +38,6 @@ from streams.tables.transactions import (
     table_producer,
 )
 from streams.topics import topics
-from streams.waiting import wait_for
 from tests.helpers.broker import BreakableKafka
 from tests.helpers.support import VISIBLE_TIMEOUT_S
 from tests.helpers.truth import Engines, assert_equal

@@ -19,7 +19,7 @@ from streams.client.matches import WorkerRank
 from streams.lab.engines.chat_template import render, tokenizer_files
 from streams.lab.processes import Children
 from streams.lab.stack import Engine, RouterProcess, Stack, get_bytes, get_json, wait_workers
-from streams.waiting import wait_for
+from streams.process.waiting import wait_for
 from tests.helpers.bridges import SMALL
 from tests.helpers.scopes import ScopeFactory
 from tests.helpers.support import VISIBLE_TIMEOUT_S

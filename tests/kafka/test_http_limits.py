@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from streams.lab.stack import Stack
-from streams.waiting import wait_for
+from streams.process.waiting import wait_for
 from tests.helpers.api import PATIENCE_S, TOKENS, Api, metrics
 
 N_UPLOADS = 100

@@ -7,20 +7,20 @@ from dataclasses import replace
 
 import pytest
 
-from streams.codec import decode_model, encode_model, model_key
 from streams.core.workers import ServedModel
 from streams.engines.publisher import KvEventPublisher
 from streams.errors import BlockSizeContradicted, KvStreamsError
-from streams.kafka import describe_topics, ensure_topics, partition_of_key, producer
+from streams.kafka.clients import describe_topics, ensure_topics, partition_of_key, producer
+from streams.kafka.records import decode_model, encode_model, model_key
 from streams.lab.engines.engine_config import EngineConfig
 from streams.lab.kafka.ports import free_port
 from streams.lab.stack import Stack, wait_workers
 from streams.model_registry import check_model, check_models, claim_model, delete_models, registered_models
+from streams.process.waiting import wait_for
 from streams.reset import reset_scope
 from streams.settings import Settings, as_environ
 from streams.tables.changelog import read_to_end
 from streams.topics import topics
-from streams.waiting import wait_for
 from tests.helpers.api import PATIENCE_S, Api, served
 from tests.helpers.commands import Run, Start
 

@@ -18,15 +18,15 @@ from typing import Any
 
 import pytest
 
-from streams.kafka import describe_topics
+from streams.kafka.clients import describe_topics
 from streams.lab.engines.engine_config import EngineConfig
 from streams.lab.kafka.broker import LocalKafka
 from streams.lab.kafka.ports import free_port
 from streams.lab.processes import Children
 from streams.lab.stack import Stack, get_bytes, get_json, is_ready, wait_workers
+from streams.process.waiting import wait_for
 from streams.settings import Settings, as_environ
 from streams.topics import topics
-from streams.waiting import wait_for
 from streams.worker import create_app
 from tests.helpers.api import Api
 from tests.helpers.broker import broker_config
@@ -40,7 +40,7 @@ AWAY_S = 10.0
 #: Lines that a process logged per second before, while Kafka was away: 148 (worker), 78 (router), 23 (bridge).
 PUBLISHER = """
 import time
-from streams import log
+from streams.process import log
 from streams.engines.publisher import KvEventPublisher
 from streams.settings import load
 

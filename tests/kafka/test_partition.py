@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from streams.errors import BadRecord
-from streams.kafka import Record, delete_topics, ensure_topics
+from streams.kafka.clients import Record, delete_topics, ensure_topics
+from streams.process.waiting import wait_for
 from streams.settings import Settings, tables_path
 from streams.tables.changelog import read_to_end
 from streams.tables.index_reducer import prefix_index_table
@@ -25,7 +26,6 @@ from streams.tables.store import PartitionStore, TableSpec
 from streams.tables.transactions import INIT_TIMEOUT_S, commit_until_answered, produce, table_producer
 from streams.tables.wiring import PartitionWiring
 from streams.topics import topics
-from streams.waiting import wait_for
 from tests.helpers.support import VISIBLE_TIMEOUT_S
 
 

@@ -15,14 +15,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from streams.codec import encode_batch
 from streams.core.events import BlocksStored, EngineBatch, EngineEvents
 from streams.core.ids import DpRank, EngineHash, Incarnation, RankId, Tier, WorkerId
 from streams.engines.publisher import KvEventPublisher
-from streams.kafka import ensure_topics, partition_of, producer
+from streams.kafka.clients import ensure_topics, partition_of, producer
+from streams.kafka.records import encode_batch
 from streams.lab.stack import Stack, facts, get_json
+from streams.process.waiting import wait_for
 from streams.topics import topics
-from streams.waiting import wait_for
 from tests.helpers.support import VISIBLE_TIMEOUT_S, dead_letters
 from tests.helpers.truth import Engines, assert_equal
 from tests.helpers.workers import mode, owners, put_worker

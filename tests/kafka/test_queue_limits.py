@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 
-from streams.kafka import ensure_topics
+from streams.kafka.clients import ensure_topics
 from streams.lab.processes import Children
 from streams.lab.stack import Stack
+from streams.process.waiting import wait_for
 from streams.settings import Settings
 from streams.tables.index_reducer import prefix_index_table
 from streams.tables.partition import TablePartition
 from streams.tables.reducer import SourceRecord
 from streams.tables.wiring import PartitionWiring
 from streams.topics import topics
-from streams.waiting import wait_for
 from tests.helpers.slow_reducer import Slow
 from tests.helpers.support import VISIBLE_TIMEOUT_S
 from tests.helpers.truth import Engines, assert_equal

@@ -11,8 +11,8 @@ import pytest
 
 from streams.lab.processes import Child, Children
 from streams.lab.stack import Stack
+from streams.process.waiting import wait_for
 from streams.settings import Settings
-from streams.waiting import wait_for
 from tests.helpers.api import PATIENCE_S
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has this kind of real-time threads")

@@ -9,7 +9,7 @@ import faust
 from faust.types import TP
 
 from streams.indexer_agent import Indexer
-from streams.kafka import ensure_topics
+from streams.kafka.clients import ensure_topics
 from streams.settings import Settings
 from streams.tables.index_reducer import prefix_index_table
 from streams.tables.reducer import PartitionPlan, SourceRecord

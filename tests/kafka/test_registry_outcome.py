@@ -13,14 +13,14 @@ from confluent_kafka import Consumer, Message
 
 from streams.engines.publisher import KvEventPublisher
 from streams.errors import KvStreamsError
-from streams.kafka import admin, consume, producer
+from streams.kafka.clients import admin, consume, producer
 from streams.lab.kafka.broker import LocalKafkaConfig
 from streams.lab.kafka.ports import free_port
+from streams.process.waiting import wait_for
 from streams.router_api import topic_readers
 from streams.router_api.registry import DELIVERY_TIMEOUT_MS, PUBLISH_TIMEOUT_S
 from streams.settings import Settings, as_environ
 from streams.topics import topics
-from streams.waiting import wait_for
 from tests.helpers.api import PATIENCE_S, Answer, Api, served
 from tests.helpers.broker import BreakableKafka
 from tests.helpers.commands import Run, Start

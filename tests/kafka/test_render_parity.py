@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 from confluent_kafka import OFFSET_BEGINNING, TopicPartition
 
-from streams.codec import render_key
 from streams.core.ids import WorkerId
-from streams.kafka import assign, reader
+from streams.kafka.clients import assign, reader
+from streams.kafka.records import render_key
 from streams.lab.engines.chat_template import tokenizer_files
 from streams.lab.processes import Children
 from streams.lab.stack import Engine, FrontProcess, RouterProcess, Stack, get_bytes, get_json, wait_workers
+from streams.process.waiting import wait_for
 from streams.settings import Settings
 from streams.topics import topics
-from streams.waiting import wait_for
 from tests.helpers.api import Api
 from tests.helpers.bridges import SMALL
 from tests.helpers.scopes import ScopeFactory

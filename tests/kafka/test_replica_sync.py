@@ -14,8 +14,8 @@ import pytest
 from streams.lab.kafka.broker import LocalKafkaConfig
 from streams.lab.processes import Children
 from streams.lab.stack import Stack
+from streams.process.waiting import wait_for
 from streams.settings import Settings
-from streams.waiting import wait_for
 from tests.helpers.api import PATIENCE_S, TOKENS, metrics, served
 from tests.helpers.broker import BreakableKafka
 from tests.replicas import CLEANER, Replicas, settings_of

@@ -10,12 +10,12 @@ import pytest
 
 from streams.engines.publisher import KvEventPublisher
 from streams.errors import ScopeInUse
-from streams.kafka import describe_topics, group_members
+from streams.kafka.clients import describe_topics, group_members
 from streams.lab.stack import RouterProcess, Stack, facts, get_json
+from streams.process.waiting import wait_for
 from streams.reset import reset_scope
 from streams.settings import Settings, as_environ, tables_path
 from streams.topics import topics
-from streams.waiting import wait_for
 from tests.helpers.bridges import LEASE_S, WORKER_ID, bridge_to
 from tests.helpers.cxl_fleet import POOL, await_reach, call
 from tests.helpers.engine_double import EngineDouble

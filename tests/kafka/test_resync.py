@@ -14,17 +14,17 @@ from pathlib import Path
 import pytest
 from confluent_kafka import TopicPartition
 
-from streams.codec import decode_batch, decode_resync
 from streams.core.events import RestatementChunk, ResyncRequest
-from streams.faults import FAULT_ENV
-from streams.kafka import Record, admin, ensure_topics, log_end, partition_of
+from streams.kafka.clients import Record, admin, ensure_topics, log_end, partition_of
+from streams.kafka.records import decode_batch, decode_resync
 from streams.lab.processes import Child
 from streams.lab.stack import RouterProcess, Stack, get_json, known_blocks, wait_workers
+from streams.process.faults import FAULT_ENV
+from streams.process.waiting import wait_for
 from streams.settings import Settings
 from streams.tables.changelog import read_to_end
 from streams.tables.records import PARKED_PREFIX, decode_partition, partition_key
 from streams.topics import topics
-from streams.waiting import wait_for
 from tests.helpers.bridges import RANK, WORKER_ID, await_log, bridge_to, read_log
 from tests.helpers.engine_double import EngineDouble
 from tests.helpers.support import VISIBLE_TIMEOUT_S

@@ -18,8 +18,8 @@ from streams.lab.engines.engine_config import EngineConfig
 from streams.lab.engines.pool import PoolConfig
 from streams.lab.processes import Children
 from streams.lab.stack import Engine, FrontProcess, RouterProcess, Stack, get_bytes, get_json, wait_workers
+from streams.process.waiting import wait_for
 from streams.settings import KvTransfer
-from streams.waiting import wait_for
 from tests.helpers.cxl_fleet import attached, call
 from tests.helpers.scopes import ScopeFactory
 from tests.helpers.support import VISIBLE_TIMEOUT_S

@@ -19,14 +19,15 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from streams.codec import decode_batch
 from streams.core.events import WorkerRemoved
 from streams.core.ids import U64_MASK, Tier
 from streams.core.reducer.ordering import Health
 from streams.core.routing.selection import RouterMode
 from streams.errors import NotReady
-from streams.kafka import Record, ensure_topics, producer
+from streams.kafka.clients import Record, ensure_topics, producer
+from streams.kafka.records import decode_batch
 from streams.lab.kafka.ports import free_port
+from streams.process.waiting import wait_for
 from streams.router_api import registry as registry_module
 from streams.router_api.handlers import FACT, Handlers, error_shape
 from streams.router_api.router import Router
@@ -34,7 +35,6 @@ from streams.router_api.wire import COUNT_MAX, parse_worker, render_json
 from streams.settings import WEIGHT_MAX, Settings
 from streams.tables.changelog import read_to_end
 from streams.topics import topics
-from streams.waiting import wait_for
 from tests.helpers.api import (
     APPLIED_OFFSET,
     BEHIND,

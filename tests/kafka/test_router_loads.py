@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 
 from streams.core.hashing import pack_hashes
 from streams.core.loads.bookings import Booking, BookingId, BookingPhase
-from streams.kafka import ensure_topics, producer
-from streams.load_records import request_partition
+from streams.kafka.clients import ensure_topics, producer
+from streams.kafka.load_records import request_partition
+from streams.process.waiting import wait_for
 from streams.router_api.late_calls import BUFFERED_CALL_TTL_MS, BUFFERED_CALLS_MAX
 from streams.router_api.loads_sync import LoadsSync
 from streams.router_api.wire import COUNT_MAX, NAME_CHARS_MAX
 from streams.settings import Settings
 from streams.topics import LOAD_BYTES_MAX, topics
-from streams.waiting import wait_for
 from tests.helpers.api import (
     BLOCK_SIZE,
     LIVE,

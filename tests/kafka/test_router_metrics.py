@@ -13,23 +13,23 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from streams.agent_metrics import AGENT_METRICS
 from streams.core.ids import Epoch, Incarnation
 from streams.core.reducer.ordering import Health, Progress
 from streams.engines.bridge_metrics import BRIDGE_METRICS
 from streams.errors import BadRecord
-from streams.kafka import dead_letter_headers, partition_of, producer
+from streams.kafka.clients import dead_letter_headers, partition_of, producer
 from streams.lab.engines.engine_config import EngineConfig
 from streams.lab.kafka.ports import free_port
 from streams.lab.stack import READY_TIMEOUT_S, Stack, get_bytes, get_json, wait_workers
-from streams.metrics import Metric
-from streams.process_metrics import PROCESS_METRICS
+from streams.process.metrics import Metric
+from streams.process.process_metrics import PROCESS_METRICS
+from streams.process.waiting import wait_for
 from streams.router_api.dead_letters import ENGINE, OTHER, PAIRS_MAX, REASON_CHARS_MAX, DeadLetterCounts
 from streams.router_api.metrics import ROUTER_METRICS
 from streams.settings import Settings, as_environ
+from streams.tables.agent_metrics import AGENT_METRICS
 from streams.tables.records import encode_progress, progress_key
 from streams.topics import topics
-from streams.waiting import wait_for
 from tests.helpers.api import BLOCK_SIZE, PATIENCE_S, TOKENS, Agents, Api, metrics, rank_of, served
 from tests.helpers.promql import Selection, selections
 

@@ -12,11 +12,11 @@ from streams.core.ids import WorkerId
 from streams.core.routing.selection import RouterMode
 from streams.core.workers import Worker
 from streams.errors import NotReady
-from streams.kafka import ensure_topics
+from streams.kafka.clients import ensure_topics
+from streams.process.waiting import wait_for
 from streams.router_api.router import Router
 from streams.settings import Settings
 from streams.topics import topics
-from streams.waiting import wait_for
 from tests.helpers.api import BLOCK_SIZE, PATIENCE_S, TOKENS, TOKENS_MAX, Api, Fleet, rank_of, served
 
 

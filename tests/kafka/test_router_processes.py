@@ -15,14 +15,14 @@ from pathlib import Path
 
 import pytest
 
-from streams.kafka import ensure_topics
+from streams.kafka.clients import ensure_topics
 from streams.lab.engines.engine_config import EngineConfig
 from streams.lab.kafka.ports import free_port, free_ports_in_a_row
 from streams.lab.processes import Child, Children
 from streams.lab.stack import READY_TIMEOUT_S, Stack, is_ready, wait_workers
+from streams.process.waiting import wait_for
 from streams.settings import Settings, as_environ
 from streams.topics import topics
-from streams.waiting import wait_for
 from tests.helpers.api import PATIENCE_S, Api
 from tests.helpers.authority import Authority
 from tests.helpers.commands import environment

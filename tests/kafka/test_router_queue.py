@@ -5,8 +5,8 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
+from streams.process.waiting import wait_for
 from streams.settings import Settings
-from streams.waiting import wait_for
 from tests.helpers.api import PATIENCE_S, Api, metrics, served
 
 #: A rank with more tokens still to prefill is closed, or with half as many again once a router knows the other one.

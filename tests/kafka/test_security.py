@@ -21,15 +21,15 @@ from faust.transport.drivers.aiokafka import credentials_to_aiokafka_auth
 
 from streams.engines.publisher import KvEventPublisher
 from streams.errors import KafkaRefused
-from streams.kafka import admin, assign, consume, describe_topics, ensure_topics, producer, reader
+from streams.kafka.clients import admin, assign, consume, describe_topics, ensure_topics, producer, reader
 from streams.lab.engines.engine_config import EngineConfig
 from streams.lab.processes import Children
 from streams.lab.stack import Engine, Stack, get_json, held_blocks, known_blocks, wait_workers
+from streams.process.waiting import wait_for
 from streams.security.acls import TOPIC_OPERATIONS, acls_of
 from streams.security.faust_credentials import faust_credentials
 from streams.settings import SaslMechanism, Settings, as_environ
 from streams.topics import Topics, topics
-from streams.waiting import wait_for
 from tests.helpers.api import Api, metrics
 from tests.helpers.commands import Run, assert_one_line
 from tests.helpers.posting import posting_server

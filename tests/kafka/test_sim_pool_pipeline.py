@@ -9,7 +9,7 @@ import pytest
 
 from streams.lab.engines.pool import PoolConfig
 from streams.lab.stack import Engine, Stack, get_json, wait_workers
-from streams.waiting import wait_for
+from streams.process.waiting import wait_for
 from tests.helpers.bridges import SMALL
 from tests.helpers.cxl_fleet import attached, await_supplementary, call
 from tests.helpers.support import VISIBLE_TIMEOUT_S

@@ -15,13 +15,13 @@ import pytest
 from confluent_kafka import KafkaException
 
 from streams.errors import KvStreamsError, TableError
-from streams.kafka import delete_topics, ensure_topics
+from streams.kafka.clients import delete_topics, ensure_topics
 from streams.lab.stack import RouterProcess, Stack
+from streams.process.waiting import wait_for
 from streams.settings import Settings, tables_path
 from streams.tables.index_reducer import prefix_index_table
 from streams.tables.store import ChangelogPosition, PartitionStore
 from streams.topics import topics
-from streams.waiting import wait_for
 from tests.helpers.raw_store import raw
 from tests.helpers.small_disk import fill, small_disk_at
 from tests.helpers.support import VISIBLE_TIMEOUT_S

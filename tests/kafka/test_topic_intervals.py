@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from confluent_kafka import Message
 
 from streams.errors import BadRecord
-from streams.kafka import ensure_topics, producer
+from streams.kafka.clients import ensure_topics, producer
+from streams.process.waiting import wait_for
 from streams.router_api.topic_readers import Feed, Feeds
 from streams.settings import Settings
 from streams.topics import topics
-from streams.waiting import wait_for
 from tests.helpers.api import PATIENCE_S
 
 #: How often the interval changes, and how many records are written in each.

@@ -11,11 +11,19 @@ from confluent_kafka import TopicPartition
 from confluent_kafka.admin import NewTopic  # type: ignore[attr-defined]
 
 from streams.errors import KvStreamsError, TopicMismatch
-from streams.kafka import FirstOffset, admin, check_topic, describe_topics, ensure_topics, first_offset, producer
+from streams.kafka.clients import (
+    FirstOffset,
+    admin,
+    check_topic,
+    describe_topics,
+    ensure_topics,
+    first_offset,
+    producer,
+)
+from streams.kafka.topic_watch import TopicReading, TopicWatch
+from streams.process.waiting import wait_for
 from streams.settings import Settings
-from streams.topic_watch import TopicReading, TopicWatch
 from streams.topics import topics
-from streams.waiting import wait_for
 
 PATIENCE_S = 20.0
 

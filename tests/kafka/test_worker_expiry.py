@@ -13,15 +13,15 @@ from typing import Any
 
 from confluent_kafka import OFFSET_BEGINNING, TopicPartition
 
-from streams.codec import decode_resync, encode_batch
 from streams.core.events import BEFORE_FIRST, EngineBatch, EngineEvents, ResyncRequest
 from streams.core.ids import WorkerId
-from streams.kafka import partition_of, producer, reader
+from streams.kafka.clients import partition_of, producer, reader
+from streams.kafka.records import decode_resync, encode_batch
 from streams.lab.processes import Children
 from streams.lab.stack import Stack, facts, get_json
+from streams.process.waiting import wait_for
 from streams.settings import Settings
 from streams.topics import topics
-from streams.waiting import wait_for
 from tests.helpers.holdings import RANK, batch, chunks, heartbeat, names, run, stored, u64
 from tests.helpers.reference import chain_hashes
 from tests.helpers.support import VISIBLE_TIMEOUT_S, dead_letters

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from streams.codec import encode_metrics
 from streams.core.engine_metrics import MetricsReport, WorkerMetrics
 from streams.core.routing.selection import RouterMode
-from streams.kafka import producer
+from streams.kafka.clients import producer
+from streams.kafka.records import encode_metrics
 from streams.lab.stack import Engine, Stack
+from streams.process.waiting import wait_for
 from streams.settings import Settings
 from streams.topics import topics
-from streams.waiting import wait_for
 from tests.helpers.api import PATIENCE_S, TOKENS, Api, metrics, rank_of, served
 from tests.helpers.engine_double import EngineDouble
 

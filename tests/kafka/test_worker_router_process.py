@@ -19,8 +19,8 @@ from streams.lab.engines.engine_config import EngineConfig
 from streams.lab.kafka.ports import free_port
 from streams.lab.processes import Children
 from streams.lab.stack import RouterProcess, Stack, get_bytes, is_ready, wait_workers
+from streams.process.waiting import wait_for
 from streams.settings import Settings, as_environ
-from streams.waiting import wait_for
 from tests.helpers.api import PATIENCE_S, Api
 from tests.helpers.commands import environment
 from tests.helpers.workers import is_running, n_requests

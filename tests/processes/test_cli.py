@@ -13,8 +13,8 @@ import pytest
 
 from streams import __version__
 from streams.lab.kafka.ports import free_port
+from streams.process.waiting import wait_for
 from streams.settings import Settings
-from streams.waiting import wait_for
 from tests.helpers.commands import PATIENCE_S, Run, Start, assert_one_line, environment
 
 

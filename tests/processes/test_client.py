@@ -18,7 +18,6 @@ from aiohttp import web
 
 from streams.client import Booking, EngineOptions, Generation, KvRouterClient, generation, http
 from streams.client.payloads import pack_tokens, unpack_tokens
-from streams.codec import encode_worker
 from streams.core.hashing import local_hashes
 from streams.core.ids import WorkerId
 from streams.core.workers import Worker
@@ -34,12 +33,13 @@ from streams.errors import (
     RouterUnavailable,
     UnknownModel,
 )
-from streams.http_server import HttpServer, Startup, starting_app
-from streams.kafka import worker_key
+from streams.kafka.clients import worker_key
+from streams.kafka.records import encode_worker
 from streams.lab.engines.engine_config import EngineConfig
 from streams.lab.engines.server import SimServer, SimServerConfig, serve
 from streams.lab.engines.synthetic_tokens import greedy_tokens
 from streams.lab.kafka.ports import free_port
+from streams.process.http_server import HttpServer, Startup, starting_app
 from streams.settings import Settings
 from tests.helpers.api import metrics
 from tests.helpers.local_router import LocalRouter, hold, local_router, rank

@@ -18,7 +18,6 @@ import aiohttp
 import orjson
 import pytest
 
-from streams.codec import encode_worker
 from streams.core.ids import WorkerId
 from streams.core.workers import Worker
 from streams.frontend import protocol, tokenizing
@@ -28,7 +27,8 @@ from streams.frontend.protocol import FrontProtocol
 from streams.frontend.requests import Kind
 from streams.frontend.tokenizer import ModelTokenizer
 from streams.frontend.tokenizer_process import TokenizerProcess
-from streams.kafka import worker_key
+from streams.kafka.clients import worker_key
+from streams.kafka.records import encode_worker
 from streams.lab.engines.chat_template import tokenizer_files
 from streams.settings import Settings
 from tests.helpers.front_stage import BODY, IDS, PATIENCE_S, Backend, Stage, on_stage

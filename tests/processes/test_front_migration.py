@@ -16,12 +16,12 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from streams.codec import encode_worker
 from streams.core.ids import Epoch, Incarnation, WorkerId
 from streams.core.reducer.ordering import Health, Progress
 from streams.core.workers import Worker
 from streams.frontend.tracing import TracedSpans
-from streams.kafka import worker_key
+from streams.kafka.clients import worker_key
+from streams.kafka.records import encode_worker
 from streams.lab.engines.chat_template import tokenizer_files
 from streams.lab.engines.engine_config import EngineConfig
 from streams.lab.processes import Children

@@ -9,13 +9,13 @@ from typing import Any
 import orjson
 import pytest
 
-from streams.codec import encode_worker
 from streams.core.ids import WorkerId
 from streams.core.routing.selection import RouterMode
 from streams.core.workers import Role, Worker
 from streams.cxl.events import CxlPool
 from streams.cxl.records import encode_pool, pool_key
-from streams.kafka import worker_key
+from streams.kafka.clients import worker_key
+from streams.kafka.records import encode_worker
 from streams.settings import KvTransfer, Settings
 from tests.helpers.byte_engine import CHAT_PROMPT, ByteEngine, Plan
 from tests.helpers.front_stage import Answer, Backend, Stage, on_stage, share

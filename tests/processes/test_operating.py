@@ -14,7 +14,7 @@ import pytest
 
 from streams.lab.kafka.ports import free_port
 from streams.lab.stack import get_json
-from streams.waiting import wait_for
+from streams.process.waiting import wait_for
 from tests.helpers.commands import PATIENCE_S, Start, assert_one_line, environment
 
 BRIDGE = ("bridge", "--engine", "id=1,url=http://127.0.0.1:9,events=tcp://127.0.0.1:9")

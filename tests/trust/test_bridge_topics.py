@@ -5,17 +5,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection
 
-from streams.codec import encode_worker
 from streams.core.events import ResyncRequest
 from streams.core.ids import WorkerId
 from streams.core.workers import Worker
 from streams.engines.registry_reader import RegistryReader
-from streams.kafka import delete_topics, ensure_topics, partition_of, producer, worker_key
+from streams.kafka.clients import delete_topics, ensure_topics, partition_of, producer, worker_key
+from streams.kafka.records import encode_worker
 from streams.lab.processes import Children
 from streams.lab.stack import Stack
+from streams.process.waiting import wait_for
 from streams.settings import Settings
 from streams.topics import topics
-from streams.waiting import wait_for
 from tests.helpers.engine_double import BLOCK_SIZE, EngineDouble
 from tests.helpers.trust import PATIENCE_S, TrustFleet, engine_option
 

@@ -10,10 +10,10 @@ from typing import Any
 
 from confluent_kafka import OFFSET_BEGINNING, KafkaError, TopicPartition
 
-from streams.kafka import partition_of, producer, reader, worker_key
+from streams.kafka.clients import partition_of, producer, reader, worker_key
+from streams.process.waiting import wait_for
 from streams.settings import Settings
 from streams.topics import topics
-from streams.waiting import wait_for
 from tests.helpers.engine_double import BLOCK_SIZE, EngineDouble, offload_placeholder
 from tests.helpers.trust import PATIENCE_S, TrustFleet, Watch, engine_option
 

@@ -8,7 +8,7 @@ import pytest
 
 from streams.engines.link_delay import LATE_S
 from streams.lab.kafka.ports import free_port
-from streams.waiting import wait_for
+from streams.process.waiting import wait_for
 from tests.helpers.engine_double import BLOCK_SIZE, EngineDouble
 from tests.helpers.slow_link import slow_link
 from tests.helpers.trust import PATIENCE_S, TrustFleet, engine_option

@@ -10,15 +10,15 @@ from typing import Any
 
 import msgpack
 
-from streams.codec import encode_batch
 from streams.core.events import EngineBatch, Heartbeat
 from streams.core.hashing import local_hashes, sequence_hashes
 from streams.core.ids import DpRank, Incarnation, RankId, WorkerId
-from streams.kafka import partition_of, producer, worker_key
+from streams.kafka.clients import partition_of, producer, worker_key
+from streams.kafka.records import encode_batch
 from streams.lab.engines.engine_config import EngineConfig
 from streams.lab.stack import get_json
+from streams.process.waiting import wait_for
 from streams.topics import topics
-from streams.waiting import wait_for
 from tests.helpers.engine_double import BLOCK_SIZE, EngineDouble
 from tests.helpers.trust import PATIENCE_S, TrustFleet, engine_option
 

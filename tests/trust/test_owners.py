@@ -22,13 +22,13 @@ import pytest
 from streams.core.events import BlocksStored
 from streams.core.ids import EngineHash
 from streams.engines.publisher import KvEventPublisher
-from streams.kafka import delete_topics, ensure_topics, partition_of
+from streams.kafka.clients import delete_topics, ensure_topics, partition_of
 from streams.lab.kafka.broker import LocalKafkaConfig
 from streams.lab.processes import Children
 from streams.lab.stack import RouterProcess, Stack, get_json
+from streams.process.waiting import wait_for
 from streams.settings import Settings
 from streams.topics import TopicSpec, topics
-from streams.waiting import wait_for
 from tests.helpers.api import Api
 from tests.helpers.broker import BreakableKafka
 from tests.helpers.trust import PATIENCE_S, WATCH_EVERY_S, Sample

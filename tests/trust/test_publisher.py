@@ -18,8 +18,8 @@ from streams.core.events import MoeLabels
 from streams.engines.async_publisher import AsyncKvEventPublisher
 from streams.engines.publisher import KvEventPublisher
 from streams.engines.stored_blocks import StoredBlock
+from streams.process.waiting import wait_for
 from streams.settings import Resolved, as_environ
-from streams.waiting import wait_for
 from tests.helpers.commands import environment
 from tests.helpers.engine_double import BLOCK_SIZE
 from tests.helpers.trust import PATIENCE_S, TrustFleet

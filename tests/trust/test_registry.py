@@ -18,8 +18,8 @@ from streams.lab.engines.engine_config import EngineConfig
 from streams.lab.processes import Child, Children
 from streams.lab.stack import Engine, Stack
 from streams.model_registry import registered_models
+from streams.process.waiting import wait_for
 from streams.settings import as_environ
-from streams.waiting import wait_for
 from tests.helpers.api import Api, metrics
 from tests.helpers.engine_double import BLOCK_SIZE, EngineDouble
 from tests.helpers.trust import PATIENCE_S, TrustFleet, engine_option

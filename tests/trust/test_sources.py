@@ -11,8 +11,8 @@ import pytest
 
 from streams.engines.address import worker_id_of
 from streams.lab.processes import Child, Children
+from streams.process.waiting import wait_for
 from streams.settings import as_environ
-from streams.waiting import wait_for
 from tests.helpers.engine_double import BLOCK_SIZE, EngineDouble
 from tests.helpers.trust import PATIENCE_S, TrustFleet, engine_option
 

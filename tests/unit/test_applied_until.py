@@ -7,11 +7,11 @@ import pytest
 from streams.core.ids import DpRank, Epoch, Incarnation, RankId, WorkerId
 from streams.core.reducer.ordering import Health, Progress
 from streams.core.routing.trust import AnswerMode, DegradedReason, Trust
-from streams.kafka import partition_of
+from streams.kafka.applied_until import OUTAGE_MS, READINGS_MAX, AppliedUntil, SourceOffset
+from streams.kafka.clients import partition_of
+from streams.kafka.topic_watch import TopicReading, read_every_ms
 from streams.router_api.trust_tracker import PooledRows, TrustTracker
-from streams.tables.applied_until import OUTAGE_MS, READINGS_MAX, AppliedUntil, SourceOffset
 from streams.tables.records import BEHIND_UNKNOWN_MS, PartitionRecord, SourceProgress
-from streams.topic_watch import TopicReading, read_every_ms
 
 RANK = RankId(WorkerId(1), DpRank(0))
 N_PARTITIONS = 4

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from streams.codec import avoid_key, encode_avoidance
 from streams.core.ids import DpRank, RankId, WorkerId
 from streams.core.routing.avoidance import avoided_workers
 from streams.core.routing.eligibility import WorkerFilter
 from streams.core.workers import AVOID_MS_MAX, Avoidance, Role, Worker, WorkerState
 from streams.errors import BadRecord, NoEligibleWorker
+from streams.kafka.records import avoid_key, encode_avoidance
 from streams.router_api.avoidances import AVOIDANCES_MAX, Avoidances
 from streams.router_api.view import View
 from tests.helpers.routers import ask, router_of
@@ -116,7 +116,7 @@ def test_a_bad_key_of_an_avoidance_is_refused(key: bytes) -> None:
 @pytest.mark.parametrize("ttl_ms", [0, -1, AVOID_MS_MAX + 1])
 def test_a_record_may_not_last_forever(ttl_ms: int) -> None:
     """A record of another application with a time out of range is refused."""
-    from streams.avro_frames import codec
+    from streams.kafka.avro_frames import codec
 
     value = codec("avoidances").encode({"worker_id": 1, "avoided_at_ms": 5, "ttl_ms": ttl_ms})
     with pytest.raises(BadRecord):

@@ -15,7 +15,6 @@ import pytest
 import zmq.asyncio
 from confluent_kafka import KafkaError, Message, Producer
 
-from streams.codec import decode_batch
 from streams.core.cxl_memory import CxlMemoryState
 from streams.core.events import BlocksStored, EngineEvents, FeedState
 from streams.core.ids import DpRank, Incarnation, RankId, Tier, WorkerId
@@ -26,6 +25,7 @@ from streams.engines.connection import RECEIVE_HWM, RECEIVE_HWM_MIN, RECEIVE_HWM
 from streams.engines.feed import RankFeed
 from streams.engines.rank_writer import RankWriter
 from streams.engines.wiring import EngineWiring
+from streams.kafka.records import decode_batch
 from streams.settings import Settings
 from streams.topics import topics
 from tests.helpers.engine_double import BLOCK_SIZE, EngineDouble

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from streams.codec import encode_pulse, pulse_key
 from streams.core.bridge_pulses import (
     BRIDGES_MAX,
     FED_MAX,
@@ -16,6 +15,7 @@ from streams.core.bridge_pulses import (
 from streams.core.ids import WorkerId
 from streams.core.workers import BridgeLease, Worker
 from streams.errors import BadRecord
+from streams.kafka.records import encode_pulse, pulse_key
 from streams.router_api.engine_reports import EngineReports
 
 

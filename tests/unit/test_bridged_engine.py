@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from streams.codec import decode_batch
 from streams.core.events import FeedState
 from streams.core.ids import Epoch, Incarnation
 from streams.core.reducer.ordering import Progress
@@ -20,6 +19,7 @@ from streams.engines.address import EngineAddress
 from streams.engines.ledger import Ledger
 from streams.engines.rank_writer import RankWriter
 from streams.engines.recovery import RecoveredRank
+from streams.kafka.records import decode_batch
 from streams.lab.kafka.ports import free_port
 from streams.settings import Settings
 from tests.helpers.bridged_engine import (

@@ -19,7 +19,7 @@ from click.testing import CliRunner
 from streams.cli import ESSENTIAL, cli
 from streams.errors import LocalKafkaError
 from streams.lab.kafka.broker import KafkaState
-from streams.log import JsonFormatter, dict_config
+from streams.process.log import JsonFormatter, dict_config
 from streams.settings import SECRETS, Settings
 
 

@@ -19,35 +19,6 @@ from fastavro.schema import fingerprint, to_parsing_canonical_form
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streams import codec as codec_module
-from streams.avro_frames import codec, schemas_dir
-from streams.codec import (
-    avoid_key,
-    cordon_key,
-    decode_avoidance,
-    decode_batch,
-    decode_cordon,
-    decode_load,
-    decode_metrics,
-    decode_model,
-    decode_pulse,
-    decode_render,
-    decode_resync,
-    decode_worker,
-    encode_avoidance,
-    encode_batch,
-    encode_batch_by_schema,
-    encode_cordon,
-    encode_load,
-    encode_metrics,
-    encode_model,
-    encode_pulse,
-    encode_render,
-    encode_resync,
-    encode_worker,
-    model_key,
-    render_key,
-)
 from streams.core.bridge_pulses import BridgePulse
 from streams.core.cxl_memory import CxlMemoryMetadata, CxlMemoryState
 from streams.core.engine_metrics import METRICS_TTL_MS_MAX, MetricsReport, WorkerMetrics
@@ -130,9 +101,38 @@ from streams.decision_log.records import FleetSize, LogOrigin, OutcomeReport
 from streams.decision_log.records import decode_batch as decode_decisions
 from streams.decision_log.records import encode_batch as encode_decisions
 from streams.errors import BadRecord, KvStreamsError
-from streams.event_encoding import datum_of
-from streams.load_records import encoded_load
-from streams.shapes import RecordShape, from_long, to_long
+from streams.kafka import records as codec_module
+from streams.kafka.avro_frames import codec, schemas_dir
+from streams.kafka.event_encoding import datum_of
+from streams.kafka.load_records import encoded_load
+from streams.kafka.records import (
+    avoid_key,
+    cordon_key,
+    decode_avoidance,
+    decode_batch,
+    decode_cordon,
+    decode_load,
+    decode_metrics,
+    decode_model,
+    decode_pulse,
+    decode_render,
+    decode_resync,
+    decode_worker,
+    encode_avoidance,
+    encode_batch,
+    encode_batch_by_schema,
+    encode_cordon,
+    encode_load,
+    encode_metrics,
+    encode_model,
+    encode_pulse,
+    encode_render,
+    encode_resync,
+    encode_worker,
+    model_key,
+    render_key,
+)
+from streams.kafka.shapes import RecordShape, from_long, to_long
 from streams.tables import records as table_records
 from streams.tables.event_decoding import decode_events
 from streams.tables.records import (

@@ -8,7 +8,6 @@ import msgpack
 import numpy as np
 import pytest
 
-from streams.codec import decode_batch
 from streams.core.cxl_memory import CxlMemoryMetadata, CxlMemoryState
 from streams.core.events import (
     BEFORE_FIRST,
@@ -26,6 +25,7 @@ from streams.engines.dialects.vllm import decode_payload
 from streams.engines.ledger import Ledger
 from streams.engines.publisher import KvEventPublisher
 from streams.errors import BadRecord
+from streams.kafka.records import decode_batch
 from streams.settings import Settings
 from streams.topics import EVENT_BYTES_MAX
 from tests.helpers.holdings import u64

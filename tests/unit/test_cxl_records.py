@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streams.avro_frames import codec
 from streams.core.cxl_memory import CxlMemoryState
 from streams.core.ids import U64_MASK, EngineHash, Incarnation, RankId, SequenceHash, WorkerId
 from streams.cxl.events import (
@@ -46,7 +45,8 @@ from streams.cxl.records import (
     pool_key,
 )
 from streams.errors import BadRecord, InvalidRequest
-from streams.shapes import from_long
+from streams.kafka.avro_frames import codec
+from streams.kafka.shapes import from_long
 from streams.topics import CXL_EVENT_BYTES_MAX
 from tests.helpers.encoding import RANK, TRANSITION, counts, longs, ranks, reason_of, texts, u64s, witnessed
 

@@ -13,7 +13,7 @@ import subprocess
 import pytest
 
 from streams.cli.metrics import declared_metrics
-from streams.metrics import MetricKind
+from streams.process.metrics import MetricKind
 from tests.helpers.pages import ROOT
 from tests.helpers.promql import alerts, dashboard, selections, selections_of
 

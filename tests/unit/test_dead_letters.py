@@ -8,12 +8,12 @@ from dataclasses import replace
 
 import pytest
 
-from streams.avro_frames import codec
-from streams.codec import decode_batch, encode_batch
 from streams.core.events import EngineBatch, EngineEvents
 from streams.core.hashing import local_hashes
 from streams.core.ids import DpRank, Incarnation, RankId, WorkerId
 from streams.errors import BadRecord, InvalidRequest
+from streams.kafka.avro_frames import codec
+from streams.kafka.records import decode_batch, encode_batch
 from streams.tables.transactions import dead_letter_value
 from streams.topics import EVENT_BYTES_MAX
 

@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streams.avro_frames import codec
 from streams.core.hashing import sequence_hashes
 from streams.core.ids import DpRank, Float64Array, RankId, WorkerId
 from streams.core.loads.bookings import BookingPhase
@@ -27,16 +26,17 @@ from streams.decision_log.noted import COST_TERMS, listed_candidates
 from streams.decision_log.records import FleetSize, LoggedBatch, LoggedDecision, OutcomeReport, decode_batch
 from streams.decision_log.trace import OUTPUT_TOKENS_DEFAULT, recording_of
 from streams.errors import BadRecord, InvalidRequest, SettingsError
+from streams.kafka.avro_frames import codec
 from streams.lab.simulation.experiment import load_workload, run_policy
 from streams.lab.simulation.fleet import FleetConfig
 from streams.lab.simulation.lab_engine_config import default_engine
 from streams.lab.simulation.recorded import replay
 from streams.lab.trace import dump, parse_trace
+from streams.process.waiting import wait_for
 from streams.router_api import decision_recorder
 from streams.router_api.decision_recorder import DecisionRecorder
 from streams.router_api.router import Router
 from streams.router_api.wire import RouteRequest, answer_json, parse_route, parse_route_query
-from streams.waiting import wait_for
 from tests.helpers.api import PATIENCE_S, packed
 from tests.helpers.recording_producer import RecordingProducer
 from tests.helpers.routers import router_of

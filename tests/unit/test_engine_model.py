@@ -12,7 +12,6 @@ from itertools import dropwhile
 
 import pytest
 
-from streams.codec import decode_batch, decode_worker, encode_worker
 from streams.core.events import BEFORE_FIRST, EngineBatch, EngineEvents, FeedState, Heartbeat
 from streams.core.ids import Epoch, Incarnation
 from streams.core.reducer.ordering import Progress
@@ -23,6 +22,7 @@ from streams.engines.address import EngineAddress
 from streams.engines.heartbeats import ENDED_ENGINE_LEASE_MS
 from streams.engines.ledger import Ledger
 from streams.engines.recovery import RecoveredRank
+from streams.kafka.records import decode_batch, decode_worker, encode_worker
 from tests.helpers import bridged_engine
 from tests.helpers.bridged_engine import RANK, EngineUnderTest
 from tests.helpers.engine_double import EngineDouble

@@ -15,11 +15,11 @@ from urllib.parse import urlsplit
 import pytest
 from aiohttp import web
 
+from streams.process.waiting import wait_for
 from streams.router_api import fast_lane
 from streams.router_api.body_parsing import LARGE_BODY_BYTES
 from streams.router_api.fast_lane import HOLD_S, FastLane
 from streams.settings import Settings
-from streams.waiting import wait_for
 from tests.helpers.api import OCTETS, PATIENCE_S, Api, metrics, packed
 from tests.helpers.local_router import LocalRouter, local_router
 

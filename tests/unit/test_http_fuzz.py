@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from streams import kafka_log
+from streams.kafka import log_ends as kafka_log
 from tests.helpers.api import PATIENCE_S, metrics
 from tests.helpers.http_fuzz import Fuzzer, send_all
 from tests.helpers.http_state import SETTINGS, state_of

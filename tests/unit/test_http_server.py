@@ -14,15 +14,15 @@ import pytest
 from aiohttp import web
 
 from streams.errors import SettingsError
-from streams.http_server import (
+from streams.lab.kafka.ports import free_port
+from streams.process.http_server import (
     HttpServer,
     Startup,
     monitoring_app,
     monitoring_server,
     starting_app,
 )
-from streams.lab.kafka.ports import free_port
-from streams.metrics import MetricsRegistry, gauge
+from streams.process.metrics import MetricsRegistry, gauge
 
 REGISTRY = MetricsRegistry((gauge("kvstreams_x", "X", float),), lambda: 7)
 

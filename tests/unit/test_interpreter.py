@@ -10,7 +10,7 @@ import pytest
 _SCRIPT = """
 import gc
 import streams.router_api.router
-from streams.interpreter import exempt_from_collection
+from streams.process.interpreter import exempt_from_collection
 
 exempt_from_collection()
 class Cycle: pass
@@ -29,7 +29,7 @@ def test_modules_are_exempt_from_collection_and_later_cycles_are_collected() -> 
 
 _REALTIME = """
 import os, threading
-from streams.interpreter import run_in_real_time
+from streams.process.interpreter import run_in_real_time
 
 go, policies = threading.Event(), []
 def note():
@@ -64,7 +64,7 @@ def test_all_threads_of_a_process_run_in_real_time_if_the_kernel_allows_it(allow
 
 _CLOCK_SCRIPT = """
 import asyncio, gc
-from streams import interpreter
+from streams.process import interpreter
 
 class Cycle: pass
 

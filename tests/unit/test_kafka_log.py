@@ -12,10 +12,10 @@ import pytest
 from aiokafka.errors import NodeNotReadyError
 from confluent_kafka import KafkaError, KafkaException
 
-from streams import kafka_log
 from streams.errors import KafkaUnreachable, TableError
-from streams.kafka_log import AFTERMATH_S, HELD_LINES_MAX, KafkaAwayFilter, KafkaOutage, KafkaWatch
-from streams.outage import REMIND_S
+from streams.kafka import log_ends as kafka_log
+from streams.kafka.log_ends import AFTERMATH_S, HELD_LINES_MAX, KafkaAwayFilter, KafkaOutage, KafkaWatch
+from streams.kafka.outage import REMIND_S
 
 REFUSED = "Connection refused"
 

@@ -18,13 +18,14 @@ from confluent_kafka import KafkaError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streams.codec import decode_load, load_key
 from streams.core.loads.bookings import ENDED_BOOKING_BYTES, BookingId, BookingPhase
 from streams.core.loads.observations import NO_FORECAST, Forecast
 from streams.errors import BadRecord, BookingConflict
-from streams.kafka import Record, producer
+from streams.kafka.clients import Record, producer
+from streams.kafka.load_records import request_partition
+from streams.kafka.records import decode_load, load_key
 from streams.lab.kafka.ports import free_port
-from streams.load_records import request_partition
+from streams.process.waiting import wait_for
 from streams.router_api import loads_sync as loads_sync_module
 from streams.router_api import outbox as outbox_module
 from streams.router_api.late_calls import BUFFERED_CALL_TTL_MS
@@ -32,7 +33,6 @@ from streams.router_api.loads_sync import READ_INTERVAL_S, READ_INTERVAL_WHILE_W
 from streams.router_api.log_time import QUIET_MS
 from streams.settings import Settings
 from streams.topics import topics
-from streams.waiting import wait_for
 from tests.helpers.api import PATIENCE_S, rank_of
 from tests.helpers.shared_loads import (
     KNOBS,

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streams.kafka import Record
+from streams.kafka.clients import Record
 from streams.router_api import log_order
 from streams.router_api.log_order import LogOrder
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from streams.loop_thread import LoopThread
+from streams.process.loop_thread import LoopThread
 
 
 def with_thread(use: Callable[[LoopThread], Coroutine[Any, Any, None]]) -> None:

@@ -34,12 +34,12 @@ from streams.core.routing.request import RoutePolicy
 from streams.core.routing.selection import RouterMode
 from streams.core.routing.trust import AnswerMode, DegradedReason, Trust
 from streams.core.workers import BridgeLease, Role, Worker, WorkerState, differs_in_lease_only
-from streams.kafka import partition_of
+from streams.kafka.applied_until import AppliedUntil, SourceOffset
+from streams.kafka.clients import partition_of
 from streams.router_api import rank_trust
 from streams.router_api.owner_trust import SETTLE_MS
 from streams.router_api.trust_tracker import PooledRows, TrustTracker
 from streams.settings import Settings
-from streams.tables.applied_until import AppliedUntil, SourceOffset
 from streams.tables.records import PartitionRecord, SourceProgress
 from tests.helpers.local_router import local_router
 from tests.helpers.routing import routing_request

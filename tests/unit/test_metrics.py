@@ -17,7 +17,6 @@ from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-from streams.agent_metrics import agent_registry
 from streams.cli import cli
 from streams.cli.metrics import declared_metrics
 from streams.core.engine_metrics import MetricsReport, WorkerMetrics
@@ -28,7 +27,8 @@ from streams.engines.bridge_metrics import BRIDGE_METRICS, bridge_snapshot
 from streams.engines.dialects.interface import NOT_INDEXED_REASONS
 from streams.engines.feed_counters import NOT_INDEXED, RELEASED_RANKS_MAX, FeedCounters, RankCounters
 from streams.errors import API_ERRORS, api_error
-from streams.metrics import (
+from streams.kafka.applied_until import Lag, lag_records, lag_seconds
+from streams.process.metrics import (
     OTHER,
     VALUES_MAX,
     Distribution,
@@ -38,11 +38,9 @@ from streams.metrics import (
     counter,
     gauge,
     histogram,
-    lag_records,
-    lag_seconds,
 )
 from streams.router_api.metrics import _FailedScrapes
-from streams.tables.applied_until import Lag
+from streams.tables.agent_metrics import agent_registry
 from streams.tables.partition import PARTITION_COUNTS
 from streams.tables.pooled_block_table import TransitionOutcome
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streams.codec import decode_load
 from streams.core.loads.bookings import BookingId, BookingPhase
-from streams.load_records import time_written_ms
+from streams.kafka.load_records import time_written_ms
+from streams.kafka.records import decode_load
 from streams.router_api import attempts as attempts_module
 from streams.router_api.reassignments import Reassigned
 from tests.helpers.api import rank_of

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from streams.engines.missing_events import MISSED_AFTER_S, MissingEvents
-from streams.outage import REMIND_S, REPETITIONS_MAX, Outage, Repetitions, lasting, repeated
+from streams.kafka.outage import REMIND_S, REPETITIONS_MAX, Outage, Repetitions, lasting, repeated
 
 
 def test_an_outage_is_reported_at_once_then_once_a_minute_and_at_its_end() -> None:

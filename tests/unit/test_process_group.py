@@ -16,11 +16,11 @@ import pytest
 
 from streams.errors import ProcessError, SettingsError
 from streams.lab.kafka.ports import free_port
-from streams.metrics import Metric, MetricsRegistry, counter, gauge, histogram
+from streams.process.metrics import Metric, MetricsRegistry, counter, gauge, histogram
+from streams.process.waiting import wait_for
 from streams.router_api import process_group
 from streams.router_api.process_group import ENDS_MAX, ProcessGroup, ProcessPlace, check_ports
 from streams.settings import Settings
-from streams.waiting import wait_for
 
 PATIENCE_S = 20.0
 

@@ -8,8 +8,8 @@ import time
 import pytest
 from rich.console import Console
 
-from streams import progress
-from streams.progress import shown
+from streams.process import progress
+from streams.process.progress import shown
 
 
 class Terminal(io.StringIO):

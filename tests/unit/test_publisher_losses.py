@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from streams.codec import decode_batch
 from streams.core.events import Heartbeat
 from streams.core.reducer.ordering import Health
 from streams.engines import publisher as publishing
 from streams.engines.publisher import KvEventPublisher
 from streams.errors import KvStreamsError
+from streams.kafka.records import decode_batch
 from streams.settings import Settings
 from tests.helpers.plain_run_store import PlainHoldings, plain_holdings
 from tests.helpers.recording_producer import RecordingProducer

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from streams.codec import cordon_key, encode_batch, encode_cordon, encode_model, encode_worker, model_key
 from streams.core.events import BEFORE_FIRST, BlocksStored, EngineBatch, EngineEvents, Heartbeat
 from streams.core.ids import Epoch, Incarnation, WorkerId
 from streams.core.reducer.ordering import Health, Progress
@@ -20,7 +19,8 @@ from streams.core.workers import BridgeLease, Cordon, Role, ServedModel, Worker,
 from streams.engines.block_size import EngineBlockSize
 from streams.engines.metrics import parse_block_size
 from streams.errors import BadRecord, BlockSizeContradicted, InvalidRequest, NoEligibleWorker
-from streams.kafka import worker_key
+from streams.kafka.clients import worker_key
+from streams.kafka.records import cordon_key, encode_batch, encode_cordon, encode_model, encode_worker, model_key
 from streams.router_api.view import View
 from streams.router_api.wire import parse_route_query, parse_worker
 from streams.settings import Settings

@@ -18,8 +18,6 @@ from typing import Any
 import orjson
 import pytest
 
-from streams.avro_frames import codec
-from streams.codec import encode_render, render_key
 from streams.core.ids import DpRank, Epoch, Incarnation, RankId, WorkerId
 from streams.core.reducer.ordering import Progress
 from streams.core.workers import (
@@ -37,6 +35,8 @@ from streams.frontend.metrics import FrontCounts
 from streams.frontend.parity import PROMPTS, RenderedPair, judge
 from streams.frontend.parity_probes import ParityProbes
 from streams.frontend.tokenizing import Tokenizing
+from streams.kafka.avro_frames import codec
+from streams.kafka.records import encode_render, render_key
 from streams.lab.engines import openai
 from streams.lab.engines.chat_template import tokenizer_files
 from streams.lab.engines.openai import ServedModels

@@ -8,7 +8,7 @@ import sys
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
-from streams.load_records import request_partition
+from streams.kafka.load_records import request_partition
 from streams.router_api.request_ids import RequestIds
 
 N_IDS = 16_384

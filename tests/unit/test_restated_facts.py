@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streams.codec import decode_batch, encode_batch
 from streams.core.cxl_memory import CxlMemoryMetadata, CxlMemoryState
 from streams.core.events import (
     AllBlocksCleared,
@@ -33,6 +32,7 @@ from streams.engines.ledger import Ledger
 from streams.engines.recovery import RecoveredRank, held_runs, recovered_rank
 from streams.engines.restatements import chunks
 from streams.errors import BadRecord
+from streams.kafka.records import decode_batch, encode_batch
 from streams.tables.records import decode_run
 from streams.tables.run_table import RunTable
 from tests.helpers.holdings import RANK, batch, judge, u64

@@ -8,7 +8,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from streams.codec import decode_batch, encode_batch
 from streams.core.events import (
     BEFORE_FIRST,
     AllBlocksCleared,
@@ -22,6 +21,7 @@ from streams.core.reducer import restatement
 from streams.core.reducer.ordering import Health, Verdict
 from streams.core.reducer.restatement import CHUNKS_MAX, ChunkKey, Parking
 from streams.errors import BadRecord
+from streams.kafka.records import decode_batch, encode_batch
 from streams.settings import Settings
 from streams.tables.index_reducer import IndexReducer
 from streams.tables.records import PARKED_PREFIX

@@ -14,8 +14,6 @@ from typing import Any
 import orjson
 import pytest
 
-from streams import kafka_log
-from streams.codec import encode_load
 from streams.core.hashing import local_hashes, pack_hashes
 from streams.core.ids import HashArray, Tier, WorkerId
 from streams.core.loads.bookings import Booking, BookingId, BookingPhase
@@ -26,9 +24,12 @@ from streams.core.routing.policies.peers import LMetric
 from streams.core.routing.selection import RouterMode
 from streams.core.workers import Role, WorkerState
 from streams.errors import AllWorkersBusy, InvalidRequest, NoEligibleWorker, NotReady, SettingsError
-from streams.kafka import Record
-from streams.kafka_log import CLIENT_LOGGER
+from streams.kafka import log_ends as kafka_log
+from streams.kafka.clients import Record
+from streams.kafka.log_ends import CLIENT_LOGGER
+from streams.kafka.records import encode_load
 from streams.lab.kafka.ports import free_port
+from streams.process.waiting import wait_for
 from streams.router_api import prompt_matches
 from streams.router_api.prompt_matches import UNMATCHED_DECISIONS
 from streams.router_api.router import Router
@@ -42,7 +43,6 @@ from streams.router_api.wire import (
 )
 from streams.settings import Settings
 from streams.tables.records import encode_progress, progress_key
-from streams.waiting import wait_for
 from tests.helpers.api import PATIENCE_S, TOKENS, packed
 from tests.helpers.routers import ask, router_of
 from tests.helpers.views import BLOCK_SIZE, hold, rank, register, report

@@ -29,11 +29,11 @@ from streams.core.hashing import local_hashes
 from streams.core.loads.bookings import BookingPhase
 from streams.core.routing.queue import QueuePolicy
 from streams.core.routing.selection import RouterMode
-from streams.kafka import worker_key
+from streams.kafka.clients import worker_key
+from streams.process.waiting import wait_for
 from streams.router_api.admission import Admission, Outcome
 from streams.router_api.wire import RouteRequest
 from streams.settings import Settings
-from streams.waiting import wait_for
 from tests.helpers.api import JSON, OCTETS, PATIENCE_S, Answer, Api, metrics, packed
 from tests.helpers.local_router import LocalRouter, hold, local_router, rank, register
 

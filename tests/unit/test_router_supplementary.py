@@ -17,7 +17,7 @@ from streams.core.routing.trust import AnswerMode
 from streams.cxl import pooled_view
 from streams.cxl.records import BlockKey, BlockRow, block_key, encode_block
 from streams.errors import BadRecord, InvalidRequest, NoEligibleWorker
-from streams.kafka import partition_of
+from streams.kafka.clients import partition_of
 from streams.lab.engines.held_chains import runs_of_chain
 from streams.router_api.router import Router
 from streams.router_api.wire import RouteRequest, answer_json, parse_route_query

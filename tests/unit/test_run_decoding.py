@@ -16,7 +16,6 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from streams.avro_frames import codec
 from streams.core.events import FeedState, MoeLabels
 from streams.core.hashing import sequence_hashes
 from streams.core.ids import DpRank, Epoch, Incarnation, RankId, SequenceHash, Tier, WorkerId
@@ -29,7 +28,8 @@ from streams.core.reducer.ordering import Health, Progress
 from streams.core.routing.trust import AnswerMode
 from streams.core.runs import RUN_BLOCKS_MAX, Run, RunKey
 from streams.errors import BadRecord, IndexFull
-from streams.kafka import partition_of
+from streams.kafka.avro_frames import codec
+from streams.kafka.clients import partition_of
 from streams.router_api.view import View
 from streams.settings import Settings
 from streams.tables.kernels.runs import OTHER, decode_records

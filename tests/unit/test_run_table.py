@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streams.codec import decode_batch, encode_batch
 from streams.core.cxl_memory import CxlMemoryMetadata
 from streams.core.events import (
     AllBlocksCleared,
@@ -29,6 +28,7 @@ from streams.core.reducer.holdings import Holdings
 from streams.core.reducer.kernels import layout
 from streams.core.reducer.kernels.layout import EVENT_BLOCKS, EVENT_KIND
 from streams.errors import BadRecord
+from streams.kafka.records import decode_batch, encode_batch
 from streams.tables.event_decoding import EventRows, decode_events, rows_of
 from streams.tables.records import decode_run, encode_run, run_key
 from streams.tables.run_table import RunTable

@@ -12,9 +12,9 @@ import avro.schema
 import pytest
 from avro.compatibility import ReaderWriterCompatibilityChecker, SchemaCompatibilityType
 
-from streams import avro_frames
 from streams.errors import SchemasIncompatible
-from streams.schema_compatibility import check_schemas
+from streams.kafka import avro_frames
+from streams.kafka.schema_compatibility import check_schemas
 
 RELEASED = sorted((avro_frames.schemas_dir() / "released").glob("*.avsc"))
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from streams.errors import TableError
+from streams.process.waiting import wait_for
 from streams.tables.store import ChangelogPosition, PartitionStore, TableSpec
-from streams.waiting import wait_for
 from tests.helpers.raw_store import raw
 from tests.helpers.small_disk import fill, small_disk_at
 from tests.helpers.support import VISIBLE_TIMEOUT_S

@@ -7,7 +7,6 @@ import time
 import msgpack
 import pytest
 
-from streams.codec import decode_batch
 from streams.core.cxl_memory import CxlMemoryMetadata
 from streams.core.events import BlocksRemoved, BlocksStored, EngineEvents, MoeLabels
 from streams.core.hashing import local_hashes
@@ -18,6 +17,7 @@ from streams.engines.dialects.registry import DIALECTS
 from streams.engines.publisher import KvEventPublisher
 from streams.engines.stored_blocks import StoredBlock
 from streams.errors import InvalidRequest
+from streams.kafka.records import decode_batch
 from streams.settings import Settings
 from tests.helpers.recording_producer import RecordingProducer
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import pytest
 
-from streams.codec import encode_worker
 from streams.core.block_facts.moe_labels import MoeSelector
 from streams.core.cxl_memory import CxlMemoryState
 from streams.core.events import MoeLabels
@@ -22,6 +21,7 @@ from streams.core.runs import Run, RunKey
 from streams.core.workers import Worker
 from streams.cxl.events import CxlPool
 from streams.cxl.records import BlockKey, BlockRow, Placement, block_key, encode_block, encode_pool, pool_key
+from streams.kafka.records import encode_worker
 from streams.router_api.view import View
 from streams.settings import Settings
 from streams.tables.records import encode_progress, encode_run, progress_key, run_key

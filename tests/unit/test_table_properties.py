@@ -13,12 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streams.codec import encode_worker
 from streams.core.events import BlocksRemoved
 from streams.core.ids import Epoch, Incarnation, Tier, WorkerId
 from streams.core.reducer.ordering import Health
 from streams.core.workers import Worker
 from streams.errors import BadRecord
+from streams.kafka.records import encode_worker
 from streams.router_api.view import View
 from streams.settings import Settings
 from streams.tables.records import (

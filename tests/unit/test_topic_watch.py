@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from confluent_kafka import KafkaError, KafkaException
 
-from streams import topic_watch
+from streams.kafka import topic_watch
+from streams.kafka.topic_watch import TopicReading, TopicWatch
 from streams.settings import Settings
-from streams.topic_watch import TopicReading, TopicWatch
 from streams.topics import topics
 
 PATIENCE_S = 20.0

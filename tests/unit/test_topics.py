@@ -8,8 +8,8 @@ import avro.schema
 import faust
 import pytest
 
-from streams.avro_frames import schemas_dir
 from streams.errors import SettingsError
+from streams.kafka.avro_frames import schemas_dir
 from streams.settings import Settings
 from streams.topics import CXL_BLOCKS, PREFIX_INDEX, TopicSpec, topics
 

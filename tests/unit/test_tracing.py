@@ -17,19 +17,19 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanContext, SpanKind, StatusCode
 
 from streams.client import KvRouterClient
-from streams.codec import encode_worker
 from streams.core.ids import WorkerId
 from streams.core.routing.selection import RouterMode
 from streams.core.workers import Worker
 from streams.errors import SettingsError
-from streams.kafka import worker_key
+from streams.kafka.clients import worker_key
+from streams.kafka.records import encode_worker
 from streams.lab.kafka.ports import free_port
+from streams.process.waiting import wait_for
 from streams.router_api import tracing
 from streams.router_api.server import make_router
 from streams.router_api.tracing import SERVICE_NAME, TracedRouter
 from streams.router_api.wire import RouteRequest
 from streams.settings import Settings
-from streams.waiting import wait_for
 from tests.helpers.api import PATIENCE_S, metrics
 from tests.helpers.local_router import LocalRouter, hold, local_router, random_blocks, rank
 from tests.helpers.posting import collector, posting_server

@@ -7,7 +7,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from streams.codec import encode_metrics, encode_pulse, pulse_key
 from streams.core.bridge_pulses import BridgePulse
 from streams.core.engine_metrics import MetricsReport, WorkerMetrics
 from streams.core.ids import Epoch, Incarnation, WorkerId
@@ -16,7 +15,8 @@ from streams.core.routing.eligibility import WorkerFilter
 from streams.core.routing.trust import AnswerMode, DegradedReason
 from streams.core.workers import BridgeLease, Worker
 from streams.errors import BadRecord
-from streams.kafka import partition_of
+from streams.kafka.clients import partition_of
+from streams.kafka.records import encode_metrics, encode_pulse, pulse_key
 from streams.lab.engines.held_chains import FIRST_EPOCH
 from streams.router_api import engine_reports, rank_trust
 from streams.tables.records import (

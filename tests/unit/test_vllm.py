@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streams.codec import decode_batch, encode_batch
 from streams.core.events import AllBlocksCleared, BlocksRemoved, BlocksStored, EngineBatch, EngineEvents, MoeLabels
 from streams.core.hashing import content_hash, hash_seed, local_hashes, salted_seed, with_pad_values
 from streams.core.ids import U64_MASK, DpRank, EngineHash, Incarnation, RankId, Tier, WorkerId
@@ -31,6 +30,7 @@ from streams.engines.dialects.vllm import (
 from streams.engines.ledger import Ledger
 from streams.engines.recovery import ledger_of
 from streams.errors import WRONG_BLOCK_SIZE, BadRecord
+from streams.kafka.records import decode_batch, encode_batch
 from streams.lab.engines.engine_messages import KvCleared, KvRemoved, KvReused, KvStored
 from streams.lab.engines.event_publisher import BlockEvent, EventDialect, HashDialect, WireForm
 from tests.helpers.vllm_events import BLOCK, TOKENS, stored_event

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from streams.doctor.findings import Finding, Group, listed
 from streams.doctor.observations import Observations
 from streams.errors import KafkaRefused, TopicMismatch
-from streams.kafka import TOPICS_REMEDY, check_topic
+from streams.kafka.clients import TOPICS_REMEDY, check_topic
 
 
 def check_kafka(seen: Observations) -> Iterator[Finding]:

@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from streams.engines.address import EngineTemplate
 from streams.engines.sources.interface import Wanted
-from streams.outage import Outage, lasting
+from streams.kafka.outage import Outage, lasting
 
 log = logging.getLogger(__name__)
 

@@ -26,7 +26,7 @@ import aiohttp
 from streams.engines.address import EngineTemplate
 from streams.engines.sources.interface import Wanted
 from streams.errors import KvStreamsError, SettingsError
-from streams.outage import Outage, lasting
+from streams.kafka.outage import Outage, lasting
 from streams.security.files import read_secret
 
 log = logging.getLogger(__name__)

@@ -24,7 +24,7 @@ from streams.lab.engines.pool import PoolConfig
 from streams.lab.processes import Child
 from streams.lab.stack import READY_TIMEOUT_S, Engine, FrontProcess, PoolProcess, RouterProcess, Stack, bearer
 from streams.lab.stack import get_json as get
-from streams.waiting import wait_for
+from streams.process.waiting import wait_for
 
 #: The experts that a request uses: those of engines with `expert` 7.
 LAYER, EXPERT, GROUP = 2, 7, 3

@@ -35,8 +35,7 @@ from rich.console import Console
 from streams.core.request_trace import TraceRequest
 from streams.core.routing.selection import RouterMode
 from streams.errors import LocalKafkaError, ProcessError, SettingsError
-from streams.interpreter import exempt_from_collection
-from streams.kafka import delete_topics
+from streams.kafka.clients import delete_topics
 from streams.lab.demo.drive import LiveOutcome, ModelClock, drive
 from streams.lab.demo.figures import draw, explain, mean_figures, print_policies, summarise, summarise_live
 from streams.lab.demo.pooled_fleet import PooledFleet, killed_midway
@@ -47,10 +46,11 @@ from streams.lab.processes import Children
 from streams.lab.simulation.trace_runs import LiveRun, repeat_choices, simulate
 from streams.lab.stack import Engine, RouterProcess, Stack, bearer, get_json, held_blocks, known_blocks, wait_workers
 from streams.lab.trace import generate, infinite_cache_hit_share, parse_trace, tokens_for
-from streams.progress import shown
+from streams.process.interpreter import exempt_from_collection
+from streams.process.progress import shown
+from streams.process.waiting import wait_for
 from streams.settings import Settings
 from streams.topics import topics
-from streams.waiting import wait_for
 
 MODEL = "demo-model"
 TRACE_SEED = 20261120

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Protocol, TypeVar
 
 from streams.errors import SettingsError
-from streams.interpreter import exempt_from_collection
+from streams.process.interpreter import exempt_from_collection
 
 #: At this scale, one step of the loop is already more than three model minutes.
 TIME_SCALE_MAX = 100_000.0

@@ -18,10 +18,10 @@ from collections.abc import Callable, Iterable, Mapping
 from operator import attrgetter, itemgetter
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from streams.avro_frames import RecordCodec, codec
 from streams.core.hashing import pack_hashes, unpack_hashes
 from streams.core.ids import U64_MASK, Epoch, HashArray, RankId, WorkerId
 from streams.errors import BadRecord, InvalidEvent, InvalidRequest, KvStreamsError
+from streams.kafka.avro_frames import RecordCodec, codec
 
 T = TypeVar("T")
 

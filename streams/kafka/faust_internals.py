@@ -39,7 +39,7 @@ _MESSAGE_OPTIONS = (
     *("time_in", "time_out", "time_total", "generation_id"),
 )
 
-#: How records reach the agent together (streams/delivery.py).
+#: How records reach the agent together (streams/kafka/delivery.py).
 _DELIVERY = (
     Internal(_DRIVER, "Transport.Consumer", "overridden: our consumer takes the place of Faust's"),
     Internal("faust", "App._new_transport", "overridden: our transport takes the place of Faust's", ()),
@@ -116,7 +116,7 @@ _AGENT = (
     Internal(_DRIVER, "Consumer.topic_partitions", "whether the consumer knows a topic", ("topic",)),
 )
 
-#: How the App starts, and what it leaves out (streams/worker.py, streams/delivery.py).
+#: How the App starts, and what it leaves out (streams/worker.py, streams/kafka/delivery.py).
 _START = (
     Internal("faust.types.settings", "Settings.Worker", "the setting through which our Worker is used"),
     Internal("faust", "Worker.execute_from_commandline", "overridden: prepares before Faust starts", ()),
@@ -129,7 +129,7 @@ _START = (
     Internal("faust", "Topic.topics", "their names"),
 )
 
-#: What Kafka's protocols define and no public function of a client computes (streams/kafka.py).
+#: What Kafka's protocols define and no public function of a client computes (streams/kafka/clients.py).
 _KAFKA = (
     Internal("aiokafka.partitioner", "murmur2", "the partition of a key, as in Faust and Java", ("data",)),
     Internal(_PROTOCOL, "ConsumerProtocolMemberAssignment.decode", "what the group assigned to a member", ("data",)),

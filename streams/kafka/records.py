@@ -49,8 +49,8 @@ from streams.core.workers import (
     WorkerState,
 )
 from streams.errors import BadRecord
-from streams.event_encoding import datum_of
-from streams.shapes import (
+from streams.kafka.event_encoding import datum_of
+from streams.kafka.shapes import (
     HASH,
     HASHES,
     I32_MAX,

@@ -14,7 +14,7 @@ from typing import Any
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from streams.metrics import Label, Metric, MetricsRegistry, gauge
+from streams.process.metrics import Label, Metric, MetricsRegistry, gauge
 from streams.version import __version__
 
 #: Files with the memory limit of the container, of both versions of control groups. "max", or a number beyond the

@@ -12,13 +12,13 @@ import zlib
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from streams.avro_frames import codec
-from streams.avro_numbers import encoded_long
-from streams.codec import encode_load, load_key
 from streams.core.ids import RankId
 from streams.core.loads.bookings import Booking, BookingId, BookingPhase
 from streams.core.loads.observations import NO_FORECAST
-from streams.shapes import to_long
+from streams.kafka.avro_frames import codec
+from streams.kafka.avro_numbers import encoded_long
+from streams.kafka.records import encode_load, load_key
+from streams.kafka.shapes import to_long
 
 #: A datum of router-loads begins with this header; then come request id, router id and counter, which are the same in
 #: all records of one booking.

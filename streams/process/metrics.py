@@ -21,8 +21,6 @@ from typing import Any, Generic, TypeVar
 
 from prometheus_client.utils import floatToGoString
 
-from streams.tables.applied_until import Lag
-
 S = TypeVar("S")
 
 #: The label that tells the processes of one port apart.
@@ -233,26 +231,6 @@ def _values(key: Any) -> tuple[str, ...]:
 
 #: The label of metrics that have one number per partition.
 PARTITION = Label("partition", values_max=VALUES_MAX)
-
-
-def lag_seconds(lags: Mapping[int, Lag]) -> dict[str, float]:
-    """Lags in seconds by partition, as a reading."""
-    return _lag_reading({partition: None if lag.ms is None else lag.ms / 1000 for partition, lag in lags.items()})
-
-
-def lag_records(lags: Mapping[int, Lag]) -> dict[str, float]:
-    """Lags in records by partition, as a reading."""
-    return _lag_reading({partition: lag.records for partition, lag in lags.items()})
-
-
-def _lag_reading(lags: Mapping[int, float | None]) -> dict[str, float]:
-    """Known lags by partition. Beyond the label's limit: the greatest of the rest, since a sum would be no lag."""
-    reading: dict[str, float] = {}
-    for partition, lag in lags.items():
-        if lag is not None:
-            key = str(partition) if partition < VALUES_MAX else OTHER
-            reading[key] = max(lag, reading.get(key, 0.0))
-    return reading
 
 
 # -- the docs ----------------------------------------------------------------------------------------------------------

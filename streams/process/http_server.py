@@ -20,8 +20,8 @@ from typing import Any
 from aiohttp import web
 
 from streams.errors import Forbidden, KvStreamsError, NotReady, SettingsError, Unauthorized
-from streams.metrics import MetricsRegistry
-from streams.process_metrics import metrics_response
+from streams.process.metrics import MetricsRegistry
+from streams.process.process_metrics import metrics_response
 from streams.security.access import CHECK_S, Access, read_right
 
 #: Connections that the kernel keeps until they are accepted; aiohttp's own default.

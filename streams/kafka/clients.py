@@ -28,11 +28,11 @@ from confluent_kafka import (
 from confluent_kafka.admin import AdminClient, ConfigResource, NewTopic  # type: ignore[attr-defined]
 
 from streams.errors import BadRecord, KafkaRefused, KafkaUnreachable, KvStreamsError, TopicMismatch
-from streams.kafka_log import CLIENT_LOGGER, UNREACHED, Ask, watch_of
+from streams.kafka.log_ends import CLIENT_LOGGER, UNREACHED, Ask, watch_of
+from streams.process.waiting import wait_for
 from streams.security.kafka import librdkafka_config
 from streams.settings import ScopeSettings
 from streams.topics import DEAD_LETTER_BYTES_MAX, TopicSpec
-from streams.waiting import wait_for
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ _NO_LEADER_YET = frozenset(
     {KafkaError.LEADER_NOT_AVAILABLE, KafkaError.NOT_LEADER_FOR_PARTITION, KafkaError.UNKNOWN_TOPIC_OR_PART}
 )
 
-#: How long the watch of kafka_log waits for an answer. A broker that is up answers within milliseconds.
+#: How long the watch of log_ends waits for an answer. A broker that is up answers within milliseconds.
 ASK_TIMEOUT_S = 2.0
 
 #: Otherwise producers and admin clients cause a broker with auto.create.topics.enable to create a topic that they name,

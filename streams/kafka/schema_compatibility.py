@@ -1,7 +1,7 @@
 """Whether the schemas of this version read the records of the last release, checked when a process starts.
 
 What lives here: the comparison of the schemas with those in their folder `released`. What must not: reading records
-(codec).
+(records).
 
 `schemas/released/` has the schemas of the last release; until there is one, those of the first version, 0.1.0. Topics
 and tables have records that were written with them, and these records must be readable after an upgrade.
@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from streams.avro_frames import RELEASED, schemas_dir
 from streams.errors import SchemasIncompatible
+from streams.kafka.avro_frames import RELEASED, schemas_dir
 
 
 def check_schemas(folder: Path | None = None) -> None:

@@ -2,7 +2,7 @@
 
 What lives here: the watch that asks Kafka once a client has reported an error, the lines that it logs, and the filter
 that lowers every other line about the same outage to debug. What must not: the configuration of clients
-(streams.kafka), and the format of lines (streams.log).
+(streams.kafka.clients), and the format of lines (streams.process.log).
 
 During an outage every client of a process reports every failed connection, several times a second: 150 lines per second
 in a worker with eight partitions. Those lines cannot be counted on to mean an outage either, since one broker of three
@@ -22,7 +22,7 @@ from typing import Protocol
 from confluent_kafka import KafkaError, KafkaException
 
 from streams.errors import KafkaUnreachable
-from streams.outage import Outage
+from streams.kafka.outage import Outage
 
 log = logging.getLogger(__name__)
 

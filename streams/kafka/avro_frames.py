@@ -34,8 +34,8 @@ _CONFLUENT_HEADER_BYTES = 5
 
 def schemas_dir() -> Path:
     """Return the folder of the .avsc files: inside the package in a wheel, at the top level in a checkout."""
-    packaged = Path(__file__).parent / "_schemas"
-    return packaged if packaged.is_dir() else Path(__file__).parent.parent / "schemas"
+    packaged = Path(__file__).parent.parent / "_schemas"
+    return packaged if packaged.is_dir() else Path(__file__).parents[2] / "schemas"
 
 
 class RecordCodec:

@@ -1,8 +1,9 @@
 """The bytes of an ordinary record of kv-events, written without a datum for each of its parts.
 
 What lives here: batches of events without labels and CXL metadata, which are nearly all records. What must not: any
-other record (streams.codec, with fastavro). The bytes are the same as fastavro's, which `tests/unit/test_codec.py`
-checks. A batch of four blocks takes 5 us instead of 16, and a bridge writes thousands per second.
+other record (streams.kafka.records, with fastavro). The bytes are the same as fastavro's, which
+`tests/unit/test_codec.py` checks. A batch of four blocks takes 5 us instead of 16, and a bridge writes thousands per
+second.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The metrics of an agent, the Faust worker that indexes events, declared once; docs/metrics.md has their table.
 
 What lives here: the declarations, and the snapshot of an Indexer that they read. What must not: counting (the indexer
-and its partitions count) and Prometheus' formats (streams.metrics).
+and its partitions count) and Prometheus' formats (streams.process.metrics).
 
 All totals are over every partition that this process has owned since it started, so they never decrease when a
 partition moves to another worker.
@@ -15,8 +15,8 @@ from typing import Protocol
 
 from streams.core.reducer.maintenance import MAINTENANCE_COUNTS
 from streams.core.reducer.ordering import Verdict
-from streams.metrics import PARTITION, Label, Metric, MetricsRegistry, counter, gauge, lag_records, lag_seconds
-from streams.tables.applied_until import Lag
+from streams.kafka.applied_until import Lag, lag_records, lag_seconds
+from streams.process.metrics import PARTITION, Label, Metric, MetricsRegistry, counter, gauge
 from streams.tables.pooled_block_table import TransitionOutcome
 
 #: Reasons for refusing a transition come from several modules, about a dozen in all.

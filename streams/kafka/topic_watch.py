@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from confluent_kafka import IsolationLevel, KafkaException, TopicCollection, TopicPartition
 from confluent_kafka.admin import AdminClient, OffsetSpec  # type: ignore[attr-defined]
 
-from streams.kafka import admin
+from streams.kafka.applied_until import SourceOffset
+from streams.kafka.clients import admin
 from streams.settings import ScopeSettings
-from streams.tables.applied_until import SourceOffset
 from streams.topics import TopicSpec
 
 log = logging.getLogger(__name__)

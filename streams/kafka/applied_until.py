@@ -1,7 +1,7 @@
 """Up to which time everything that was appended to a partition's sources has been applied.
 
-What lives here: comparing readings of the sources' ends with applied offsets. What must not: asking a broker, reading a
-clock, deciding how old is too old.
+What lives here: comparing readings of the sources' ends with applied offsets, and lags as metrics show them. What must
+not: asking a broker, reading a clock, deciding how old is too old.
 
 All times are of one monotonic clock: that of the process that reads the ends. So neither the clocks of other machines
 nor the time at which a lag is noticed matters. A reading of the ends that fails is not passed in; then nothing is known
@@ -13,6 +13,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
+
+from streams.process.metrics import OTHER, VALUES_MAX
 
 #: Readings that wait until everything before their ends is applied. Further ones are dropped until then: the ends only
 #: grow, so once the waiting ones are applied, the next reading shows how far the newest records are.
@@ -52,6 +54,26 @@ def records_behind(ends: Mapping[str, SourceOffset], applied: Mapping[str, Sourc
         at = applied.get(topic)
         n_records += max(end.offset - (at.offset if at is not None and at.topic_id == end.topic_id else 0), 0)
     return n_records
+
+
+def lag_seconds(lags: Mapping[int, Lag]) -> dict[str, float]:
+    """Lags in seconds by partition, as a reading."""
+    return _lag_reading({partition: None if lag.ms is None else lag.ms / 1000 for partition, lag in lags.items()})
+
+
+def lag_records(lags: Mapping[int, Lag]) -> dict[str, float]:
+    """Lags in records by partition, as a reading."""
+    return _lag_reading({partition: lag.records for partition, lag in lags.items()})
+
+
+def _lag_reading(lags: Mapping[int, float | None]) -> dict[str, float]:
+    """Known lags by partition. Beyond the label's limit: the greatest of the rest, since a sum would be no lag."""
+    reading: dict[str, float] = {}
+    for partition, lag in lags.items():
+        if lag is not None:
+            key = str(partition) if partition < VALUES_MAX else OTHER
+            reading[key] = max(lag, reading.get(key, 0.0))
+    return reading
 
 
 class AppliedUntil:

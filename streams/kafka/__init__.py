@@ -1,0 +1,1 @@
+"""Everything between values and Kafka: clients, records, deliveries, topics."""

@@ -1,0 +1,1 @@
+"""What every process has: logs, metrics, an HTTP server, progress, waiting, fault points of tests."""
