@@ -1,7 +1,8 @@
 """`kvstreams`: the command line, one module per group of commands.
 
-What lives here: the group that all commands belong to, and the entry point. What must not: a command. Importing this
-package must stay cheap, because `kvstreams --help` imports all of it: a command imports what it runs inside its body.
+What lives here: the group that all commands belong to, including those of the laboratory (lab.commands), and the entry
+point. What must not: a command. Importing this package must stay cheap, because `kvstreams --help` imports all of it: a
+command imports what it runs inside its body.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ import signal
 import click
 
 from streams import __version__
-from streams.cli import compare, cxl, decisions, doctor, front, kafka, lab, local, metrics, scope, serving, sim, top
-from streams.cli.options import ESSENTIAL, GroupedGroup
+from streams.cli import cxl, decisions, doctor, front, metrics, scope, serving, top
 from streams.errors import KvStreamsError
+from streams.lab.commands import compare, demo, kafka, sim, simulate
+from streams.process.options import ESSENTIAL, GroupedGroup
 from streams.settings import unknown_variables
 
 __all__ = ["ESSENTIAL", "cli", "main"]
@@ -29,7 +31,7 @@ def cli() -> None:
         del os.environ[name]  # child processes would print the same warning again
 
 
-for _module in (serving, front, scope, cxl, kafka, local, sim, lab, compare, decisions, metrics, doctor, top):
+for _module in (serving, front, scope, cxl, kafka, demo, sim, simulate, compare, decisions, metrics, doctor, top):
     for _command in _module.COMMANDS:
         cli.add_command(_command)
 

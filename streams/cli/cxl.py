@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from streams.cli.options import GroupedGroup, with_settings, worker_ids
+from streams.process.options import GroupedGroup, with_settings, worker_ids
 from streams.settings import Resolved
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from streams.cli.options import GroupedCommand, with_settings
-from streams.cli.output import console
+from streams.process.options import GroupedCommand, with_settings
+from streams.process.output import console
 from streams.settings import Resolved
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from typing import Any
 import click
 import orjson
 
-from streams.cli.options import GroupedCommand, http_urls, with_settings
 from streams.errors import KvStreamsError
+from streams.process.options import GroupedCommand, http_urls, with_settings
 from streams.settings import Resolved
 
 #: Exit status of `doctor`: 0 nothing is wrong, FOUND, COULD_NOT_RUN (which is also that of a wrong option).

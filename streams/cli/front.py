@@ -6,9 +6,9 @@ from pathlib import Path
 
 import click
 
-from streams.cli.options import GroupedCommand, with_settings
 from streams.cli.serving import run_until_signalled
 from streams.process import log
+from streams.process.options import GroupedCommand, with_settings
 from streams.settings import Resolved
 
 

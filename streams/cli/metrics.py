@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import click
 from rich.table import Table
 
-from streams.cli.options import GroupedCommand
-from streams.cli.output import ONE_LINE_WIDTH, console
+from streams.process.options import GroupedCommand
+from streams.process.output import ONE_LINE_WIDTH, console
 
 if TYPE_CHECKING:
     from streams.process.metrics import Metric

@@ -7,9 +7,9 @@ from dataclasses import fields
 import click
 from rich.table import Table
 
-from streams.cli.options import GroupedCommand, GroupedGroup, with_settings
-from streams.cli.output import ONE_LINE_WIDTH, console
 from streams.process import log
+from streams.process.options import GroupedCommand, GroupedGroup, with_settings
+from streams.process.output import ONE_LINE_WIDTH, console
 from streams.security.acls import TOPIC_OPERATIONS, commands
 from streams.settings import ENV_PREFIX, Resolved, Settings, shown_value
 from streams.topics import topics as scope_topics

@@ -12,9 +12,9 @@ from typing import Any
 
 import click
 
-from streams.cli.options import GroupedCommand, with_settings
 from streams.cli.scope import empty_scope
 from streams.process import log
+from streams.process.options import GroupedCommand, with_settings
 from streams.settings import Resolved, as_environ
 
 

@@ -20,9 +20,9 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from streams.cli.options import GroupedCommand, http_urls
-from streams.cli.output import console
 from streams.errors import KvStreamsError, ProcessError
+from streams.process.options import GroupedCommand, http_urls
+from streams.process.output import console
 from streams.security.tls import UNTRUSTED_REMEDY, why_no_connection
 
 #: A router answers GET /live within milliseconds.

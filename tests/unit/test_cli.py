@@ -171,7 +171,7 @@ def test_kafka_up_prints_the_command_that_stops_this_kafka(
     def started(directory: Path, *_: object, **__: object) -> KafkaState:
         return KafkaState("127.0.0.1:9092", 1, "4", "17", directory, reused=False)
 
-    monkeypatch.setattr("streams.cli.kafka.start_kafka", started)
+    monkeypatch.setattr("streams.lab.commands.kafka.start_kafka", started)
     given = [] if directory is None else ["--directory", directory]
     lines = CliRunner().invoke(cli, ["kafka", "up", *given]).stdout.splitlines()
     assert lines[-1] == "stop it:  kvstreams kafka down" + ("" if directory is None else " --directory 'other place'")
@@ -188,7 +188,7 @@ def test_the_command_that_uses_a_secure_kafka_unsets_variables_that_its_file_can
     def started(directory: Path, *_: object, **__: object) -> KafkaState:
         return KafkaState("127.0.0.1:9092", 1, "4", "17", directory, reused=False, secure=True)
 
-    monkeypatch.setattr("streams.cli.kafka.start_kafka", started)
+    monkeypatch.setattr("streams.lab.commands.kafka.start_kafka", started)
     for name in [name for name in os.environ if name.startswith("KVSTREAMS_KAFKA")]:
         monkeypatch.delenv(name)
     for name in exported:

@@ -10,7 +10,7 @@ from typing import Any
 import click
 from rich.console import Console
 
-from streams.cli.options import GroupedGroup, key_and_value
+from streams.process.options import GroupedGroup, key_and_value
 from streams.settings import CONFIG_ENV, ENV_PREFIX
 
 KAFKA_DIRECTORY = Path(".kvstreams/kafka")

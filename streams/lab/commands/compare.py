@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from streams.cli.options import GroupedCommand
-from streams.cli.output import console
+from streams.process.options import GroupedCommand
+from streams.process.output import console
 
 if TYPE_CHECKING:
     from streams.lab.compare.estimates import ComparedModes, Estimate

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import click
+import orjson
 
-from streams.cli.options import GroupedCommand
-from streams.cli.output import print_addresses
 from streams.core.kernels.available import do_without_kernels
 from streams.process import log
+from streams.process.options import GroupedCommand
 from streams.settings import Settings
 
 if TYPE_CHECKING:
@@ -202,7 +202,7 @@ def sim(
         page_size=page_size,
         damage_every=damage_every,
     )
-    run(sim_config, lambda server: print_addresses(server.info(), info))
+    run(sim_config, lambda server: _print_addresses(server.info(), info))
 
 
 @click.command("sim-pool", cls=GroupedCommand)
@@ -293,8 +293,19 @@ def sim_pool(
     )
     run(
         PoolServerConfig(host=host, port=port, model=model, pool=pool, time_scale=time_scale, journal=journal),
-        lambda server: print_addresses(server.info(), info),
+        lambda server: _print_addresses(server.info(), info),
     )
+
+
+def _print_addresses(addresses: dict[str, str], path: Path | None) -> None:
+    """Print where a process listens, as JSON, and write the same to a file if one is given."""
+    text = orjson.dumps(addresses).decode()
+    click.echo(text)
+    if path is not None:
+        # Written elsewhere and moved: a process that waits for the file must never read half of it.
+        half = path.with_suffix(".half")
+        half.write_text(text)
+        half.replace(path)
 
 
 COMMANDS = (sim, sim_pool)

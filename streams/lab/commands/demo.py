@@ -6,10 +6,10 @@ from pathlib import Path
 
 import click
 
-from streams.cli.kafka import KAFKA_DIRECTORY, start_kafka
-from streams.cli.options import GroupedCommand
-from streams.cli.output import console
 from streams.errors import SettingsError
+from streams.lab.commands.kafka import KAFKA_DIRECTORY, start_kafka
+from streams.process.options import GroupedCommand
+from streams.process.output import console
 
 DEMO_DIRECTORY = Path(".kvstreams/demo")
 UP_DIRECTORY = Path(".kvstreams/up")
