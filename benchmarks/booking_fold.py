@@ -19,7 +19,7 @@ from streams.core.loads.bookings import Booking, BookingId, BookingPhase
 from streams.kafka.clients import producer
 from streams.kafka.load_records import encoded_load, load_key
 from streams.kafka.records import decode_load
-from streams.router_api.loads_sync import LoadsSync
+from streams.router_api.sharing.loads_sync import LoadsSync
 from streams.settings import Settings
 from streams.topics import topics
 

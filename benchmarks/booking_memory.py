@@ -31,7 +31,7 @@ from streams.core.loads.bookings import Booking, BookingPhase
 from streams.lab.stack import get_json
 from streams.process.interpreter import exempt_from_collection
 from streams.process.waiting import wait_for
-from streams.router_api.router import Router
+from streams.router_api.deciding.router import Router
 from streams.settings import Settings
 
 #: The bar: how much a router may grow per million pairs, in MiB. Their ends are known until the TTL: 50 bytes each.

@@ -33,8 +33,8 @@ from streams.cxl.events import CxlPool
 from streams.cxl.records import BlockKey, BlockRow, Placement, block_key, encode_block, encode_pool, pool_key
 from streams.kafka.records import encode_worker
 from streams.lab.engines.held_chains import runs_of_chain
-from streams.router_api.router import Router
-from streams.router_api.wire import RouteRequest
+from streams.router_api.deciding.router import Router
+from streams.router_api.messages.wire import RouteRequest
 from streams.settings import Settings
 from streams.tables.records import encode_run, run_key
 

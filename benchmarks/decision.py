@@ -41,8 +41,8 @@ from streams.kafka.applied_until import SourceOffset
 from streams.kafka.clients import worker_key
 from streams.kafka.records import encode_load, encode_metrics, encode_pulse, encode_worker, pulse_key
 from streams.lab.engines.held_chains import FIRST_EPOCH, runs_of_chain
-from streams.router_api.router import Router
-from streams.router_api.wire import ConfigOverride, RouteRequest, answer_json
+from streams.router_api.deciding.router import Router
+from streams.router_api.messages.wire import ConfigOverride, RouteRequest, answer_json
 from streams.settings import Settings
 from streams.tables.records import (
     PartitionRecord,

@@ -12,7 +12,7 @@ The map of the package. docs/architecture.md describes every file.
     tables/           the transactional tables of the agents: records, reducers, transactions, RocksDB, changelogs
     cxl/              blocks in CXL memory: states, records, views
     engines/          dialects, ledger, publisher, and the bridge that reads engines' events
-    router_api/       the router: its view of the tables, bookings, HTTP
+    router_api/       the router: HTTP, decisions, bookings shared through Kafka, and what it knows of its scope
     client/           the Python client: over HTTP, or with a router in the same process
     indexer_agent     the Faust agent, which feeds partitions of the tables from a stream
     frontend/         the OpenAI-compatible front, a client of routers

@@ -1,7 +1,7 @@
 """The block size of each model as a record of the scope: reading and writing the records, refusing contradictions.
 
 What lives here: the models of the topic `workers` for processes that are not routers, and the one way of writing them.
-What must not: what follows for requests (router_api.fleet_view), and workers and pools of the same topic.
+What must not: what follows for requests (router_api.knowledge.fleet_view), and workers and pools of the same topic.
 
 The log decides. The first record of a model wins until its tombstone, which only `kvstreams reset` writes. A writer
 writes only if it read none, then reads the log again: if another record came first, it writes that one again, so that

@@ -33,10 +33,10 @@ from streams.process.http_server import HttpServer, Startup, monitoring_app, sta
 from streams.process.interpreter import exempt_from_collection, prefer_request_threads, run_in_real_time
 from streams.process.loop_thread import LoopThread
 from streams.reset import reset_scope
-from streams.router_api.draining import drain
-from streams.router_api.process_group import ProcessGroup
-from streams.router_api.router import Router
-from streams.router_api.server import api_runner, make_router, tick_forever
+from streams.router_api.deciding.router import Router
+from streams.router_api.processes.draining import drain
+from streams.router_api.processes.process_group import ProcessGroup
+from streams.router_api.processes.server import api_runner, make_router, tick_forever
 from streams.security.access import Access
 from streams.security.faust_credentials import faust_credentials
 from streams.settings import Settings, load, unknown_variables

@@ -40,7 +40,7 @@ def declared_metrics() -> Mapping[str, Sequence[Metric[Any]]]:
     from streams.engines.bridge_metrics import BRIDGE_METRICS
     from streams.frontend.metrics import FRONT_METRICS
     from streams.process.process_metrics import PROCESS_METRICS
-    from streams.router_api.metrics import ROUTER_METRICS
+    from streams.router_api.http.metrics import ROUTER_METRICS
     from streams.tables.agent_metrics import AGENT_METRICS
 
     return {

@@ -37,7 +37,7 @@ def router(resolved: Resolved, ends_with_parent: bool, process_number: int | Non
     With --processes, several of them share one port of this machine.
     """
     from streams.kafka.schema_compatibility import check_schemas
-    from streams.router_api.process_group import ProcessGroup, ProcessPlace, end_with_parent
+    from streams.router_api.processes.process_group import ProcessGroup, ProcessPlace, end_with_parent
 
     settings = resolved.settings
     log.configure(settings, process_number)
@@ -51,7 +51,9 @@ def router(resolved: Resolved, ends_with_parent: bool, process_number: int | Non
         if settings.processes > 1:
             run_until_signalled(ProcessGroup(settings).run())
             return
-    from streams.router_api.server import serve  # not in the parent of several processes, which needs 150 MB less
+    from streams.router_api.processes.server import (
+        serve,  # not in the parent of several processes, which needs 150 MB less
+    )
 
     run_until_signalled(serve(settings, place))
 

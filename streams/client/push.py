@@ -20,12 +20,12 @@ from streams.core.loads.bookings import BookingPhase
 from streams.errors import NoEligibleWorker, NotReady, QueueTimeout
 from streams.kafka.clients import missing_topics
 from streams.process.interpreter import prefer_request_threads
-from streams.router_api.admission import Admission, may_wait
-from streams.router_api.answer import RouteAnswer
-from streams.router_api.prepared_request import PreparedRequest
-from streams.router_api.router import Router
-from streams.router_api.server import make_router, tick_forever
-from streams.router_api.wire import RouteRequest, answer_json, invalid_body
+from streams.router_api.deciding.admission import Admission, may_wait
+from streams.router_api.deciding.prepared_request import PreparedRequest
+from streams.router_api.deciding.router import Router
+from streams.router_api.messages.answer import RouteAnswer
+from streams.router_api.messages.wire import RouteRequest, answer_json, invalid_body
+from streams.router_api.processes.server import make_router, tick_forever
 from streams.settings import Settings
 from streams.topics import topics
 from streams.warming import ROUTER, warm_while_serving

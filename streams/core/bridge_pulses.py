@@ -1,7 +1,7 @@
 """Pulses of bridges: since when a bridge was not heard from, and which workers it feeds.
 
 What lives here: a pulse, how often it is written, and which bridges are silent. What must not: Kafka, clocks (times are
-arguments), and what a silent bridge means for an answer (router_api.trust_tracker).
+arguments), and what a silent bridge means for an answer (router_api.knowledge.trust_tracker).
 
 A bridge's heartbeats say for seconds ahead that a rank is being fed; they decide whether the rank gets requests at all.
 A pulse says that everything the bridge has received is on its way to Kafka. Without pulses, answers for the bridge's

@@ -2,5 +2,5 @@
 
 What lives here: the records of the topic `router-decisions` (`records`, `families`), reading them (`reading`), one
 decision in words (`words`), and a recorded time as a trace (`trace`). What must not: recording, which is the router's
-(streams.router_api.decision_recorder), and simulation (streams.lab.simulation.recorded).
+(streams.router_api.deciding.decision_recorder), and simulation (streams.lab.simulation.recorded).
 """

@@ -1,7 +1,7 @@
 """The feed of an engine that publishes no events: its ranks are alive, and routers predict what they hold.
 
 What lives here: an incarnation for each process of the engine, and heartbeats. What must not: predictions, which a
-router makes for a worker that has a bridge and no address of events (router_api.predictions).
+router makes for a worker that has a bridge and no address of events (router_api.knowledge.predictions).
 
 The first record of an incarnation says that the rank may hold blocks that no event represents, so that its answers are
 `approximate`. Without a start time on the engine's metrics page, a new incarnation begins each time the engine answers

@@ -27,7 +27,7 @@ from aiohttp.streams import StreamReader
 
 from streams.frontend.answers import error_page
 from streams.frontend.requests import Kind
-from streams.router_api.connections import LINGERING_S, Connections
+from streams.router_api.http.connections import LINGERING_S, Connections
 
 log = logging.getLogger(__name__)
 

@@ -43,7 +43,7 @@ from streams.process.http_server import RETRY_AFTER_S, HttpServer, Startup, erro
 from streams.process.interpreter import collect_by_the_clock, exempt_from_collection, prefer_request_threads
 from streams.process.metrics import MetricsRegistry
 from streams.process.process_metrics import metrics_response
-from streams.router_api.connections import Connections
+from streams.router_api.http.connections import Connections
 from streams.security.access import ANY_RIGHT, CHECK_S, Access, grant_of
 from streams.security.files import Watched, read_secret
 from streams.security.tokens import Right

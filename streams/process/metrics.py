@@ -1,8 +1,8 @@
 """Prometheus metrics as data: declared once, read when they are scraped, printed as the docs' table.
 
 What lives here: what a declaration is, and the registry that a process serves. What must not: the metrics of any
-process, which are router_api.metrics for the router, agent_metrics for the Faust worker and engines.bridge_metrics for
-the bridge, and process_metrics for all; and servers (http_server).
+process, which are router_api.http.metrics for the router, agent_metrics for the Faust worker and engines.bridge_metrics
+for the bridge, and process_metrics for all; and servers (http_server).
 
 A metric holds no number. The router, the indexer and the bridge count for themselves; a declaration names the function
 that reads the current number from a snapshot of them. So counting costs nothing here, and the core needs no metrics

@@ -1,6 +1,6 @@
 """Where spans are sent: OTLP over HTTP, with the extra `otel`. Without the setting `tracing`, nothing imports this.
 
-What lives here: the provider of spans. What must not: spans (router_api.tracing, frontend.tracing).
+What lives here: the provider of spans. What must not: spans (router_api.http.tracing, frontend.tracing).
 """
 
 from __future__ import annotations

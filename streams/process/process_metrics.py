@@ -1,7 +1,7 @@
 """Metrics of the process itself, which every page has: its version, its memory, and how much it may use.
 
 What lives here: reading them from the system, and the answer of GET /metrics, which has them after the metrics of what
-the process does. What must not: those (router_api.metrics, agent_metrics, engines.bridge_metrics).
+the process does. What must not: those (router_api.http.metrics, agent_metrics, engines.bridge_metrics).
 """
 
 from __future__ import annotations

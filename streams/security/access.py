@@ -1,7 +1,7 @@
 """Who may use an HTTP server: the check of every request, and of the address that the server listens on.
 
 What lives here: the tokens and certificates of one server, the middleware that checks requests, and the refusal of an
-address that is open to everyone. What must not: which call needs which right (router_api.calls), and sockets
+address that is open to everyone. What must not: which call needs which right (router_api.http.calls), and sockets
 (http_server).
 """
 

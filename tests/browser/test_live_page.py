@@ -12,7 +12,7 @@ import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Page, expect
 
-from streams.router_api.calls import CALLS
+from streams.router_api.http.calls import CALLS
 from streams.settings import Settings
 from tests.helpers.browser import browser
 from tests.helpers.local_router import LocalRouter, hold, local_router, random_blocks, rank

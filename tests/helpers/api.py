@@ -30,7 +30,7 @@ from streams.lab.engines.held_chains import runs_of_chain
 from streams.lab.kafka.ports import free_port
 from streams.lab.stack import READY_TIMEOUT_S, is_ready
 from streams.process.waiting import wait_for
-from streams.router_api.server import serve
+from streams.router_api.processes.server import serve
 from streams.settings import Settings
 from streams.tables.records import (
     PartitionRecord,

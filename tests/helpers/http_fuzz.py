@@ -20,7 +20,7 @@ from contextlib import closing
 from typing import Any
 from urllib.parse import urlsplit
 
-from streams.router_api.calls import CALLS, Call
+from streams.router_api.http.calls import CALLS, Call
 from tests.helpers.api import OCTETS, Api, packed
 
 #: Connections that send at the same time.

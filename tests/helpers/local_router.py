@@ -23,8 +23,8 @@ from streams.lab.engines.held_chains import FIRST_EPOCH, runs_of_chain
 from streams.lab.kafka.ports import free_port
 from streams.process.http_server import HttpServer
 from streams.process.interpreter import prefer_request_threads
-from streams.router_api.router import Router
-from streams.router_api.server import api_runner, tick_forever
+from streams.router_api.deciding.router import Router
+from streams.router_api.processes.server import api_runner, tick_forever
 from streams.security.access import Access
 from streams.settings import Settings
 from streams.tables.records import encode_progress, encode_run, progress_key, run_key

@@ -10,8 +10,8 @@ from typing import Any
 
 from jsonschema import Draft202012Validator
 
-from streams.router_api.calls import CALLS, JSON
-from streams.router_api.openapi import document_json
+from streams.router_api.http.calls import CALLS, JSON
+from streams.router_api.http.openapi import document_json
 
 #: The schema of OpenAPI 3.1 documents, from https://spec.openapis.org/oas/3.1/schema/2022-10-07 (Apache 2.0).
 OPENAPI_SCHEMA = Path(__file__).with_name("openapi-3.1.json")

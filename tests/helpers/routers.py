@@ -12,8 +12,8 @@ from streams.core.ids import EngineHash, Incarnation, SequenceHash, WorkerId
 from streams.core.routing.selection import RouterMode
 from streams.cxl.events import CxlPool
 from streams.cxl.records import BlockKey, BlockRow, Placement, block_key, encode_block, encode_pool, pool_key
-from streams.router_api.router import Router
-from streams.router_api.wire import (
+from streams.router_api.deciding.router import Router
+from streams.router_api.messages.wire import (
     answer_json,
     parse_route_query,
 )

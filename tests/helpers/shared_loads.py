@@ -12,7 +12,7 @@ from streams.core.hashing import pack_hashes
 from streams.core.ids import RankId
 from streams.core.loads.bookings import Booking
 from streams.kafka.clients import Record
-from streams.router_api.loads_sync import LoadsSync
+from streams.router_api.sharing.loads_sync import LoadsSync
 from streams.settings import Settings
 from streams.topics import topics
 from tests.helpers.api import rank_of

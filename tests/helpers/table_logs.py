@@ -10,7 +10,7 @@ from streams.core.ids import Epoch, RankId
 from streams.core.reducer.holdings import HoldingChanges
 from streams.core.runs import Run, RunKey
 from streams.kafka.records import decode_batch
-from streams.router_api.view import View
+from streams.router_api.knowledge.view import View
 from streams.settings import Settings
 from streams.tables.records import (
     PARKED_PREFIX,

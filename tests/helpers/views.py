@@ -13,7 +13,7 @@ from streams.core.workers import Worker
 from streams.kafka.clients import partition_of
 from streams.kafka.records import encode_metrics, encode_worker
 from streams.lab.engines.held_chains import FIRST_EPOCH, runs_of_chain
-from streams.router_api.view import View
+from streams.router_api.knowledge.view import View
 from streams.settings import Settings
 from streams.tables.records import (
     PartitionRecord,

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from streams.router_api import fast_lane, handlers
+from streams.router_api.http import fast_lane, handlers
 from tests.helpers.api import BLOCK_SIZE, BODY_BYTES_MAX, LIVE, TOKENS_MAX, Agents, Fleet, served
 from tests.helpers.scopes import ScopeFactory, kafka, new_scope, scope, stack
 

@@ -17,8 +17,8 @@ from streams.kafka.clients import admin, consume, producer
 from streams.lab.kafka.broker import LocalKafkaConfig
 from streams.lab.kafka.ports import free_port
 from streams.process.waiting import wait_for
-from streams.router_api import topic_readers
-from streams.router_api.registry import DELIVERY_TIMEOUT_MS, PUBLISH_TIMEOUT_S
+from streams.router_api.knowledge import topic_readers
+from streams.router_api.sharing.registry import DELIVERY_TIMEOUT_MS, PUBLISH_TIMEOUT_S
 from streams.settings import Settings, as_environ
 from streams.topics import topics
 from tests.helpers.api import PATIENCE_S, Answer, Api, served

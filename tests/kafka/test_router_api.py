@@ -28,10 +28,10 @@ from streams.kafka.clients import Record, ensure_topics, producer
 from streams.kafka.records import decode_batch
 from streams.lab.kafka.ports import free_port
 from streams.process.waiting import wait_for
-from streams.router_api import registry as registry_module
-from streams.router_api.handlers import FACT, Handlers, error_shape
-from streams.router_api.router import Router
-from streams.router_api.wire import COUNT_MAX, parse_worker, render_json
+from streams.router_api.deciding.router import Router
+from streams.router_api.http.handlers import FACT, Handlers, error_shape
+from streams.router_api.messages.wire import COUNT_MAX, parse_worker, render_json
+from streams.router_api.sharing import registry as registry_module
 from streams.settings import WEIGHT_MAX, Settings
 from streams.tables.changelog import read_to_end
 from streams.topics import topics

@@ -17,9 +17,9 @@ from streams.core.loads.bookings import Booking, BookingId, BookingPhase
 from streams.kafka.clients import ensure_topics, producer
 from streams.kafka.load_records import request_partition
 from streams.process.waiting import wait_for
-from streams.router_api.late_calls import BUFFERED_CALL_TTL_MS, BUFFERED_CALLS_MAX
-from streams.router_api.loads_sync import LoadsSync
-from streams.router_api.wire import COUNT_MAX, NAME_CHARS_MAX
+from streams.router_api.messages.wire import COUNT_MAX, NAME_CHARS_MAX
+from streams.router_api.sharing.late_calls import BUFFERED_CALL_TTL_MS, BUFFERED_CALLS_MAX
+from streams.router_api.sharing.loads_sync import LoadsSync
 from streams.settings import Settings
 from streams.topics import LOAD_BYTES_MAX, topics
 from tests.helpers.api import (

@@ -24,8 +24,8 @@ from streams.lab.stack import READY_TIMEOUT_S, Stack, get_bytes, get_json, wait_
 from streams.process.metrics import Metric
 from streams.process.process_metrics import PROCESS_METRICS
 from streams.process.waiting import wait_for
-from streams.router_api.dead_letters import ENGINE, OTHER, PAIRS_MAX, REASON_CHARS_MAX, DeadLetterCounts
-from streams.router_api.metrics import ROUTER_METRICS
+from streams.router_api.http.metrics import ROUTER_METRICS
+from streams.router_api.knowledge.dead_letters import ENGINE, OTHER, PAIRS_MAX, REASON_CHARS_MAX, DeadLetterCounts
 from streams.settings import Settings, as_environ
 from streams.tables.agent_metrics import AGENT_METRICS
 from streams.tables.records import encode_progress, progress_key

@@ -14,7 +14,7 @@ from streams.core.workers import Worker
 from streams.errors import NotReady
 from streams.kafka.clients import ensure_topics
 from streams.process.waiting import wait_for
-from streams.router_api.router import Router
+from streams.router_api.deciding.router import Router
 from streams.settings import Settings
 from streams.topics import topics
 from tests.helpers.api import BLOCK_SIZE, PATIENCE_S, TOKENS, TOKENS_MAX, Api, Fleet, rank_of, served

@@ -10,7 +10,7 @@ from confluent_kafka import Message
 from streams.errors import BadRecord
 from streams.kafka.clients import ensure_topics, producer
 from streams.process.waiting import wait_for
-from streams.router_api.topic_readers import Feed, Feeds
+from streams.router_api.knowledge.topic_readers import Feed, Feeds
 from streams.settings import Settings
 from streams.topics import topics
 from tests.helpers.api import PATIENCE_S

@@ -18,7 +18,7 @@ import pytest
 from streams.cli.top import SAMPLES_SHOWN, WORKERS_SHOWN_MAX, shown
 from streams.lab.kafka.ports import free_port
 from streams.process.waiting import wait_for
-from streams.router_api import live
+from streams.router_api.http import live
 from streams.settings import Settings
 from tests.helpers.commands import PATIENCE_S, Run, assert_one_line, environment
 from tests.helpers.local_router import LocalRouter, local_router

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from streams.process.waiting import wait_for
-from streams.router_api.prompt_matches import UNMATCHED_DECISIONS
+from streams.router_api.deciding.prompt_matches import UNMATCHED_DECISIONS
 from tests.helpers.api import metrics
 from tests.helpers.engine_double import BLOCK_SIZE, EngineDouble
 from tests.helpers.trust import PATIENCE_S, TrustFleet, engine_option

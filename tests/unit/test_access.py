@@ -26,7 +26,7 @@ from streams.lab.kafka.ports import free_port
 from streams.process.http_server import HttpServer, Startup, monitoring_app, starting_app
 from streams.process.metrics import MetricsRegistry, gauge
 from streams.process.waiting import wait_for
-from streams.router_api.calls import CALLS
+from streams.router_api.http.calls import CALLS
 from streams.security.access import Access
 from streams.settings import Settings
 from tests.helpers.authority import Authority

@@ -10,7 +10,7 @@ from streams.core.routing.trust import AnswerMode, DegradedReason, Trust
 from streams.kafka.applied_until import OUTAGE_MS, READINGS_MAX, AppliedUntil, SourceOffset
 from streams.kafka.clients import partition_of
 from streams.kafka.topic_watch import TopicReading, read_every_ms
-from streams.router_api.trust_tracker import PooledRows, TrustTracker
+from streams.router_api.knowledge.trust_tracker import PooledRows, TrustTracker
 from streams.tables.records import BEHIND_UNKNOWN_MS, PartitionRecord, SourceProgress
 
 RANK = RankId(WorkerId(1), DpRank(0))

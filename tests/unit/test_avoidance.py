@@ -12,8 +12,8 @@ from streams.core.routing.eligibility import WorkerFilter
 from streams.core.workers import AVOID_MS_MAX, Avoidance, Role, Worker, WorkerState
 from streams.errors import BadRecord, NoEligibleWorker
 from streams.kafka.records import avoid_key, encode_avoidance
-from streams.router_api.avoidances import AVOIDANCES_MAX, Avoidances
-from streams.router_api.view import View
+from streams.router_api.knowledge.avoidances import AVOIDANCES_MAX, Avoidances
+from streams.router_api.knowledge.view import View
 from tests.helpers.routers import ask, router_of
 from tests.helpers.views import BLOCK_SIZE, Clock, rank, register, view_of
 

@@ -16,7 +16,7 @@ from streams.core.ids import WorkerId
 from streams.core.workers import BridgeLease, Worker
 from streams.errors import BadRecord
 from streams.kafka.records import encode_pulse, pulse_key
-from streams.router_api.engine_reports import EngineReports
+from streams.router_api.knowledge.engine_reports import EngineReports
 
 
 def worker(worker_id: int, bridge: str | None) -> Worker:

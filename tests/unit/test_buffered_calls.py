@@ -6,8 +6,8 @@ import pytest
 
 from streams.core.loads.bookings import BookingPhase
 from streams.errors import NoEligibleWorker, UnknownModel
-from streams.router_api.router import Router
-from streams.router_api.wire import parse_route_query
+from streams.router_api.deciding.router import Router
+from streams.router_api.messages.wire import parse_route_query
 from tests.helpers.api import TOKENS, packed, rank_of
 from tests.helpers.routers import ask, router_of
 from tests.helpers.shared_loads import World, booking
@@ -86,7 +86,7 @@ def test_a_call_for_a_refused_request_is_dropped_also_if_the_refusal_is_forgotte
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Many other requests were refused in the meantime."""
-    monkeypatch.setattr("streams.router_api.late_calls.REFUSED_MAX", 2)
+    monkeypatch.setattr("streams.router_api.sharing.late_calls.REFUSED_MAX", 2)
     sync = World().replicas[0].sync
     sync.note_refused("r", None)
     assert sync.report_phase("r", BookingPhase.FREE) is False

@@ -13,8 +13,8 @@ from streams.core.routing.selection import RouterMode
 from streams.core.routing.trust import FALLBACK, NOT_IN_SYNC, AnswerMode, DegradedReason
 from streams.core.workers import Worker, WorkerState
 from streams.process.metrics import OTHER, VALUES_MAX
-from streams.router_api.decision_counts import WINDOW_STEP_S, WINDOW_STEPS, DecisionCounts
-from streams.router_api.fleet_load import FleetLoad, Load
+from streams.router_api.deciding.decision_counts import WINDOW_STEP_S, WINDOW_STEPS, DecisionCounts
+from streams.router_api.http.fleet_load import FleetLoad, Load
 from tests.helpers.reference import chain_hashes, u64
 
 

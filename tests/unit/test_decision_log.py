@@ -33,10 +33,10 @@ from streams.lab.simulation.lab_engine_config import default_engine
 from streams.lab.simulation.recorded import replay
 from streams.lab.trace import dump, parse_trace
 from streams.process.waiting import wait_for
-from streams.router_api import decision_recorder
-from streams.router_api.decision_recorder import DecisionRecorder
-from streams.router_api.router import Router
-from streams.router_api.wire import RouteRequest, answer_json, parse_route, parse_route_query
+from streams.router_api.deciding import decision_recorder
+from streams.router_api.deciding.decision_recorder import DecisionRecorder
+from streams.router_api.deciding.router import Router
+from streams.router_api.messages.wire import RouteRequest, answer_json, parse_route, parse_route_query
 from tests.helpers.api import PATIENCE_S, packed
 from tests.helpers.recording_producer import RecordingProducer
 from tests.helpers.routers import router_of
@@ -51,7 +51,7 @@ FOREVER_S = 3600.0
 def producer(monkeypatch: pytest.MonkeyPatch) -> RecordingProducer:
     """Give the producer of every router of this test."""
     recording = RecordingProducer()
-    monkeypatch.setattr("streams.router_api.compose.producer", lambda *_, **__: recording)
+    monkeypatch.setattr("streams.router_api.deciding.compose.producer", lambda *_, **__: recording)
     return recording
 
 
@@ -618,7 +618,7 @@ def test_a_request_that_moved_is_one_request_and_an_id_that_is_used_again_is_two
     """A retry elsewhere replaces the choice and keeps the arrival; after its end an id may be used again."""
     clock = iter(range(1_000, 1_000_000, 10))
     for module in ("router", "decision_recorder"):
-        monkeypatch.setattr(f"streams.router_api.{module}.wall_ms", lambda: next(clock))
+        monkeypatch.setattr(f"streams.router_api.deciding.{module}.wall_ms", lambda: next(clock))
     router = router_of(2, decision_log=True)
     first = ask(router, "r", PROMPT)
     second = ask(router, "r", PROMPT, excluded_worker_ids=first["worker_id"])

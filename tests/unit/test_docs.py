@@ -35,8 +35,8 @@ from streams.errors import (
 )
 from streams.lab.engines.pool_server import PoolServer, PoolServerConfig
 from streams.lab.engines.server import SimServer, SimServerConfig
-from streams.router_api.handlers import Handlers
-from streams.router_api.router import Router
+from streams.router_api.deciding.router import Router
+from streams.router_api.http.handlers import Handlers
 from streams.settings import Settings
 from tests.helpers.pages import ROOT, blocks
 

@@ -16,9 +16,9 @@ import pytest
 from aiohttp import web
 
 from streams.process.waiting import wait_for
-from streams.router_api import fast_lane
-from streams.router_api.body_parsing import LARGE_BODY_BYTES
-from streams.router_api.fast_lane import HOLD_S, FastLane
+from streams.router_api.http import fast_lane
+from streams.router_api.http.body_parsing import LARGE_BODY_BYTES
+from streams.router_api.http.fast_lane import HOLD_S, FastLane
 from streams.settings import Settings
 from tests.helpers.api import OCTETS, PATIENCE_S, Api, metrics, packed
 from tests.helpers.local_router import LocalRouter, local_router
@@ -411,7 +411,7 @@ def test_an_unexpected_fault_is_500(
 
 def test_a_middleware_sees_every_request(served: LocalRouter) -> None:
     """With a further middleware, such as one that checks tokens, no request takes the fast lane."""
-    from streams.router_api.handlers import Handlers, error_shape
+    from streams.router_api.http.handlers import Handlers, error_shape
 
     @web.middleware
     async def other(request: web.Request, handler: Any) -> web.StreamResponse:

@@ -23,13 +23,13 @@ import pytest
 from streams.core.ids import RankId, SequenceHash, Tier, WorkerId
 from streams.core.routing.eligibility import WorkerFilter
 from streams.process.waiting import wait_for
-from streams.router_api import connections as connections_module
-from streams.router_api import eligible_cache, index_view
-from streams.router_api import inspections as inspections_module
-from streams.router_api.bodies import SHORT_BODY_BYTES_MAX, UNCOUNTED_BODY_BYTES
-from streams.router_api.body_parsing import LARGE_BODY_BYTES
-from streams.router_api.handlers import FACT
-from streams.router_api.wire import NAME_CHARS_MAX, WORKER_IDS_MAX, without_middle
+from streams.router_api.http import connections as connections_module
+from streams.router_api.http import inspections as inspections_module
+from streams.router_api.http.bodies import SHORT_BODY_BYTES_MAX, UNCOUNTED_BODY_BYTES
+from streams.router_api.http.body_parsing import LARGE_BODY_BYTES
+from streams.router_api.http.handlers import FACT
+from streams.router_api.knowledge import eligible_cache, index_view
+from streams.router_api.messages.wire import NAME_CHARS_MAX, WORKER_IDS_MAX, without_middle
 from streams.settings import Settings
 from tests.helpers.api import OCTETS, PATIENCE_S, Api, metrics, packed
 from tests.helpers.local_router import LocalRouter, hold, local_router, random_blocks, rank

@@ -9,7 +9,7 @@ import pytest
 
 _SCRIPT = """
 import gc
-import streams.router_api.router
+import streams.router_api.deciding.router
 from streams.process.interpreter import exempt_from_collection
 
 exempt_from_collection()

@@ -1,12 +1,12 @@
-"""Large bodies give the same errors as small ones (router_api.body_parsing)."""
+"""Large bodies give the same errors as small ones (router_api.http.body_parsing)."""
 
 from __future__ import annotations
 
 import pytest
 
 from streams.errors import InvalidRequest
-from streams.router_api.body_parsing import LargeBody
-from streams.router_api.wire import RouteRequest
+from streams.router_api.http.body_parsing import LargeBody
+from streams.router_api.messages.wire import RouteRequest
 
 
 @pytest.mark.parametrize("start", [b'{"token_ids": ', b'{"allowed_worker_ids": ', b'{"router_config_override": '])

@@ -26,11 +26,11 @@ from streams.kafka.load_records import request_partition
 from streams.kafka.records import decode_load, load_key
 from streams.lab.kafka.ports import free_port
 from streams.process.waiting import wait_for
-from streams.router_api import loads_sync as loads_sync_module
-from streams.router_api import outbox as outbox_module
-from streams.router_api.late_calls import BUFFERED_CALL_TTL_MS
-from streams.router_api.loads_sync import READ_INTERVAL_S, READ_INTERVAL_WHILE_WAITED_FOR_S, LoadsSync
-from streams.router_api.log_time import QUIET_MS
+from streams.router_api.sharing import loads_sync as loads_sync_module
+from streams.router_api.sharing import outbox as outbox_module
+from streams.router_api.sharing.late_calls import BUFFERED_CALL_TTL_MS
+from streams.router_api.sharing.loads_sync import READ_INTERVAL_S, READ_INTERVAL_WHILE_WAITED_FOR_S, LoadsSync
+from streams.router_api.sharing.log_time import QUIET_MS
 from streams.settings import Settings
 from streams.topics import topics
 from tests.helpers.api import PATIENCE_S, rank_of

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streams.kafka.clients import Record
-from streams.router_api import log_order
-from streams.router_api.log_order import LogOrder
+from streams.router_api.sharing import log_order
+from streams.router_api.sharing.log_order import LogOrder
 
 
 class Folded:

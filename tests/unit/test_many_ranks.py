@@ -36,9 +36,9 @@ from streams.core.routing.trust import AnswerMode, DegradedReason, Trust
 from streams.core.workers import BridgeLease, Role, Worker, WorkerState, differs_in_lease_only
 from streams.kafka.applied_until import AppliedUntil, SourceOffset
 from streams.kafka.clients import partition_of
-from streams.router_api import rank_trust
-from streams.router_api.owner_trust import SETTLE_MS
-from streams.router_api.trust_tracker import PooledRows, TrustTracker
+from streams.router_api.knowledge import rank_trust
+from streams.router_api.knowledge.owner_trust import SETTLE_MS
+from streams.router_api.knowledge.trust_tracker import PooledRows, TrustTracker
 from streams.settings import Settings
 from streams.tables.records import PartitionRecord, SourceProgress
 from tests.helpers.local_router import local_router

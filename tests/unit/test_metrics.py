@@ -39,7 +39,7 @@ from streams.process.metrics import (
     gauge,
     histogram,
 )
-from streams.router_api.metrics import _FailedScrapes
+from streams.router_api.http.metrics import _FailedScrapes
 from streams.tables.agent_metrics import agent_registry
 from streams.tables.partition import PARTITION_COUNTS
 from streams.tables.pooled_block_table import TransitionOutcome

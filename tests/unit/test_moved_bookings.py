@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from streams.core.loads.bookings import BookingId, BookingPhase
 from streams.kafka.load_records import time_written_ms
 from streams.kafka.records import decode_load
-from streams.router_api import attempts as attempts_module
-from streams.router_api.reassignments import Reassigned
+from streams.router_api.sharing import attempts as attempts_module
+from streams.router_api.sharing.reassignments import Reassigned
 from tests.helpers.api import rank_of
 from tests.helpers.shared_loads import TOPIC, TTL_MS, Replica, World, booking, live, read_all
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from streams.router_api import outbox as outbox_module
+from streams.router_api.sharing import outbox as outbox_module
 from tests.helpers.api import PATIENCE_S, rank_of
 from tests.helpers.shared_loads import TOPIC, World, booking
 

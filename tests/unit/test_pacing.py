@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from streams.router_api.router import ASKED_S
+from streams.router_api.deciding.router import ASKED_S
 from streams.tables.pacing import BATCH_WAIT_FACTOR_MAX, TRANSACTIONS_PER_SECOND_MAX, Pacer, interval_s
 from tests.helpers.routers import ask, router_of
 

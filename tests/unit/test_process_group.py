@@ -18,8 +18,8 @@ from streams.errors import ProcessError, SettingsError
 from streams.lab.kafka.ports import free_port
 from streams.process.metrics import Metric, MetricsRegistry, counter, gauge, histogram
 from streams.process.waiting import wait_for
-from streams.router_api import process_group
-from streams.router_api.process_group import ENDS_MAX, ProcessGroup, ProcessPlace, check_ports
+from streams.router_api.processes import process_group
+from streams.router_api.processes.process_group import ENDS_MAX, ProcessGroup, ProcessPlace, check_ports
 from streams.settings import Settings
 
 PATIENCE_S = 20.0

@@ -21,8 +21,8 @@ from streams.engines.metrics import parse_block_size
 from streams.errors import BadRecord, BlockSizeContradicted, InvalidRequest, NoEligibleWorker
 from streams.kafka.clients import worker_key
 from streams.kafka.records import cordon_key, encode_batch, encode_cordon, encode_model, encode_worker, model_key
-from streams.router_api.view import View
-from streams.router_api.wire import parse_route_query, parse_worker
+from streams.router_api.knowledge.view import View
+from streams.router_api.messages.wire import parse_route_query, parse_worker
 from streams.settings import Settings
 from streams.tables.index_reducer import IndexReducer
 from streams.tables.records import encode_progress, progress_key

@@ -40,9 +40,9 @@ from streams.kafka.records import encode_render, render_key
 from streams.lab.engines import openai
 from streams.lab.engines.chat_template import tokenizer_files
 from streams.lab.engines.openai import ServedModels
-from streams.router_api import fleet_view
-from streams.router_api.view import View
-from streams.router_api.wire import parse_render, render_json
+from streams.router_api.knowledge import fleet_view
+from streams.router_api.knowledge.view import View
+from streams.router_api.messages.wire import parse_render, render_json
 from streams.settings import Settings
 from streams.tables.records import encode_progress, progress_key
 from tests.helpers.http_double import HttpDouble

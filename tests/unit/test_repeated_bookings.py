@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streams.core.loads.bookings import BookingPhase
-from streams.router_api import attempts as attempts_module
+from streams.router_api.sharing import attempts as attempts_module
 from tests.helpers.api import rank_of
 from tests.helpers.shared_loads import TTL_MS, World, booking, live, read_all
 

@@ -9,7 +9,7 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
 from streams.kafka.load_records import request_partition
-from streams.router_api.request_ids import RequestIds
+from streams.router_api.sharing.request_ids import RequestIds
 
 N_IDS = 16_384
 N_THREADS = 4

@@ -30,10 +30,10 @@ from streams.kafka.log_ends import CLIENT_LOGGER
 from streams.kafka.records import encode_load
 from streams.lab.kafka.ports import free_port
 from streams.process.waiting import wait_for
-from streams.router_api import prompt_matches
-from streams.router_api.prompt_matches import UNMATCHED_DECISIONS
-from streams.router_api.router import Router
-from streams.router_api.wire import (
+from streams.router_api.deciding import prompt_matches
+from streams.router_api.deciding.prompt_matches import UNMATCHED_DECISIONS
+from streams.router_api.deciding.router import Router
+from streams.router_api.messages.wire import (
     UNFILTERED,
     BookRequest,
     answer_json,

@@ -19,8 +19,8 @@ from streams.cxl.records import BlockKey, BlockRow, block_key, encode_block
 from streams.errors import BadRecord, InvalidRequest, NoEligibleWorker
 from streams.kafka.clients import partition_of
 from streams.lab.engines.held_chains import runs_of_chain
-from streams.router_api.router import Router
-from streams.router_api.wire import RouteRequest, answer_json, parse_route_query
+from streams.router_api.deciding.router import Router
+from streams.router_api.messages.wire import RouteRequest, answer_json, parse_route_query
 from streams.settings import Settings
 from streams.tables.records import (
     PartitionRecord,

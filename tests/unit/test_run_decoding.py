@@ -30,7 +30,7 @@ from streams.core.runs import RUN_BLOCKS_MAX, Run, RunKey
 from streams.errors import BadRecord, IndexFull
 from streams.kafka.avro_frames import codec
 from streams.kafka.clients import partition_of
-from streams.router_api.view import View
+from streams.router_api.knowledge.view import View
 from streams.settings import Settings
 from streams.tables.kernels.runs import OTHER, decode_records
 from streams.tables.records import (

@@ -22,7 +22,7 @@ from streams.core.workers import Worker
 from streams.cxl.events import CxlPool
 from streams.cxl.records import BlockKey, BlockRow, Placement, block_key, encode_block, encode_pool, pool_key
 from streams.kafka.records import encode_worker
-from streams.router_api.view import View
+from streams.router_api.knowledge.view import View
 from streams.settings import Settings
 from streams.tables.records import encode_progress, encode_run, progress_key, run_key
 from tests.helpers.runs import FIRST, run_of

@@ -19,7 +19,7 @@ from streams.core.reducer.ordering import Health
 from streams.core.workers import Worker
 from streams.errors import BadRecord
 from streams.kafka.records import encode_worker
-from streams.router_api.view import View
+from streams.router_api.knowledge.view import View
 from streams.settings import Settings
 from streams.tables.records import (
     RUN_PREFIX,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from confluent_kafka import KafkaError, Message
 
 from streams.errors import BadRecord
-from streams.router_api.topic_readers import Feed, Feeds
+from streams.router_api.knowledge.topic_readers import Feed, Feeds
 from streams.settings import Settings
 from streams.topics import topics
 

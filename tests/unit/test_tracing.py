@@ -25,10 +25,10 @@ from streams.kafka.clients import worker_key
 from streams.kafka.records import encode_worker
 from streams.lab.kafka.ports import free_port
 from streams.process.waiting import wait_for
-from streams.router_api import tracing
-from streams.router_api.server import make_router
-from streams.router_api.tracing import SERVICE_NAME, TracedRouter
-from streams.router_api.wire import RouteRequest
+from streams.router_api.http import tracing
+from streams.router_api.http.tracing import SERVICE_NAME, TracedRouter
+from streams.router_api.messages.wire import RouteRequest
+from streams.router_api.processes.server import make_router
 from streams.settings import Settings
 from tests.helpers.api import PATIENCE_S, metrics
 from tests.helpers.local_router import LocalRouter, hold, local_router, random_blocks, rank
@@ -195,7 +195,7 @@ def test_a_router_in_the_same_process_joins_the_span_around_the_call(traced: Tra
 def test_without_the_setting_nothing_of_opentelemetry_is_imported() -> None:
     """Traces cost nothing while they are off: the router is a plain one, and the packages need not be installed."""
     check = (
-        "import sys; from streams.router_api.server import api_runner, make_router;"
+        "import sys; from streams.router_api.processes.server import api_runner, make_router;"
         "from streams.settings import Settings;"
         "router = make_router(Settings(kafka='127.0.0.1:1')); api_runner(router);"
         "print(type(router).__name__, [name for name in sys.modules if 'opentelemetry' in name])"
@@ -206,7 +206,7 @@ def test_without_the_setting_nothing_of_opentelemetry_is_imported() -> None:
 
 def test_tracing_without_its_packages_is_refused_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     """The message names the package that is missing and the extra that has it."""
-    monkeypatch.delitem(sys.modules, "streams.router_api.tracing")
+    monkeypatch.delitem(sys.modules, "streams.router_api.http.tracing")
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
     with pytest.raises(SettingsError, match=r"opentelemetry.sdk.trace is not installed.*kvstreams\[otel\]"):
         make_router(Settings(tracing=True))

@@ -10,8 +10,8 @@ from streams.core.events import FeedState
 from streams.core.ids import DpRank, Epoch, Incarnation, RankId, WorkerId
 from streams.core.reducer.ordering import Health, Progress
 from streams.core.routing.trust import AnswerMode, DegradedReason, Trust, TrustSnapshot
-from streams.router_api.owner_trust import SETTLE_MS
-from streams.router_api.trust_tracker import TrustTracker
+from streams.router_api.knowledge.owner_trust import SETTLE_MS
+from streams.router_api.knowledge.trust_tracker import TrustTracker
 from streams.tables.records import PartitionRecord
 
 RANK = RankId(WorkerId(7), DpRank(0))

@@ -18,7 +18,7 @@ from streams.errors import BadRecord
 from streams.kafka.clients import partition_of
 from streams.kafka.records import encode_metrics, encode_pulse, pulse_key
 from streams.lab.engines.held_chains import FIRST_EPOCH
-from streams.router_api import engine_reports, rank_trust
+from streams.router_api.knowledge import engine_reports, rank_trust
 from streams.tables.records import (
     PartitionRecord,
     encode_partition,

@@ -1,7 +1,7 @@
 """Which workers requests avoid for a while, because a request that was sent there has just failed (pure).
 
 What lives here: the limit on how much of a model can be avoided at a time. What must not: records and their expiry
-(router_api.avoidances), and the other filters (eligibility).
+(router_api.knowledge.avoidances), and the other filters (eligibility).
 """
 
 from __future__ import annotations

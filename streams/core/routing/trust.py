@@ -1,7 +1,7 @@
 """How far an answer can be trusted: the answer modes, the reasons why an answer is degraded, and the value of both.
 
 What lives here: values that answers, counts, metrics and the decision log share (docs/trust.md). What must not: what
-they follow from (router_api.trust_tracker).
+they follow from (router_api.knowledge.trust_tracker).
 """
 
 from __future__ import annotations

@@ -33,8 +33,8 @@ from streams.cxl.pooled_index import PooledIndex
 from streams.cxl.records import Placement
 from streams.lab.simulation.index import LabIndex
 
-#: As in the live router (router_api.admission): the shortest time between two pumps, the longest one while requests
-#: wait, and how many of them a pump examines.
+#: As in the live router (router_api.deciding.admission): the shortest time between two pumps, the longest one while
+#: requests wait, and how many of them a pump examines.
 PUMP_MS, CHECK_MS, LOOKAHEAD = 5.0, 50.0, 64
 
 #: Bookings of a run do not expire.

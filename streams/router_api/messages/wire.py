@@ -1,0 +1,746 @@
+"""The requests and answers of the HTTP API (docs/http.md).
+
+What lives here: request bodies as types, their parsing and validation, and the JSON of answers. What must not:
+decisions (router), and aiohttp (handlers).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+from urllib.parse import urlsplit
+
+import msgspec
+import numpy as np
+from msgspec import inspect
+
+from streams.core.block_facts.moe_labels import MoeSelector
+from streams.core.engine_metrics import MetricsReport
+from streams.core.hashing import hash_seed, pack_tokens, request_hashes, salted_seed, sequence_hashes
+from streams.core.ids import U32_MAX, U64_MASK, DpRank, HashArray, Incarnation, RankId, WorkerId
+from streams.core.loads.bookings import Booking
+from streams.core.routing.cost import RankTerms
+from streams.core.routing.eligibility import WorkerFilter
+from streams.core.routing.selection import RouterMode
+from streams.core.routing.trust import Trust
+from streams.core.workers import (
+    DP_SIZE_MAX,
+    LORA_NAME_CHARS_MAX,
+    LORA_NAMES_MAX,
+    NOT_PROBED,
+    RenderOutcome,
+    RenderParity,
+    RenderPart,
+    RenderReason,
+    RenderResult,
+    Role,
+    Worker,
+)
+from streams.cxl.events import POOL_EPOCH_GIVEN_MAX, POOL_MEMBERS_MAX, POOL_NAME_CHARS_MAX, CxlPool
+from streams.cxl.pooled_view import PooledBlock
+from streams.errors import InvalidRequest, RequestTooLarge
+from streams.router_api.messages.answer import RouteAnswer
+from streams.settings import NUMBER_MAX, WEIGHT_MAX
+
+OCTET_STREAM = "application/octet-stream"
+
+#: Characters of a request id, a model or a session. They are keys of records and of maps.
+NAME_CHARS_MAX = 512
+
+#: Characters of a URL or an address, and taints of a worker. A worker is one record on Kafka.
+ADDRESS_CHARS_MAX = 4096
+TAINTS_MAX = 256
+
+#: Worker ids that a request may allow or exclude. Filtering by 700,000 ids stopped all other requests for 0.2 s.
+WORKER_IDS_MAX = 16_384
+
+#: Requests that one call of POST /route may have.
+ROUTE_REQUESTS_MAX = 256
+
+#: Experts that a request may name. Models have a few hundred in a layer.
+EXPERTS_MAX = 4096
+
+#: Characters of a message about an invalid body. It may quote the body, which may be megabytes long.
+_MESSAGE_CHARS_MAX = 1000
+
+#: Characters at the end of a message that are kept when its middle is left out: the path of a field, which is shorter.
+_MESSAGE_END_CHARS = 256
+
+#: The greatest number of tokens, blocks or requests: these are Avro ints on Kafka.
+COUNT_MAX = (1 << 31) - 1
+
+#: The greatest priority; its negative is the least one.
+PRIORITY_MAX = COUNT_MAX
+
+_Name = Annotated[str, msgspec.Meta(min_length=1, max_length=NAME_CHARS_MAX)]
+#: A u64 as a JSON number or a decimal string, since numbers in JavaScript are exact only up to 2^53. The limits appear
+#: only in the OpenAPI document; `u64` and `pack_tokens` check them, which takes less time for long lists than msgspec.
+_U64 = (
+    Annotated[int, msgspec.Meta(extra_json_schema={"minimum": 0, "maximum": U64_MASK})]
+    | Annotated[str, msgspec.Meta(extra_json_schema={"pattern": "^[0-9]{1,20}$"})]
+)
+_Token = Annotated[int, msgspec.Meta(extra_json_schema={"minimum": 0, "maximum": U32_MAX})]
+_WorkerIds = Annotated[list[_U64], msgspec.Meta(max_length=WORKER_IDS_MAX)]
+#: A LoRA's name, a namespace or a cache salt. Empty is the same as none.
+_Salt = Annotated[str, msgspec.Meta(max_length=NAME_CHARS_MAX)]
+_Weight = Annotated[float, msgspec.Meta(ge=0.0, le=WEIGHT_MAX)]
+_Count = Annotated[int, msgspec.Meta(ge=0, le=COUNT_MAX)]
+_Address = Annotated[str, msgspec.Meta(min_length=1, max_length=ADDRESS_CHARS_MAX)]
+
+
+class MoeQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The slice of a mixture of experts that a request will use.
+
+    fallback_to_unlabeled: whether ranks that hold no matching block remain candidates if other ranks hold some.
+    """
+
+    layer_id: _Count | None = None
+    expert_ids: Annotated[list[_Count], msgspec.Meta(max_length=EXPERTS_MAX)] = []
+    expert_group: _Count | None = None
+    fallback_to_unlabeled: bool = True
+
+    def selector(self) -> MoeSelector:
+        """The query as the label index takes it."""
+        return MoeSelector(self.layer_id, frozenset(self.expert_ids), self.expert_group)
+
+    def counts(self, moe_score_weight: float) -> bool:
+        """Whether labels can change the choice: the query selects labels, and matches have a weight or are required."""
+        selects = self.layer_id is not None or bool(self.expert_ids) or self.expert_group is not None
+        return selects and (moe_score_weight > 0.0 or not self.fallback_to_unlabeled)
+
+
+class ConfigOverride(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The parts of the router's policy that one request overrides."""
+
+    router_mode: RouterMode | None = None
+    overlap_score_weight: _Weight | None = None
+    router_temperature: _Weight | None = None
+    track_active_blocks: bool | None = None
+    tier_weights: tuple[_Weight, _Weight, _Weight, _Weight] | None = None
+    cxl_score_weight: _Weight | None = None
+    moe_score_weight: _Weight | None = None
+    moe_query: MoeQuery | None = None
+
+
+class RouteRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Body of POST /route, POST /loads/potential and POST /matches."""
+
+    request_id: _Name | None = None
+    model: _Name | None = None
+    token_ids: list[_Token] | None = None
+    block_hashes: list[_U64] | None = None
+    lora_name: _Salt | None = None
+    namespace: _Salt | None = None
+    cache_salt: _Salt | None = None
+    session_id: _Name | None = None
+    priority: Annotated[int, msgspec.Meta(ge=-PRIORITY_MAX, le=PRIORITY_MAX)] = 0
+    priority_jump: _Weight = 0.0
+    queue: Literal["on", "off"] = "off"
+    queue_timeout_ms: Annotated[int, msgspec.Meta(ge=1, le=COUNT_MAX)] | None = None
+    required_taints: Annotated[list[_Name], msgspec.Meta(max_length=TAINTS_MAX)] | None = None
+    phase: Role | None = None
+    router_config_override: ConfigOverride | None = None
+    worker_id: _U64 | None = None
+    dp_rank: Annotated[int, msgspec.Meta(ge=0, le=U32_MAX)] | None = None
+    allowed_worker_ids: _WorkerIds | None = None
+    excluded_worker_ids: _WorkerIds | None = None
+    expected_output_tokens: _Count | None = None
+    update_states: bool = True
+    explain: bool = False
+
+
+class BookRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Body of POST /loads/{request_id}: a choice that was made elsewhere."""
+
+    worker_id: _U64
+    dp_rank: Annotated[int, msgspec.Meta(ge=0, le=U32_MAX)] = 0
+    token_ids: list[_Token] | None = None
+    block_hashes: list[_U64] | None = None
+    lora_name: _Salt | None = None
+    namespace: _Salt | None = None
+    cache_salt: _Salt | None = None
+    overlap_blocks: _Count = 0
+    expected_output_tokens: _Count | None = None
+    phase: Role | None = None
+
+
+class OutputBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Body of POST /loads/{request_id}/output: all tokens generated so far."""
+
+    output_tokens: _Count
+
+
+class ReportQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Query parameters of the calls that report on a booking.
+
+    phase: the booking's phase, as its request to /route gave it. Without it, every booking of the request id is meant.
+    """
+
+    phase: Literal["prefill", "decode"] | None = None
+
+
+#: The adapters that a worker lists.
+_LoraNames = Annotated[
+    list[Annotated[str, msgspec.Meta(min_length=1, max_length=LORA_NAME_CHARS_MAX)]],
+    msgspec.Meta(max_length=LORA_NAMES_MAX),
+]
+
+
+class WorkerBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Body of PUT /workers/{worker_id}. A field that is left out keeps its value."""
+
+    url: _Address
+    model: _Name
+    block_size: Annotated[int, msgspec.Meta(ge=1, le=COUNT_MAX)]
+    dp_size: Annotated[int, msgspec.Meta(ge=1, le=DP_SIZE_MAX)] | msgspec.UnsetType = msgspec.UNSET
+    role: Role | msgspec.UnsetType = msgspec.UNSET
+    kv_total_blocks: Annotated[int, msgspec.Meta(ge=1, le=COUNT_MAX)] | msgspec.UnsetType | None = msgspec.UNSET
+    max_requests: Annotated[int, msgspec.Meta(ge=1, le=COUNT_MAX)] | msgspec.UnsetType | None = msgspec.UNSET
+    device_class: _Name | msgspec.UnsetType = msgspec.UNSET
+    taints: Annotated[list[_Name], msgspec.Meta(max_length=TAINTS_MAX)] | msgspec.UnsetType = msgspec.UNSET
+    lora_names: _LoraNames | msgspec.UnsetType | None = msgspec.UNSET
+    events_endpoint: _Address | msgspec.UnsetType | None = msgspec.UNSET
+    replay_endpoint: _Address | msgspec.UnsetType | None = msgspec.UNSET
+
+
+class RenderBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Body of PUT /workers/{worker_id}/render: what a front found when it probed the engine. It has no tokens.
+
+    url, model, incarnation: of the engine that was probed, as GET /workers returned them.
+    """
+
+    url: _Address
+    model: _Name
+    outcome: RenderOutcome
+    incarnation: _U64 | None = None
+    reason: RenderReason | None = None
+    part: RenderPart | None = None
+    from_token: _Count | None = None
+    probed_by: _Name = "unnamed"
+
+
+class PoolBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Body of PUT /pools/{pool_id}.
+
+    members: worker ids. epoch: if it is left out, the pool keeps its epoch, or begins the next one if it was lost.
+    """
+
+    members: Annotated[list[_U64], msgspec.Meta(max_length=POOL_MEMBERS_MAX)]
+    latency_class: Annotated[str, msgspec.Meta(min_length=1, max_length=POOL_NAME_CHARS_MAX)] = "default"
+    capacity_blocks: Annotated[int, msgspec.Meta(ge=1, le=NUMBER_MAX)] | None = None
+    epoch: Annotated[int, msgspec.Meta(ge=0, le=POOL_EPOCH_GIVEN_MAX)] | None = None
+
+
+class Blocks(NamedTuple):
+    """A request's blocks. It is a tuple because one is made for every request.
+
+    local: uint64[n], the local hashes of its full blocks. chain: uint64[n], their sequence hashes. n_tokens,
+    request_blocks: including a partial last block.
+    """
+
+    local: HashArray
+    chain: HashArray
+    n_tokens: int
+    request_blocks: int
+
+
+#: Fields of router_config_override that change the policy.
+POLICY_OVERRIDES = (
+    "router_mode",
+    "overlap_score_weight",
+    "router_temperature",
+    "track_active_blocks",
+    "tier_weights",
+    "cxl_score_weight",
+    "moe_score_weight",
+)
+
+#: Fields of router_config_override that may be given as query parameters, under their own names.
+_OVERRIDES = (*POLICY_OVERRIDES, "moe_query")
+
+#: Fields of a request that cannot be given as query parameters: the body contains the tokens, and overrides have their
+#: own names.
+NO_PARAMETERS = ("token_ids", "block_hashes", "router_config_override")
+
+#: The query parameters of requests with packed tokens, in order.
+_ROUTE_PARAMETERS = dict.fromkeys(
+    name for name in (*RouteRequest.__struct_fields__, *_OVERRIDES) if name not in NO_PARAMETERS
+)
+
+#: Fields that are lists, separated by commas as query parameters.
+LIST_PARAMETERS = ("allowed_worker_ids", "excluded_worker_ids", "required_taints", "tier_weights")
+
+_route_decoder = msgspec.json.Decoder(RouteRequest)
+_requests_decoder = msgspec.json.Decoder(
+    Annotated[list[msgspec.Raw], msgspec.Meta(min_length=1, max_length=ROUTE_REQUESTS_MAX)]
+)
+_moe_query_decoder = msgspec.json.Decoder(MoeQuery)
+_book_decoder = msgspec.json.Decoder(BookRequest)
+_output_decoder = msgspec.json.Decoder(OutputBody)
+_worker_decoder = msgspec.json.Decoder(WorkerBody)
+_pool_decoder = msgspec.json.Decoder(PoolBody)
+_render_decoder = msgspec.json.Decoder(RenderBody)
+
+
+def parse_route(body: bytes) -> RouteRequest:
+    """Parse the body of POST /route, POST /loads/potential or POST /matches; raises InvalidRequest."""
+    return decode_body(_route_decoder, body)
+
+
+def is_list(body: bytes) -> bool:
+    """Whether a JSON body is an array, so that POST /route answers each of its items."""
+    return body[:1] == b"[" or body.lstrip(b" \t\r\n")[:1] == b"["
+
+
+def parse_requests(body: bytes) -> list[bytes]:
+    """Split a body of POST /route that is an array into its items, which are not parsed. Raises InvalidRequest."""
+    return [bytes(item) for item in decode_body(_requests_decoder, body)]
+
+
+def parse_report_query(query: Mapping[str, str]) -> ReportQuery:
+    """Parse the query parameters of a report. Raises InvalidRequest."""
+    values = dict(query)
+    if len(values) < len(query):
+        raise InvalidRequest("a query parameter is repeated")
+    try:
+        return msgspec.convert(values, ReportQuery)
+    except msgspec.ValidationError as exc:
+        raise InvalidRequest(
+            f"query parameters: {_with_values(str(exc), ReportQuery)}", remedy="The only parameter is phase"
+        ) from exc
+
+
+def parse_route_query(query: Mapping[str, str]) -> RouteRequest:
+    """Parse a request from query parameters, for tokens sent as application/octet-stream. Raises InvalidRequest."""
+    values: dict[str, Any] = dict(query)
+    if len(values) < len(query):
+        raise InvalidRequest("a query parameter is repeated; separate the items of a list by commas")
+    if not values.keys() <= _ROUTE_PARAMETERS.keys():
+        unknown = next(name for name in values if name not in _ROUTE_PARAMETERS)
+        raise InvalidRequest(
+            f"unknown query parameter {_shortened(unknown)!r}; the known ones are {', '.join(_ROUTE_PARAMETERS)}. The "
+            "body contains the tokens"
+        )
+    for name in LIST_PARAMETERS:
+        if name in values:
+            parts = values[name].split(",")
+            values[name] = parts if name == "tier_weights" else [part for part in parts if part]
+    if "moe_query" in values:
+        values["moe_query"] = decode_body(_moe_query_decoder, values["moe_query"].encode())
+    if not values.keys().isdisjoint(_OVERRIDES):
+        values["router_config_override"] = {name: values.pop(name) for name in _OVERRIDES if name in values}
+    try:
+        return msgspec.convert(values, RouteRequest, strict=False)
+    except msgspec.ValidationError as exc:
+        raise InvalidRequest(_with_values(str(exc), RouteRequest)) from exc
+
+
+def parse_book(body: bytes) -> BookRequest:
+    """Parse the body of POST /loads/{request_id}; raises InvalidRequest."""
+    return decode_body(_book_decoder, body)
+
+
+def parse_output(body: bytes) -> OutputBody:
+    """Parse the body of POST /loads/{request_id}/output; raises InvalidRequest."""
+    return decode_body(_output_decoder, body)
+
+
+def parse_worker(worker_id: WorkerId, body: bytes, registered_at_ms: int, known: Worker | None = None) -> Worker:
+    """Parse the body of PUT /workers/{worker_id}; raises InvalidRequest.
+
+    known: the worker as it is registered, None if it is not. It keeps the values of fields that the body leaves out.
+    """
+    parsed = decode_body(_worker_decoder, body)
+    given = {name: getattr(parsed, name) for name in parsed.__struct_fields__}
+    given = {name: value for name, value in given.items() if value is not msgspec.UNSET}
+    for name in ("taints", "lora_names"):
+        if given.get(name) is not None:
+            given[name] = tuple(given[name])
+    _check_url(parsed.url)
+    if not parsed.model.isprintable():
+        raise InvalidRequest(f"model is {parsed.model!r}, which contains control characters")
+    for name in ("events_endpoint", "replay_endpoint"):
+        _check_printable(name, given.get(name) or "")
+    base = known or Worker(worker_id, parsed.url, parsed.model, parsed.block_size)
+    return replace(base, **given, registered_at_ms=registered_at_ms)
+
+
+def _check_url(url: str) -> None:
+    """Raise InvalidRequest for an address that no HTTP client can use."""
+    _check_printable("url", url)
+    try:
+        parts = urlsplit(url)
+        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError as exc:  # brackets without an IPv6 address, or a port that is not a number up to 65535
+        raise InvalidRequest(f"url is {url!r}, which is not a URL: {exc}") from exc
+    if not usable:
+        raise InvalidRequest(f"url is {url!r}; it must be http://HOST:PORT or https://HOST:PORT, with an optional path")
+
+
+def _check_printable(name: str, value: str) -> None:
+    """Raise InvalidRequest for whitespace and control characters, which could end a header or a line of a log."""
+    if any(character.isspace() or not character.isprintable() for character in value):
+        raise InvalidRequest(f"{name} is {value!r}, which contains whitespace or control characters")
+
+
+def parse_render(worker_id: WorkerId, body: bytes, probed_at_ms: int) -> RenderParity:
+    """Parse the body of PUT /workers/{worker_id}/render; raises InvalidRequest."""
+    parsed = decode_body(_render_decoder, body)
+    if parsed.reason is RenderReason.NOT_PROBED:
+        raise InvalidRequest("reason is not_probed, which is not the result of a probe")
+    if not parsed.probed_by.isprintable():
+        raise InvalidRequest(f"probed_by is {parsed.probed_by!r}, which contains control characters")
+    given = parsed.incarnation
+    return RenderParity(
+        worker_id,
+        None if given is None else Incarnation(u64(given, "incarnation")),
+        parsed.url,
+        parsed.model,
+        RenderResult(parsed.outcome, parsed.reason, parsed.part, parsed.from_token),
+        probed_at_ms,
+        parsed.probed_by,
+    )
+
+
+def render_json(parity: RenderParity | None) -> dict[str, Any]:
+    """Whether a worker's engine makes the same tokens as a front, as in GET /workers. None: no front has probed it."""
+    result = NOT_PROBED if parity is None else parity.result
+    return {
+        "outcome": result.outcome,
+        "reason": result.reason,
+        "part": result.part,
+        "from_token": result.from_token,
+        "probed_at_ms": None if parity is None else parity.probed_at_ms,
+        "probed_by": None if parity is None else parity.probed_by,
+    }
+
+
+def parse_pool(body: bytes) -> PoolBody:
+    """Parse the body of PUT /pools/{pool_id}; raises InvalidRequest."""
+    return decode_body(_pool_decoder, body)
+
+
+def pool_members(body: PoolBody) -> tuple[WorkerId, ...]:
+    """Return the members of a pool, each once and in order; raises InvalidRequest."""
+    return tuple(sorted({worker_id(member, f"members[{at}]") for at, member in enumerate(body.members)}))
+
+
+def pool_json(pool: CxlPool) -> dict[str, Any]:
+    """A pool as in GET /pools."""
+    return asdict(pool)
+
+
+def pooled_json(block: PooledBlock, reachable: Iterable[WorkerId]) -> dict[str, Any]:
+    """A pooled block as in GET /state/cxl."""
+    return {
+        "sequence_hash": block.sequence,
+        "parent": block.parent,
+        "position": block.position,
+        "engine_hash": block.engine,
+        "worker_id": block.owner.worker_id,
+        "dp_rank": block.owner.dp_rank,
+        "model": block.model,
+        "state": block.metadata.state.value,
+        "pool_id": block.metadata.pool_id,
+        "pool_epoch": block.pool_epoch,
+        "accessible_workers": list(block.metadata.accessible_workers),
+        "reachable_workers": sorted(reachable),
+    }
+
+
+def blocks_of(
+    token_ids: list[int] | bytes | None,
+    block_hashes: list[int | str] | None,
+    *,
+    block_size: int,
+    lora_name: str | None,
+    namespace: str | None,
+    cache_salt: str | None = None,
+    tokens_max: int,
+) -> Blocks:
+    """Hash a request's tokens, or use its hashes.
+
+    Raises InvalidRequest for both, for neither, for empty lists and for wrong values; RequestTooLarge for more than
+    tokens_max tokens.
+    """
+    if (token_ids is None) == (block_hashes is None):
+        raise InvalidRequest("give exactly one of token_ids and block_hashes")
+    if token_ids is not None:
+        n_tokens = len(token_ids) // 4 if isinstance(token_ids, bytes) else len(token_ids)
+        if n_tokens > tokens_max:
+            raise RequestTooLarge(f"{n_tokens} tokens; the limit of this router is {tokens_max}", limit=tokens_max)
+        if n_tokens == 0:
+            raise InvalidRequest("token_ids is empty")
+        packed = token_ids if isinstance(token_ids, bytes) else pack_tokens(token_ids)
+        seed = hash_seed(lora_name, namespace)
+        local, chain = request_hashes(packed, block_size, seed, first_seed=salted_seed(seed, cache_salt))
+        return Blocks(local, chain, n_tokens, -(-n_tokens // block_size))
+    assert block_hashes is not None
+    if not block_hashes:
+        raise InvalidRequest("block_hashes is empty")
+    n_tokens = len(block_hashes) * block_size
+    if n_tokens > tokens_max:
+        raise RequestTooLarge(
+            f"{len(block_hashes)} blocks of {block_size} tokens; the limit of this router is {tokens_max} tokens"
+        )
+    values = [u64(value, f"block_hashes[{index}]") for index, value in enumerate(block_hashes)]
+    local = np.array(values, dtype=np.uint64)
+    return Blocks(local, sequence_hashes(local), n_tokens, len(block_hashes))
+
+
+def u64(value: int | str, name: str) -> int:
+    """Read a u64; raises InvalidRequest, which names the field."""
+    if isinstance(value, str):
+        if not value.isascii() or not value.isdigit():
+            raise InvalidRequest(f"{name} is {value[:40]!r}, not a decimal number")
+        if len(value) > 20:  # 2^64 - 1 has 20 digits, and reading a much longer number takes time
+            raise InvalidRequest(f"{name} is outside 0..2^64-1")
+        value = int(value)
+    if not 0 <= value <= U64_MASK:
+        raise InvalidRequest(f"{name} is outside 0..2^64-1")
+    return value
+
+
+def worker_id(value: int | str, name: str = "worker_id") -> WorkerId:
+    """Read a worker id; raises InvalidRequest."""
+    return WorkerId(u64(value, name))
+
+
+def rank_of(body: BookRequest) -> RankId:
+    """The rank that a booking names; raises InvalidRequest."""
+    return RankId(worker_id(body.worker_id), DpRank(body.dp_rank))
+
+
+def terms_json(terms: RankTerms) -> dict[str, Any]:
+    """One candidate with every term of its cost, in blocks, and those of its policy."""
+    policy_terms = {} if terms.policy_terms is None else {"policy_terms": dict(terms.policy_terms)}
+    return {
+        "worker_id": terms.rank.worker_id,
+        "dp_rank": terms.rank.dp_rank,
+        "scores": terms.scores,
+        "cxl_accessible_scores": terms.cxl_accessible_scores,
+        "moe_scores": terms.moe_scores,
+        "effective_cached_blocks": terms.effective_cached_blocks,
+        "own_prefill_blocks": terms.own_prefill_blocks,
+        "active_prefill_blocks": terms.active_prefill_blocks,
+        "decode_blocks": terms.decode_blocks,
+        "cost": terms.cost,
+        **policy_terms,
+    }
+
+
+#: What POST /matches counts of each rank, in the order of `matches_json`.
+_MATCHED = ("scores", "cxl_accessible_scores", "moe_scores")
+
+
+def matches_json(request_blocks: int, matched: Mapping[RankId, Sequence[int]], trust: Trust) -> dict[str, Any]:
+    """The answer to POST /matches. matched: own, CXL-accessible and MoE-matching blocks of each rank that has any.
+
+    A worker's counts are the greatest of its ranks, each for itself.
+    """
+    ranks, by_worker = [], dict[WorkerId, list[int]]()
+    for rank, counts in sorted(matched.items()):
+        ranks.append({"worker_id": rank.worker_id, "dp_rank": rank.dp_rank, **dict(zip(_MATCHED, counts, strict=True))})
+        known = by_worker.setdefault(rank.worker_id, [0] * len(_MATCHED))
+        by_worker[rank.worker_id] = [max(pair) for pair in zip(known, counts, strict=True)]
+    workers = [
+        {"worker_id": worker_id, **dict(zip(_MATCHED, counts, strict=True))} for worker_id, counts in by_worker.items()
+    ]
+    return {"request_blocks": request_blocks, "workers": workers, "ranks": ranks, **trust_json(trust)}
+
+
+#: What most requests require of their worker, except for the model.
+UNFILTERED = WorkerFilter(model="")
+
+
+def worker_filter(request: RouteRequest) -> WorkerFilter:
+    """Return what a request requires of its worker, except for the model; raises InvalidRequest."""
+    if (
+        request.worker_id is None
+        and request.dp_rank is None
+        and request.allowed_worker_ids is None
+        and not request.excluded_worker_ids
+        and request.phase is None
+        and not request.required_taints
+        and not request.lora_name
+    ):
+        return UNFILTERED
+    return WorkerFilter(
+        model="",
+        worker_id=None if request.worker_id is None else worker_id(request.worker_id),
+        dp_rank=None if request.dp_rank is None else DpRank(request.dp_rank),
+        allowed=_worker_ids(request.allowed_worker_ids, "allowed_worker_ids"),
+        excluded=_worker_ids(request.excluded_worker_ids, "excluded_worker_ids") or frozenset(),
+        phase=request.phase,
+        required_taints=frozenset(request.required_taints or ()),
+        lora_name=request.lora_name or None,
+    )
+
+
+def _worker_ids(values: list[int | str] | None, name: str) -> frozenset[WorkerId] | None:
+    if values is None:
+        return None
+    return frozenset(worker_id(value, f"{name}[{index}]") for index, value in enumerate(values))
+
+
+def trust_json(trust: Trust) -> dict[str, Any]:
+    """How far an answer can be trusted, and why it is degraded if it is."""
+    if trust.reason is None:
+        return {"mode": trust.mode.value}
+    return {"mode": trust.mode.value, "degraded_because": trust.reason.value}
+
+
+def answer_json(answer: RouteAnswer) -> dict[str, Any]:
+    """The answer to POST /route."""
+    rank, trust, chosen_trust = answer.rank, answer.trust, answer.chosen_trust
+    fields: dict[str, Any] = {
+        "request_id": answer.request_id,
+        "worker_id": rank.worker_id,
+        "dp_rank": rank.dp_rank,
+        "url": answer.worker_url,
+        "overlap_blocks": answer.overlap_blocks,
+        "request_blocks": answer.request_blocks,
+        "cost": answer.cost,
+        "router_mode": answer.router_mode,
+        "mode": trust.mode,  # a StrEnum: reading its `value` takes longer, and orjson writes the same
+        "chosen_mode": chosen_trust.mode,
+    }
+    if trust.reason is not None:
+        fields["degraded_because"] = trust.reason
+    if chosen_trust.reason is not None:
+        fields["chosen_degraded_because"] = chosen_trust.reason
+    if answer.moe_filter_applied is not None:
+        fields["moe_filter_applied"] = answer.moe_filter_applied
+    if answer.pooled_blocks:
+        fields["pooled_blocks"] = answer.pooled_blocks
+    if answer.queued_ms is not None:
+        fields["queued_ms"] = answer.queued_ms
+    if answer.candidates is not None:
+        fields["block_size"] = answer.block_size
+        fields["candidates"] = [terms_json(terms) for terms in answer.candidates]
+    return fields
+
+
+def error_json(code: str, message: str, detail: dict[str, Any] | None = None) -> dict[str, Any]:
+    """An error in the shape of all errors."""
+    return {"error": {"code": code, "message": message, "detail": detail or {}}}
+
+
+def booking_json(request_id: str, booking: Booking) -> dict[str, Any]:
+    """A booking as POST /loads/{request_id} returns it."""
+    return {
+        "request_id": request_id,
+        "worker_id": booking.rank.worker_id,
+        "dp_rank": booking.rank.dp_rank,
+        "overlap_blocks": booking.overlap_blocks,
+        "request_blocks": booking.request_blocks,
+    }
+
+
+def worker_json(worker: Worker) -> dict[str, Any]:
+    """A worker of the registry, as in GET /workers."""
+    return asdict(worker)
+
+
+def report_json(report: MetricsReport) -> dict[str, Any]:
+    """The metrics that an engine reported for one rank, unchanged."""
+    return {
+        "dp_rank": report.rank.dp_rank,
+        **asdict(report.metrics),
+        "scraped_at_ms": report.scraped_at_ms,
+        "scrapes_failed": report.n_scrapes_failed,
+    }
+
+
+_T = TypeVar("_T")
+
+
+def decode_body(decoder: msgspec.json.Decoder[_T], body: bytes) -> _T:
+    """Decode a body; raises InvalidRequest, which explains what is wrong with it."""
+    if not body.strip():
+        raise InvalidRequest("the body is empty; it must be a JSON object")
+    try:
+        return decoder.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError) as exc:  # msgspec raises the latter for invalid UTF-8 in strings
+        raise invalid_body(exc, decoder.type) from exc
+    except RecursionError as exc:
+        raise InvalidRequest("the body is not valid: it is nested too deeply") from exc
+
+
+#: msgspec's message about an unknown field: its name, and the path of the object that has it.
+_UNKNOWN_FIELD = re.compile(r"Object contains unknown field `(.*?)`(?: - at `\$((?:\.\w+)*)`)?", re.DOTALL)
+
+
+def invalid_body(exc: Exception, kind: Any) -> InvalidRequest:
+    """Explain why a body is not valid. kind: the type as which it was decoded; of an unknown field, list the others."""
+    message = without_middle(str(exc))
+    unknown = _UNKNOWN_FIELD.fullmatch(message)
+    if unknown is None:
+        return InvalidRequest(f"the body is not valid: {_with_values(message, kind)}")
+    name, path = _shortened(unknown[1]), (unknown[2] or "").lstrip(".")
+    where = f" of {path}" if path else ""
+    return InvalidRequest(
+        f"the body is not valid: unknown field {name!r}{where}; the known ones are {', '.join(_fields_at(kind, path))}"
+    )
+
+
+#: msgspec's message about a value that is none of those that a field may have, and the path of that field.
+_INVALID_VALUE = re.compile(r"Invalid enum value .* - at `\$((?:\.\w+)+)`", re.DOTALL)
+
+
+def _with_values(message: str, kind: Any) -> str:
+    """A message of msgspec, with the values that the field may have if it is about one with few of them."""
+    message = without_middle(message)
+    invalid = _INVALID_VALUE.fullmatch(message)
+    if invalid is None:
+        return _shortened(message)
+    path, _, name = invalid[1].lstrip(".").rpartition(".")
+    values: list[object] = []
+    for each in _kinds_of(_struct_at(kind, path), name):
+        if isinstance(each, inspect.LiteralType):
+            values += each.values
+        elif isinstance(each, inspect.EnumType):
+            values += [member.value for member in each.cls]
+    return _shortened(message) + (f"; use one of {', '.join(map(str, values))}" if values else "")
+
+
+def _fields_at(kind: Any, path: str) -> list[str]:
+    """Names of the fields of the struct at a path of fields, such as `router_config_override.moe_query`."""
+    return [field.encode_name for field in _struct_at(kind, path).fields]
+
+
+def _struct_at(kind: Any, path: str) -> inspect.StructType:
+    at = inspect.type_info(kind)
+    for name in filter(None, path.split(".")):
+        assert isinstance(at, inspect.StructType)  # the path leads through objects
+        below = next((each for each in _kinds_of(at, name) if isinstance(each, inspect.StructType)), None)
+        if below is None:  # the unknown name itself looks like the end of the message
+            break
+        at = below
+    assert isinstance(at, inspect.StructType)
+    return at
+
+
+def _kinds_of(struct: inspect.StructType, name: str) -> tuple[inspect.Type, ...]:
+    """The types of which a field's value may be; none if there is no such field."""
+    found = next((field.type for field in struct.fields if field.encode_name == name), None)
+    if found is None:
+        return ()
+    return found.types if isinstance(found, inspect.UnionType) else (found,)
+
+
+def without_middle(message: str) -> str:
+    """Return the beginning and the end of a message that quotes megabytes of a body.
+
+    The search for the end of a name of 15 MB would take 0.3 s, and no other thread would run meanwhile.
+    """
+    longest = _MESSAGE_CHARS_MAX + 2 * _MESSAGE_END_CHARS  # of a message that is searched
+    if len(message) <= longest:
+        return message
+    return message[: longest - _MESSAGE_END_CHARS] + message[-_MESSAGE_END_CHARS:]
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _MESSAGE_CHARS_MAX else f"{text[:_MESSAGE_CHARS_MAX]}…"
