@@ -1,7 +1,7 @@
 """Which state of CXL memory may follow which: a table, as data, and the functions that read it.
 
-What lives here: `RULES`, `transition`, `after_owner_ended`, and the diagram of docs/cxl.md, which is drawn from the
-rules. What must not: the states themselves (core.cxl_memory), who owns a block, when a transition is applied
+What lives here: `RULES`, from which the diagram of docs/cxl.md is drawn, `transition` and `after_owner_ended`. What
+must not: the states themselves (core.cxl_memory), who owns a block, when a transition is applied
 (tables.pooled_block_table), bytes.
 
 A block that is in no pool is in `local_gpu`: an unknown block and a block without metadata are in the same state.
@@ -10,7 +10,7 @@ A block that is in no pool is in `local_gpu`: an unknown block and a block witho
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import assert_never
 
@@ -117,19 +117,3 @@ def stored_as(state: CxlMemoryState) -> tuple[CxlMemoryState, ...]:
     """Return the transitions of a block that is stored with this state; it enters a pool through in_transit."""
     pooled = state is CxlMemoryState.CXL_POOLED
     return (CxlMemoryState.IN_TRANSIT, state) if pooled else (state,)
-
-
-def diagram() -> str:
-    """Return the rules as a Mermaid state diagram, which docs/cxl.md contains."""
-    return "\n".join(["stateDiagram-v2", f"    [*] --> {NOT_POOLED.state}", *_edges()])
-
-
-def _edges() -> Iterator[str]:
-    for source in CxlMemoryState:
-        for target in CxlMemoryState:
-            rule = RULES[target]
-            if source in rule.sources:
-                needs = ", needs a pool" if rule.needs_pool else ""
-                yield f"    {source} --> {target}: {rule.placement.value} the placement{needs}"
-        if source in AFTER_OWNER_ENDED:
-            yield f"    {source} --> {AFTER_OWNER_ENDED[source]}: its owner's incarnation ends"

@@ -36,25 +36,16 @@ from streams.engines.feed_counters import FeedCounters
 from streams.engines.feed_machine import (
     Ask,
     BeginIncarnation,
-    CatchUp,
     CheckModel,
-    DropHeld,
     EvidenceFound,
     FeedMachine,
     Instruction,
-    NoteHeard,
+    Occurred,
     PageRead,
-    Reopen,
-    ReplayDiffers,
-    ReplayTooShort,
     ReportDecision,
-    ReportExit,
-    ReportUnreachable,
-    ResumeIncarnation,
-    StopAsking,
-    StopReplay,
     Tick,
 )
+from streams.engines.feed_table import Action, Signal
 from streams.engines.gap_filling import ReplayFinding
 from streams.engines.heartbeats import Heartbeats
 from streams.engines.model_check import ModelCheck
@@ -267,9 +258,9 @@ class RankFeed:
             return
         match await self._receiver.order.advance():
             case ReplayFinding.CONTRADICTED:
-                await self._perform(self._machine.handle(ReplayDiffers(time.monotonic())))
+                await self._perform(self._machine.handle(Occurred(Signal.REPLAY_DIFFERS, time.monotonic())))
             case ReplayFinding.FOREIGN:
-                await self._perform(self._machine.handle(ReplayTooShort(time.monotonic())))
+                await self._perform(self._machine.handle(Occurred(Signal.REPLAY_TOO_SHORT, time.monotonic())))
             case ReplayFinding.CONSISTENT:
                 pass
 
@@ -300,7 +291,7 @@ class RankFeed:
             match instruction:
                 case BeginIncarnation(incarnation):
                     await self._begin(incarnation)
-                case ResumeIncarnation():
+                case Action.RESUME:
                     await self._resume()
                 case _:
                     self._perform_at_once(instruction)
@@ -310,25 +301,25 @@ class RankFeed:
         match instruction:
             case Ask():
                 self._evidence.ask(instruction)
-            case StopAsking():
+            case Action.STOP_ASKING:
                 self._evidence.close()
-            case CatchUp():
+            case Action.REPLAY:
                 self._receiver.order.catch_up()
-            case StopReplay():
+            case Action.STOP_REPLAY:
                 self._receiver.order.abort()
-            case Reopen():
+            case Action.REOPEN:
                 self._receiver.connection.reopen(time.monotonic())
-            case DropHeld():
+            case Action.DROP:
                 self._receiver.drop_held()
             case CheckModel(waits):
                 self._model_check.start(waits=waits)
-            case NoteHeard():
+            case Action.NOTE_HEARD:
                 self._heartbeats.heard()
-            case ReportExit():
+            case Action.REPORT_EXIT:
                 self._heartbeats.engine_exited("its connection broke, and its HTTP port refuses connections")
             case ReportDecision(decision, evidence):
                 log.info("rank %s: %s: %s", self.rank, decision, evidence)
-            case ReportUnreachable():
+            case Action.REPORT_UNREACHABLE:
                 log.warning(
                     "rank %s: %s does not answer, but events arrive: the engine is fed from its events alone",
                     self.rank,

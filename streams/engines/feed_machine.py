@@ -60,40 +60,10 @@ BACKLOG_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class Publish:
-    """Publish the batch that has arrived in its order."""
-
-
-@dataclass(frozen=True, slots=True)
-class Skip:
-    """Count the batch that has arrived as one that was received before."""
-
-
-@dataclass(frozen=True, slots=True)
-class Hold:
-    """Keep the batch that has arrived as the next one: the incarnation that it belongs to may begin with it."""
-
-
-@dataclass(frozen=True, slots=True)
-class DropHeld:
-    """Drop the batch that is held back, and count it as one of another incarnation."""
-
-
-@dataclass(frozen=True, slots=True)
 class BeginIncarnation:
     """Begin an incarnation, and publish its start, which empties the rank before the incarnation's first batch."""
 
     incarnation: Incarnation
-
-
-@dataclass(frozen=True, slots=True)
-class ResumeIncarnation:
-    """Continue the incarnation that Kafka has, after its last batch."""
-
-
-@dataclass(frozen=True, slots=True)
-class Reopen:
-    """Give up the connection with everything that waits in its socket, and open another one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,35 +95,10 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True)
-class StopAsking:
-    """Forget what was asked: its answer would show nothing any more."""
-
-
-@dataclass(frozen=True, slots=True)
-class CatchUp:
-    """Request the batches after the last one from the replay socket."""
-
-
-@dataclass(frozen=True, slots=True)
-class StopReplay:
-    """End the running replay, if there is one."""
-
-
-@dataclass(frozen=True, slots=True)
 class CheckModel:
     """Find out which model the process serves. waits: whether the feed is not live until that is known."""
 
     waits: bool
-
-
-@dataclass(frozen=True, slots=True)
-class NoteHeard:
-    """Note that the engine has answered something."""
-
-
-@dataclass(frozen=True, slots=True)
-class ReportExit:
-    """Report that the engine has exited, so that its rank gets no requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,53 +109,19 @@ class ReportDecision:
     evidence: Evidence
 
 
-@dataclass(frozen=True, slots=True)
-class ReportUnreachable:
-    """Log that the engine's events arrive although its HTTP server does not answer."""
-
-
-Instruction = (
-    Publish
-    | Skip
-    | Hold
-    | DropHeld
-    | BeginIncarnation
-    | ResumeIncarnation
-    | Reopen
-    | Ask
-    | StopAsking
-    | CatchUp
-    | StopReplay
-    | CheckModel
-    | NoteHeard
-    | ReportExit
-    | ReportDecision
-    | ReportUnreachable
-)
+#: Performed by the feed, in order. An action is one without values.
+Instruction = Action | BeginIncarnation | Ask | CheckModel | ReportDecision
 
 
 # -- events ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class Connected:
-    """The connection is complete."""
+class Occurred:
+    """Something has happened that is a signal of the table by itself. now_s: not used for batches that fit."""
 
-    now_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class ConnectionBroke:
-    """The complete connection broke, and what had arrived through it was taken."""
-
-    now_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class ConnectionFailed:
-    """An attempt to connect failed."""
-
-    now_s: float
+    signal: Signal
+    now_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,25 +137,8 @@ class SocketEmptied:
 
 
 @dataclass(frozen=True, slots=True)
-class NewBatch:
-    """A batch has arrived whose number is the next one, or a later one."""
-
-
-@dataclass(frozen=True, slots=True)
-class RepeatedBatch:
-    """A batch has arrived that was published before, with the same bytes."""
-
-
-@dataclass(frozen=True, slots=True)
 class OtherBatch:
     """A batch has arrived that differs from the one published under its number."""
-
-    now_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class UnknownBatch:
-    """A batch has arrived with a number before the next one, of which no digest is kept."""
 
     now_s: float
 
@@ -255,20 +149,6 @@ class LiveBatchPublished:
 
     emitted_s: float
     arrived_at_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class ReplayDiffers:
-    """A replay brought another batch under a number that was published, or shows that this number was never sent."""
-
-    now_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class ReplayTooShort:
-    """A replay has shown that the engine has not reached the numbers of the batches that were buffered."""
-
-    now_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,23 +183,7 @@ class Tick:
     now_us: int
 
 
-Event = (
-    Connected
-    | ConnectionBroke
-    | ConnectionFailed
-    | MessagesWait
-    | SocketEmptied
-    | NewBatch
-    | RepeatedBatch
-    | OtherBatch
-    | UnknownBatch
-    | LiveBatchPublished
-    | ReplayDiffers
-    | ReplayTooShort
-    | EvidenceFound
-    | PageRead
-    | Tick
-)
+Event = Occurred | MessagesWait | SocketEmptied | OtherBatch | LiveBatchPublished | EvidenceFound | PageRead | Tick
 
 
 class FeedMachine:
@@ -362,8 +226,10 @@ class FeedMachine:
         Raises UnexpectedSignal for an event that cannot occur in the phase.
         """
         match event:
-            case NewBatch():
-                return self._on_signal(Signal.NEW_BATCH, 0.0)
+            case Occurred(signal, now_s):
+                if signal is Signal.CONNECTED:
+                    self.connected_at_s = now_s
+                return self._on_signal(signal, now_s)
             case LiveBatchPublished(emitted_s, arrived_at_s):
                 self._link.on_batch(emitted_s, arrived_at_s)
             case Tick():
@@ -373,23 +239,8 @@ class FeedMachine:
                     self.messages_since_s = now_s
             case SocketEmptied():
                 self.messages_since_s = None
-            case RepeatedBatch():
-                return self._on_signal(Signal.REPEATED_BATCH, 0.0)
             case OtherBatch(now_s):
                 return self._on_signal(self._signal_of_other_batch(), now_s)
-            case UnknownBatch(now_s):
-                return self._on_signal(Signal.UNKNOWN_BATCH, now_s)
-            case Connected(now_s):
-                self.connected_at_s = now_s
-                return self._on_signal(Signal.CONNECTED, now_s)
-            case ConnectionBroke(now_s):
-                return self._on_signal(Signal.BROKE, now_s)
-            case ConnectionFailed(now_s):
-                return self._on_signal(Signal.FAILED, now_s)
-            case ReplayDiffers(now_s):
-                return self._on_signal(Signal.REPLAY_DIFFERS, now_s)
-            case ReplayTooShort(now_s):
-                return self._on_signal(Signal.REPLAY_TOO_SHORT, now_s)
             case EvidenceFound():
                 return self._on_evidence(event)
             case PageRead(started, now_s):
@@ -461,16 +312,10 @@ class FeedMachine:
     ) -> Instruction | None:
         """Change what an action changes; return what the feed does because of it, if anything."""
         match action:
-            case Action.PUBLISH:
-                return Publish()
+            case Action.PUBLISH | Action.SKIP | Action.HOLD | Action.DROP | Action.STOP_REPLAY:
+                return action
             case Action.NOTE_KNOWN:
                 self.has_known_batch, self.is_unexplained = True, False
-            case Action.SKIP:
-                return Skip()
-            case Action.HOLD:
-                return Hold()
-            case Action.DROP:
-                return DropHeld()
             case Action.NOTE_UNEXPLAINED:
                 self.is_unexplained = True
             case Action.ASK:
@@ -479,8 +324,6 @@ class FeedMachine:
             case Action.ASK_AFTER_PAUSE:
                 self._ask_at_s = self._contradicted_at_s = max(now_s, self._contradicted_at_s + RETRY_S)
                 return self._stop_asking()
-            case Action.STOP_REPLAY:
-                return StopReplay()
             case Action.CATCH_UP:
                 assert self.connected_at_s is not None  # the table does this only through a complete connection
                 self._catch_up_at_s = max(now_s, self.connected_at_s + SUBSCRIBED_AFTER_S)
@@ -489,7 +332,7 @@ class FeedMachine:
             case Action.REOPEN:
                 self.connected_at_s = self.messages_since_s = None
                 self.has_known_batch = self.is_unexplained = False
-                return Reopen()
+                return action
             case Action.BEGIN:
                 assert begin is not None  # the signal is a decision that begins an incarnation
                 self.started, self.is_unexplained = started, False
@@ -497,18 +340,18 @@ class FeedMachine:
                 return begin
             case Action.RESUME:
                 self.started = started
-                return ResumeIncarnation()
+                return action
             case Action.NOTE_START:
                 self.started = started if self.started is None else self.started
             case _:
-                assert_never(action)
+                raise AssertionError(f"{action} is in no rule")
         return None
 
-    def _stop_asking(self) -> StopAsking | None:
+    def _stop_asking(self) -> Action | None:
         if self.question is None:
             return None
         self.question = None
-        return StopAsking()
+        return Action.STOP_ASKING
 
     def _signal_of_other_batch(self) -> Signal:
         if not self.has_known_batch:
@@ -534,7 +377,7 @@ class FeedMachine:
             instructions.append(self.question)
         if now_s >= self._catch_up_at_s and self.may_replay and not tick.replays:
             self._catch_up_at_s = next_turn(now_s, INCARNATION_CHECK_S, (self._share + HALF) % 1.0)
-            instructions.append(CatchUp())
+            instructions.append(Action.REPLAY)
         return instructions
 
     def _gives_up(self, now_s: float, known: KnownIncarnation | None) -> bool:
@@ -558,7 +401,7 @@ class FeedMachine:
             return ()
         is_same = started == self.started
         self._ask_at_s = now_s + INCARNATION_CHECK_S if is_same else now_s
-        return (NoteHeard(),) if is_same else ()
+        return (Action.NOTE_HEARD,) if is_same else ()
 
     # -- evidence ------------------------------------------------------------------------------------------------------
 
@@ -573,9 +416,9 @@ class FeedMachine:
         known = self._known(found.published)
         instructions: list[Instruction] = []
         if evidence.shows_life:
-            instructions.append(NoteHeard())
+            instructions.append(Action.NOTE_HEARD)
         elif evidence.refused and phase is FeedPhase.RECONNECTING and self.connected_at_s is None:
-            instructions.append(ReportExit())
+            instructions.append(Action.REPORT_EXIT)
         is_connected = self.connected_at_s is not None and found.question.asked_at_s >= self.connected_at_s
         waited_long = self._have_waited_long(found.now_s, known)
         alone = is_connected and waited_long
@@ -584,7 +427,7 @@ class FeedMachine:
         decision = self._decide(evidence, known, found.now_us, alone=alone, is_connected=is_connected)
         if alone and not evidence.reachable and not isinstance(decision, Undecided) and not self._is_unreachable:
             self._is_unreachable = True
-            instructions.append(ReportUnreachable())
+            instructions.append(Action.REPORT_UNREACHABLE)
         if not isinstance(decision, Undecided):
             if isinstance(decision, NewIncarnation) or phase in OF_CONNECTION:
                 instructions.append(ReportDecision(decision, evidence))

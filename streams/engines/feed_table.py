@@ -1,7 +1,7 @@
 """What becomes of a rank's feed at each signal, by phase: a table, as data (pure).
 
-What lives here: the phases, the signals, the actions, `RULES`, and what docs/architecture.md shows of them, which is
-drawn from the rules. What must not: how an event becomes a signal, and what an action changes (feed_machine); I/O.
+What lives here: the phases, the signals, the actions and `RULES`. The tables and the diagram of docs/architecture.md
+are drawn from them. What must not: how an event becomes a signal, and what an action changes (feed_machine); I/O.
 
 A batch carries a number and no incarnation, so a feed publishes live batches only in the phase `FEEDING`. Each other
 phase is a question that has to be answered first; its value says which. Evidence about the engine's process answers it,
@@ -12,7 +12,7 @@ complete. Live batches wait in their socket meanwhile.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 
@@ -60,7 +60,7 @@ class Signal(enum.Enum):
 
 
 class Action(enum.Enum):
-    """What the machine changes, and lets the feed do, in the order of a rule."""
+    """What the machine changes, and lets the feed do, in the order of a rule. The last five are in no rule."""
 
     PUBLISH = "publish the batch in its order"
     SKIP = "skip the batch"
@@ -77,6 +77,11 @@ class Action(enum.Enum):
     CATCH_UP_AT_ONCE = "ask the replay socket at once"
     NOTE_KNOWN = "the connection has brought a known batch"
     NOTE_UNEXPLAINED = "the feed is behind until a known batch arrives"
+    STOP_ASKING = "forget what was asked: its answer would show nothing any more"
+    REPLAY = "request the batches after the last one from the replay socket"
+    NOTE_HEARD = "note that the engine has answered something"
+    REPORT_EXIT = "report that the engine has exited, so that its rank gets no requests"
+    REPORT_UNREACHABLE = "log that events arrive although the engine's HTTP server does not answer"
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,43 +92,9 @@ class PhaseRule:
     actions: tuple[Action, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Never:
-    """Why a signal cannot occur in a phase. One that does is an error of the feed, which then starts again."""
-
-    reason: str
-
-
 class UnexpectedSignal(RuntimeError):
-    """A signal in a phase in which it cannot occur."""
+    """A signal in a phase in which it cannot occur. It is an error of the feed, which then starts again."""
 
-
-_NO_BATCH = Never("live batches are taken from the socket only while feeding")
-_NO_REPLAY = Never("no replay runs")
-_CONNECTED = Never("the connection is complete")
-_DECIDES = Never("evidence through a complete connection decides")
-_PROVES = Never("only evidence through the complete connection shows that it is the same incarnation")
-_CURRENT = Never("no batch is published while the feed waits for the evidence")
-
-_BATCHES_WAIT: Mapping[Signal, Never] = {
-    Signal.NEW_BATCH: _NO_BATCH,
-    Signal.REPEATED_BATCH: _NO_BATCH,
-    Signal.STRAY_BATCH: _NO_BATCH,
-    Signal.FIRST_BATCH_DIFFERS: _NO_BATCH,
-    Signal.NEXT_BATCH_DIFFERS: _NO_BATCH,
-    Signal.UNKNOWN_BATCH: _NO_BATCH,
-}
-_REPLAY_STOPPED: Mapping[Signal, Never] = {
-    Signal.REPLAY_DIFFERS: _NO_REPLAY,
-    Signal.REPLAY_TOO_SHORT: _NO_REPLAY,
-}
-_STAYS_CONNECTED: Mapping[Signal, Never] = {
-    Signal.CONNECTED: _CONNECTED,
-    Signal.FAILED: _CONNECTED,
-    Signal.SAME_UNCONNECTED: _CONNECTED,
-    Signal.ANOTHER_UNCONNECTED: _CONNECTED,
-}
-_DECIDED: Mapping[Signal, Never] = {Signal.UNDECIDED: _DECIDES, Signal.OUTDATED: _DECIDES}
 
 _ASK = (Action.ASK, Action.STOP_REPLAY)
 _ASK_ABOUT_BATCH = (Action.ASK_AFTER_PAUSE, Action.STOP_REPLAY, Action.NOTE_UNEXPLAINED)
@@ -135,52 +106,46 @@ _BEGIN = PhaseRule(FeedPhase.FEEDING, (Action.BEGIN, Action.CATCH_UP))
 _CONTINUE = PhaseRule(FeedPhase.FEEDING, (Action.NOTE_START, Action.CATCH_UP))
 _DROP = PhaseRule(FeedPhase.FEEDING, (Action.NOTE_START, Action.DROP, Action.CATCH_UP))
 
-#: What happens in each phase at each signal. Every pair has an entry.
-RULES: Mapping[FeedPhase, Mapping[Signal, PhaseRule | Never]] = {
-    FeedPhase.STARTING: {
-        **_BATCHES_WAIT,
-        **_REPLAY_STOPPED,
-        Signal.CONNECTED: PhaseRule(FeedPhase.STARTING, (Action.ASK,)),
-        Signal.BROKE: PhaseRule(FeedPhase.STARTING, (Action.ASK, Action.REOPEN)),
-        Signal.FAILED: PhaseRule(FeedPhase.STARTING, (Action.REOPEN,)),
-        Signal.SAME: PhaseRule(FeedPhase.FEEDING, (Action.RESUME, Action.CATCH_UP)),
-        Signal.SAME_UNCONNECTED: PhaseRule(FeedPhase.CONNECTING, (Action.RESUME, *_ASK, Action.CATCH_UP_AT_ONCE)),
+#: While a batch is held back: the process is the same one, or another one.
+_HELD: Mapping[Signal, PhaseRule] = {Signal.BROKE: _BROKE, Signal.SAME: _DROP, Signal.ANOTHER: _BEGIN_ANEW}
+
+
+def _identifying(phase: FeedPhase) -> Mapping[Signal, PhaseRule]:
+    """Return the rules that all phases have in which the connection is what has to be identified."""
+    return {
+        Signal.CONNECTED: PhaseRule(phase, (Action.ASK,)),
+        Signal.FAILED: PhaseRule(phase, (Action.REOPEN,)),
         Signal.ANOTHER: _BEGIN,
         Signal.ANOTHER_UNCONNECTED: _BEGIN_UNCONNECTED,
-        Signal.UNDECIDED: PhaseRule(FeedPhase.STARTING),
-        Signal.OUTDATED: _CURRENT,
+        Signal.UNDECIDED: PhaseRule(phase),
+    }
+
+
+#: What happens in each phase at each signal. A signal without an entry cannot occur in the phase: live batches are
+#: taken only in FEEDING, and a replay runs only in the phases of MAY_REPLAY. Evidence through a complete connection
+#: always decides about a batch. Only such evidence shows that the connection is to the same incarnation.
+RULES: Mapping[FeedPhase, Mapping[Signal, PhaseRule]] = {
+    FeedPhase.STARTING: {
+        **_identifying(FeedPhase.STARTING),
+        Signal.BROKE: PhaseRule(FeedPhase.STARTING, (Action.ASK, Action.REOPEN)),
+        Signal.SAME: PhaseRule(FeedPhase.FEEDING, (Action.RESUME, Action.CATCH_UP)),
+        Signal.SAME_UNCONNECTED: PhaseRule(FeedPhase.CONNECTING, (Action.RESUME, *_ASK, Action.CATCH_UP_AT_ONCE)),
     },
     FeedPhase.CONNECTING: {
-        **_BATCHES_WAIT,
-        Signal.CONNECTED: PhaseRule(FeedPhase.CONNECTING, (Action.ASK,)),
+        **_identifying(FeedPhase.CONNECTING),
         Signal.BROKE: _BROKE,
-        Signal.FAILED: PhaseRule(FeedPhase.CONNECTING, (Action.REOPEN,)),
         Signal.REPLAY_DIFFERS: PhaseRule(FeedPhase.REPLAY_DIFFERS, _ASK_ABOUT_BATCH),
         # The connection is not identified yet, and what identifies it says the same about the buffered batches.
         Signal.REPLAY_TOO_SHORT: PhaseRule(FeedPhase.CONNECTING, _ASK_ABOUT_BATCH),
         Signal.SAME: _CONTINUE,
-        Signal.SAME_UNCONNECTED: _PROVES,
-        Signal.ANOTHER: _BEGIN,
-        Signal.ANOTHER_UNCONNECTED: _BEGIN_UNCONNECTED,
-        Signal.UNDECIDED: PhaseRule(FeedPhase.CONNECTING),
         Signal.OUTDATED: PhaseRule(FeedPhase.CONNECTING, (Action.ASK,)),
     },
     FeedPhase.RECONNECTING: {
-        **_BATCHES_WAIT,
-        **_REPLAY_STOPPED,
-        Signal.CONNECTED: PhaseRule(FeedPhase.RECONNECTING, (Action.ASK,)),
+        **_identifying(FeedPhase.RECONNECTING),
         Signal.BROKE: _BROKE,
-        Signal.FAILED: PhaseRule(FeedPhase.RECONNECTING, (Action.REOPEN,)),
         Signal.SAME: _CONTINUE,
-        Signal.SAME_UNCONNECTED: _PROVES,
-        Signal.ANOTHER: _BEGIN,
-        Signal.ANOTHER_UNCONNECTED: _BEGIN_UNCONNECTED,
-        Signal.UNDECIDED: PhaseRule(FeedPhase.RECONNECTING),
-        Signal.OUTDATED: _CURRENT,
     },
     FeedPhase.FEEDING: {
-        **_STAYS_CONNECTED,
-        **_DECIDED,
         Signal.BROKE: _BROKE,
         Signal.NEW_BATCH: PhaseRule(FeedPhase.FEEDING, (Action.NOTE_KNOWN, Action.PUBLISH)),
         Signal.REPEATED_BATCH: PhaseRule(FeedPhase.FEEDING, (Action.NOTE_KNOWN, Action.SKIP)),
@@ -193,37 +158,11 @@ RULES: Mapping[FeedPhase, Mapping[Signal, PhaseRule | Never]] = {
         Signal.SAME: PhaseRule(FeedPhase.FEEDING, (Action.NOTE_START,)),
         Signal.ANOTHER: _BEGIN_ANEW,
     },
-    FeedPhase.STRAY_BATCH: {
-        **_BATCHES_WAIT,
-        **_REPLAY_STOPPED,
-        **_STAYS_CONNECTED,
-        **_DECIDED,
-        Signal.BROKE: _BROKE,
-        Signal.SAME: _DROP,
-        Signal.ANOTHER: _BEGIN_ANEW,
-    },
-    FeedPhase.FIRST_BATCH_DIFFERS: {
-        **_BATCHES_WAIT,
-        **_REPLAY_STOPPED,
-        **_STAYS_CONNECTED,
-        **_DECIDED,
-        Signal.BROKE: _BROKE,
-        Signal.SAME: _DROP,
-        Signal.ANOTHER: _BEGIN,  # a connection that has brought nothing but batches that differ is to the new process
-    },
-    FeedPhase.BATCHES_DIFFER: {
-        **_BATCHES_WAIT,
-        **_REPLAY_STOPPED,
-        **_STAYS_CONNECTED,
-        **_DECIDED,
-        Signal.BROKE: _BROKE,
-        Signal.SAME: _DROP,
-        Signal.ANOTHER: _BEGIN_ANEW,
-    },
+    FeedPhase.STRAY_BATCH: _HELD,
+    # A connection that has brought nothing but batches that differ is to the new process.
+    FeedPhase.FIRST_BATCH_DIFFERS: {**_HELD, Signal.ANOTHER: _BEGIN},
+    FeedPhase.BATCHES_DIFFER: _HELD,
     FeedPhase.REPLAY_DIFFERS: {
-        **_BATCHES_WAIT,
-        **_REPLAY_STOPPED,
-        **_DECIDED,
         Signal.CONNECTED: PhaseRule(FeedPhase.REPLAY_DIFFERS, (Action.ASK,)),
         Signal.BROKE: _BROKE,
         Signal.FAILED: PhaseRule(FeedPhase.REPLAY_DIFFERS, (Action.REOPEN,)),
@@ -232,63 +171,13 @@ RULES: Mapping[FeedPhase, Mapping[Signal, PhaseRule | Never]] = {
         Signal.ANOTHER: _BEGIN_ANEW,
         Signal.ANOTHER_UNCONNECTED: _BEGIN_ANEW,
     },
-    FeedPhase.FOREIGN_BATCHES: {
-        **_BATCHES_WAIT,
-        **_REPLAY_STOPPED,
-        **_STAYS_CONNECTED,
-        **_DECIDED,
-        Signal.BROKE: _BROKE,
-        Signal.SAME: _CONTINUE,
-        Signal.ANOTHER: _BEGIN_ANEW,
-    },
+    FeedPhase.FOREIGN_BATCHES: {Signal.BROKE: _BROKE, Signal.SAME: _CONTINUE, Signal.ANOTHER: _BEGIN_ANEW},
 }
 
 
 def rule_of(phase: FeedPhase, signal: Signal) -> PhaseRule:
     """Return what happens in a phase at a signal. Raises UnexpectedSignal if it cannot occur there."""
-    rule = RULES[phase][signal]
-    if isinstance(rule, Never):
-        raise UnexpectedSignal(f"{signal.name} in the phase {phase.name}, although {rule.reason}")
+    rule = RULES[phase].get(signal)
+    if rule is None:
+        raise UnexpectedSignal(f"{signal.name} cannot occur in the phase {phase.name}")
     return rule
-
-
-def diagram() -> str:
-    """Return the changes of phase as a Mermaid state diagram, which docs/architecture.md contains."""
-    return "\n".join(["stateDiagram-v2", f"    [*] --> {FeedPhase.STARTING.name}", *_edges()])
-
-
-def table() -> str:
-    """Return the rules as Markdown tables, which docs/architecture.md contains: the phases, then what happens."""
-    lines = ["| phase | what has to be found out |", "|---|---|"]
-    lines += [f"| `{phase.name}` | {phase.value} |" for phase in FeedPhase]
-    lines += ["", "| when | in the phase | next phase | what the feed does |", "|---|---|---|---|"]
-    for signal in Signal:
-        for actions, target, phases in _outcomes(signal):
-            names = ", ".join(f"`{phase.name}`" for phase in phases)
-            done = "; ".join(action.value for action in actions)
-            next_phase = "the same" if target is None else f"`{target.name}`"
-            lines.append(f"| `{signal.name.lower()}`: {signal.value} | {names} | {next_phase} | {done or 'nothing'} |")
-    return "\n".join(lines)
-
-
-def _outcomes(signal: Signal) -> Iterator[tuple[tuple[Action, ...], FeedPhase | None, list[FeedPhase]]]:
-    """Yield what is done at a signal, the phase that follows (None: the same one), and the phases that have both."""
-    rules = {phase: rule for phase in RULES if isinstance(rule := RULES[phase][signal], PhaseRule)}
-    entered = {(rule.actions, rule.target) for phase, rule in rules.items() if rule.target is not phase}
-    outcomes: dict[tuple[tuple[Action, ...], FeedPhase | None], list[FeedPhase]] = {}
-    for phase, rule in rules.items():
-        stays = rule.target is phase and (rule.actions, phase) not in entered
-        outcomes.setdefault((rule.actions, None if stays else rule.target), []).append(phase)
-    for (actions, target), phases in outcomes.items():
-        yield actions, target, phases
-
-
-def _edges() -> Iterator[str]:
-    for phase, rules in RULES.items():
-        signals: dict[FeedPhase, list[Signal]] = {}
-        for signal in Signal:
-            rule = rules[signal]
-            if isinstance(rule, PhaseRule) and rule.target is not phase:
-                signals.setdefault(rule.target, []).append(signal)
-        for target, reasons in signals.items():
-            yield f"    {phase.name} --> {target.name}: {', '.join(signal.name.lower() for signal in reasons)}"

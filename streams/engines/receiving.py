@@ -23,22 +23,15 @@ from streams.engines.batch_publishing import BatchPublisher
 from streams.engines.connection import Change, EventConnection
 from streams.engines.feed_counters import FeedCounters
 from streams.engines.feed_machine import (
-    Connected,
-    ConnectionBroke,
-    ConnectionFailed,
     Event,
     FeedMachine,
-    Hold,
     Instruction,
     MessagesWait,
-    NewBatch,
+    Occurred,
     OtherBatch,
-    Publish,
-    RepeatedBatch,
-    Skip,
     SocketEmptied,
-    UnknownBatch,
 )
+from streams.engines.feed_table import Action, Signal
 from streams.engines.first_of import FirstOf
 from streams.engines.gap_filling import GapFiller
 from streams.engines.heartbeats import Heartbeats
@@ -51,7 +44,7 @@ log = logging.getLogger(__name__)
 #: Messages taken at once, before the loop does its other work.
 MESSAGES_AT_ONCE = 64
 
-_NEW_BATCH = NewBatch()
+_NEW_BATCH = Occurred(Signal.NEW_BATCH)
 
 
 class Receiver:
@@ -128,17 +121,17 @@ class Receiver:
                 lasted_s = self._outage.answered(now_s)
                 if lasted_s is not None:
                     log.info("rank %s: %s is connected after %.0f s", self._rank, self._address, lasted_s)
-                self._handle(Connected(now_s))
+                self._handle(Occurred(Signal.CONNECTED, now_s))
             case Change.BROKEN:
                 # What has arrived until now is from the process that was connected.
                 while self.is_ready:
                     await self.take_live()
                     await asyncio.sleep(0)
                 self._log_failure(now_s)
-                self._handle(ConnectionBroke(time.monotonic()))
+                self._handle(Occurred(Signal.BROKE, time.monotonic()))
             case Change.FAILED:
                 self._log_failure(now_s)
-                self._handle(ConnectionFailed(now_s))
+                self._handle(Occurred(Signal.FAILED, now_s))
             case None:
                 pass
             case _:
@@ -176,11 +169,11 @@ class Receiver:
         now_s = time.monotonic()
         for instruction in self._machine.handle(self._event_of(batch, now_s)):
             match instruction:
-                case Publish():
+                case Action.PUBLISH:
                     await self.order.offer(batch, now_s)
-                case Skip():
+                case Action.SKIP:
                     self._counters.batches_repeated += 1
-                case Hold():
+                case Action.HOLD:
                     self.connection.put_back(frames)
                 case _:
                     self._perform(instruction)
@@ -193,7 +186,8 @@ class Receiver:
         # Either a replay brought it already, or the engine restarted and numbers its batches from 0 again.
         if order.digests.contradict(batch):
             return OtherBatch(now_s)
-        return RepeatedBatch() if batch.sequence in order.digests else UnknownBatch(now_s)
+        is_repeated = batch.sequence in order.digests
+        return Occurred(Signal.REPEATED_BATCH if is_repeated else Signal.UNKNOWN_BATCH, now_s)
 
     def _on_message(self) -> None:
         """Take the messages that have arrived, at once if they only have to be published; otherwise wake the loop."""

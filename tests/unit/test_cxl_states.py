@@ -19,11 +19,11 @@ from streams.cxl.states import (
     RefusalReason,
     TransitionRefused,
     after_owner_ended,
-    diagram,
     stored_as,
     transition,
 )
 from streams.errors import InvalidEvent
+from tests.helpers.drawn_rules import cxl_diagram
 
 LOCAL, TRANSIT, POOLED, EVICTED = CxlMemoryState
 
@@ -120,4 +120,4 @@ def test_a_block_stored_in_a_state_gets_there_by_legal_transitions(state: CxlMem
 
 def test_the_diagram_of_the_docs_is_the_rules() -> None:
     """The docs contain exactly the diagram that is drawn from the rules, so that it cannot become outdated."""
-    assert f"```mermaid\n{diagram()}\n```" in DOCS.read_text()
+    assert f"```mermaid\n{cxl_diagram()}\n```" in DOCS.read_text()

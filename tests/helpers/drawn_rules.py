@@ -1,0 +1,67 @@
+"""What the docs show of rules, drawn from them: a rank's feed (docs/architecture.md) and CXL memory (docs/cxl.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from streams.core.cxl_memory import CxlMemoryState
+from streams.cxl.states import AFTER_OWNER_ENDED, NOT_POOLED
+from streams.cxl.states import RULES as CXL_RULES
+from streams.engines.feed_table import RULES, Action, FeedPhase, Signal
+
+
+def feed_diagram() -> str:
+    """Return the changes of phase as a Mermaid state diagram, which docs/architecture.md contains."""
+    return "\n".join(["stateDiagram-v2", f"    [*] --> {FeedPhase.STARTING.name}", *_feed_edges()])
+
+
+def feed_tables() -> str:
+    """Return the rules as Markdown tables, which docs/architecture.md contains: the phases, then what happens."""
+    lines = ["| phase | what has to be found out |", "|---|---|"]
+    lines += [f"| `{phase.name}` | {phase.value} |" for phase in FeedPhase]
+    lines += ["", "| when | in the phase | next phase | what the feed does |", "|---|---|---|---|"]
+    for signal in Signal:
+        for actions, target, phases in _outcomes(signal):
+            names = ", ".join(f"`{phase.name}`" for phase in phases)
+            done = "; ".join(action.value for action in actions)
+            next_phase = "the same" if target is None else f"`{target.name}`"
+            lines.append(f"| `{signal.name.lower()}`: {signal.value} | {names} | {next_phase} | {done or 'nothing'} |")
+    return "\n".join(lines)
+
+
+def _outcomes(signal: Signal) -> Iterator[tuple[tuple[Action, ...], FeedPhase | None, list[FeedPhase]]]:
+    """Yield what is done at a signal, the phase that follows (None: the same one), and the phases that have both."""
+    rules = {phase: rules[signal] for phase, rules in RULES.items() if signal in rules}
+    entered = {(rule.actions, rule.target) for phase, rule in rules.items() if rule.target is not phase}
+    outcomes: dict[tuple[tuple[Action, ...], FeedPhase | None], list[FeedPhase]] = {}
+    for phase, rule in rules.items():
+        stays = rule.target is phase and (rule.actions, phase) not in entered
+        outcomes.setdefault((rule.actions, None if stays else rule.target), []).append(phase)
+    for (actions, target), phases in outcomes.items():
+        yield actions, target, phases
+
+
+def _feed_edges() -> Iterator[str]:
+    for phase, rules in RULES.items():
+        signals: dict[FeedPhase, list[Signal]] = {}
+        for signal in Signal:
+            if signal in rules and rules[signal].target is not phase:
+                signals.setdefault(rules[signal].target, []).append(signal)
+        for target, reasons in signals.items():
+            yield f"    {phase.name} --> {target.name}: {', '.join(signal.name.lower() for signal in reasons)}"
+
+
+def cxl_diagram() -> str:
+    """Return the rules as a Mermaid state diagram, which docs/cxl.md contains."""
+    return "\n".join(["stateDiagram-v2", f"    [*] --> {NOT_POOLED.state}", *_cxl_edges()])
+
+
+def _cxl_edges() -> Iterator[str]:
+    for source in CxlMemoryState:
+        for target in CxlMemoryState:
+            rule = CXL_RULES[target]
+            if source in rule.sources:
+                needs = ", needs a pool" if rule.needs_pool else ""
+                yield f"    {source} --> {target}: {rule.placement.value} the placement{needs}"
+        if source in AFTER_OWNER_ENDED:
+            yield f"    {source} --> {AFTER_OWNER_ENDED[source]}: its owner's incarnation ends"
