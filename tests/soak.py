@@ -1,8 +1,8 @@
-"""Long histories for every index and every fold, compared with the reference: `python -m tests.soak`.
+"""Long histories for an index and for a fold, compared with the reference: `python -m tests.soak`.
 
 An index is a store of runs and a fold of its records, as agents and routers have them (tests.helpers.folded_index).
 
-What lives here: playing a history to several indexes at once, and reporting where they differ. test_index_histories
+What lives here: playing a history to an index, and reporting where it differs. test_index_histories
 does the same with short histories. What must not: the generation of histories (tests.helpers.reference_index).
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import random
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import assert_never
 
 import numpy as np
@@ -21,7 +21,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from streams.core.events import AllBlocksCleared, BlocksRemoved, BlocksStored
 from streams.core.ids import RankId
-from streams.core.index.run_fold import RunFold
 from streams.core.index.tree_fold import TreeRunFold
 from streams.core.runs import Run, RunKey
 from streams.errors import UnknownParent
@@ -33,8 +32,7 @@ from streams.tables.records import (
     parse_progress_key,
     parse_run_key,
 )
-from tests.helpers.folded_index import CompiledIndex, FoldedIndex, PlainIndex
-from tests.helpers.plain_run_fold import PlainRunFold
+from tests.helpers.folded_index import FoldedIndex
 from tests.helpers.reference import Member, overlap_of
 from tests.helpers.reference_index import Answer, IndexHistory, Query, RankGone, Step
 from tests.helpers.table_logs import Record, State, compacted, random_log
@@ -48,34 +46,27 @@ COMPARE_EVERY = 500
 #: Batches of engines in one history of run records, with about four records each.
 FOLD_BATCHES = 120
 
-FoldFactory = Callable[[], RunFold]
 Chains = dict[int, tuple[int | None, int]]
-
-INDEXES: list[type[FoldedIndex]] = [PlainIndex, CompiledIndex]
-FOLDS: list[FoldFactory] = [PlainRunFold, TreeRunFold]
 
 
 class Differs(AssertionError):
     """An index or fold differs from the reference; the message names it, the seed and the operation."""
 
 
-def play(seed: int, indexes: Sequence[type[FoldedIndex]], n_operations: int = HISTORY_OPERATIONS) -> None:
-    """Play one history to several indexes at once. Raises Differs."""
+def play(seed: int, n_operations: int = HISTORY_OPERATIONS, make_index: type[FoldedIndex] = FoldedIndex) -> None:
+    """Play one history to an index. Raises Differs."""
     rng = random.Random(seed)
     history = IndexHistory(rng)
-    played = [make() for make in indexes]
+    index = make_index()
     step, number = None, 0
     try:
         for number, step in enumerate(history.steps(n_operations)):
-            for index in played:
-                _apply(index, step, history)
+            _apply(index, step, history)
             if number % COMPARE_EVERY == COMPARE_EVERY - 1:
-                for index in played:
-                    _compare(index, history)
-        for index in played:
-            _compare(index, history)
-            index.check()
-            _compare_rebuilt(index.rebuilt(seed), history)
+                _compare(index, history)
+        _compare(index, history)
+        index.check()
+        _compare_rebuilt(index.rebuilt(seed), history)
     except Exception as exc:
         raise Differs(f"seed {seed}, operation {number} of {n_operations}: {step}") from exc
 
@@ -138,40 +129,39 @@ def _compare_rebuilt(copy: FoldedIndex, history: IndexHistory) -> None:
         _apply(copy, step, history)
 
 
-def play_fold(seed: int, folds: Sequence[FoldFactory], n_batches: int = FOLD_BATCHES) -> None:
+def play_fold(seed: int, n_batches: int = FOLD_BATCHES) -> None:
     """Write a history as run records, and fold them in every order in which a reader may see them. Raises Differs."""
     rng = random.Random(seed)
     log = random_log(seed, n_batches, rng.choice((1, 2, 4, 9)), rng.randint(1, 8))
     last = log.states[-1]
     table = compacted(log.records)
     chains = _chains(log.records)
-    for make in folds:
-        try:
-            following = make()
-            for transaction, state in zip(log.transactions, log.states, strict=True):
-                fold_records(following, transaction, rng)
-                _compare_fold(following, state, chains, rng)
-            fold_records(following, log.records, rng)  # the whole log again
-            _compare_fold(following, last, chains, rng)
-            for tombstones in (False, True):
-                shuffled = [record for record in table.items() if tombstones or record[1] is not None]
-                shuffled += rng.sample(shuffled, len(shuffled) // 3)  # some of them twice
-                rng.shuffle(shuffled)
-                fold = make()
-                fold_records(fold, shuffled, rng)
-                _compare_fold(fold, last, chains, rng)
-            fold = make()
-            fold_records(fold, _with_compaction(log.records, rng), rng)
+    try:
+        following = TreeRunFold()
+        for transaction, state in zip(log.transactions, log.states, strict=True):
+            fold_records(following, transaction, rng)
+            _compare_fold(following, state, chains, rng)
+        fold_records(following, log.records, rng)  # the whole log again
+        _compare_fold(following, last, chains, rng)
+        for tombstones in (False, True):
+            shuffled = [record for record in table.items() if tombstones or record[1] is not None]
+            shuffled += rng.sample(shuffled, len(shuffled) // 3)  # some of them twice
+            rng.shuffle(shuffled)
+            fold = TreeRunFold()
+            fold_records(fold, shuffled, rng)
             _compare_fold(fold, last, chains, rng)
-            for rank in last.epochs:
-                fold.forget_rank(rank)
-            assert not len(fold) and not fold.ranks() and not list(fold.members())
-            fold.check()
-        except Exception as exc:
-            raise Differs(f"seed {seed}, {make.__name__} with {n_batches} batches") from exc
+        fold = TreeRunFold()
+        fold_records(fold, _with_compaction(log.records, rng), rng)
+        _compare_fold(fold, last, chains, rng)
+        for rank in last.epochs:
+            fold.forget_rank(rank)
+        assert not len(fold) and not fold.ranks() and not list(fold.members())
+        fold.check()
+    except Exception as exc:
+        raise Differs(f"seed {seed}, a fold of {n_batches} batches") from exc
 
 
-def fold_records(fold: RunFold, records: Iterable[Record], rng: random.Random) -> None:
+def fold_records(fold: TreeRunFold, records: Iterable[Record], rng: random.Random) -> None:
     """Fold the index's records like a view does, with runs in batches of any size."""
     keys: list[RunKey] = []
     runs: list[Run | None] = []
@@ -213,30 +203,29 @@ def _chains(records: Iterable[Record]) -> Chains:
     return chains
 
 
-def _compare_fold(fold: RunFold, state: State, chains: Chains, rng: random.Random) -> None:
-    name = type(fold).__name__
+def _compare_fold(fold: TreeRunFold, state: State, chains: Chains, rng: random.Random) -> None:
     found = {(rank, tier, int(block)) for rank, tier, block in fold.members()}
-    _same(name, found, state.members)
+    _same("the fold", found, state.members)
     assert len(fold) == len(found)
-    assert {rank: fold.epoch_of(rank) for rank in fold.ranks()} == state.epochs, name
+    assert {rank: fold.epoch_of(rank) for rank in fold.ranks()} == state.epochs
     fold.check()
     expected = dict.fromkeys(state.epochs, (0, 0))
     for rank, tier, block in found:
         n_blocks, digest = expected[rank]
         fact = xxhash.xxh3_64_intdigest(bytes([tier]) + block.to_bytes(8, "little"))
         expected[rank] = n_blocks + 1, digest ^ fact
-    assert {rank: fold.facts(rank) for rank in state.epochs} == expected, name
+    assert {rank: fold.facts(rank) for rank in state.epochs} == expected
     blocks = [block for _, _, block in state.members]
     for asked in rng.sample(blocks, min(3, len(blocks))):
         path: list[int] = [rng.getrandbits(64)]  # one block more than any rank holds
-        at: int | None = asked
-        while at in chains:
-            at, local = chains[at]
+        before: int | None = asked
+        while before in chains:
+            before, local = chains[before]
             path.append(local)
-        if at is not None:
+        if before is not None:
             continue  # stored and removed in one transaction, so no record contains it
         answer = fold.find_matches(np.array(path[::-1], dtype=np.uint64))
-        assert answer.scores == overlap_of(state.members, path[::-1]), name
+        assert answer.scores == overlap_of(state.members, path[::-1])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -249,8 +238,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"--operations is {options.operations}; at least one must be played")
     first = random.SystemRandom().randrange(1 << 32) if options.seed is None else options.seed
     console = Console()
-    names = ", ".join([make.__name__ for make in INDEXES] + [make.__name__ for make in FOLDS])
-    console.print(f"first seed {first}; {names}")
+    console.print(f"first seed {first}")
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress:
         task = progress.add_task("operations", total=options.operations)
@@ -258,8 +246,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         while not progress.finished:
             progress.update(task, description=f"seed {seed}")
             try:
-                play(seed, INDEXES)
-                play_fold(seed, FOLDS)
+                play(seed)
+                play_fold(seed)
             except Differs as exc:
                 console.print(f"{exc}: {exc.__cause__!r}", soft_wrap=True, markup=False, highlight=False)
                 console.print(f"to repeat: python -m tests.soak --operations 1 --seed {seed}", soft_wrap=True)

@@ -23,7 +23,7 @@ from streams.kafka.records import decode_batch
 from streams.settings import Settings
 from streams.topics import topics
 from tests.helpers.event_mutations import Mutator
-from tests.helpers.folded_index import CompiledIndex
+from tests.helpers.folded_index import FoldedIndex
 from tests.witness import BLOCK_SIZE
 
 SETTINGS = Settings(block_size=BLOCK_SIZE)
@@ -60,7 +60,7 @@ class FuzzedRank:
         self.refused: Counter[str] = Counter()
         self._decoder = DIALECTS["auto"].decoder(BLOCK_SIZE)
         self._writer = RankWriter(SETTINGS, self._log, RANK, "m", Incarnation(1), counts_copies=True)  # type: ignore[arg-type]
-        self._index = CompiledIndex()
+        self._index = FoldedIndex()
         self._sequence = BEFORE_FIRST
 
     def send(self, payload: bytes) -> None:

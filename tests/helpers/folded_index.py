@@ -1,28 +1,24 @@
 """Events in, answers out, as an agent and a router do it together, without Kafka between them.
 
-What lives here: a store of runs, the rows that it writes, and a fold of these rows (`FoldedIndex`): once with the
-compiled store and fold of agents and routers, and once with those in pure Python. What must not: which batch is new
-(holdings), expectations (reference_index).
+What lives here: the agents' store of runs, the rows that it writes, and the routers' fold of these rows
+(`FoldedIndex`). What must not: which batch is new (holdings), expectations (reference_index).
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from typing import ClassVar, Self, assert_never
+from typing import Self, assert_never
 
 from streams.core.events import AllBlocksCleared, BlocksRemoved, BlocksStored, KvEvent
 from streams.core.ids import EngineHash, Epoch, HashArray, Incarnation, RankId, SequenceHash, Tier
 from streams.core.index.interface import PrefixScores
-from streams.core.index.run_fold import RunFold
 from streams.core.index.tree_fold import TreeRunFold
 from streams.core.reducer.run_store import Applied
 from streams.errors import UnknownParent
-from streams.tables.records import Change, decode_run, parse_run_key
+from streams.tables.records import Change, decode_run
 from streams.tables.run_decoding import decode_runs
 from streams.tables.run_table import RunTable
-from tests.helpers.plain_run_fold import PlainRunFold
-from tests.helpers.plain_run_store import IndexRuns, PlainIndexRuns
 
 _ALL = 1 << 30
 
@@ -33,12 +29,9 @@ class FoldedIndex:
     table: the store's rows, the last value of each key, without tombstones: what Kafka would keep.
     """
 
-    make_runs: ClassVar[type[IndexRuns]]
-    make_fold: ClassVar[type[RunFold]]
-
     def __init__(self) -> None:
-        self.runs = self.make_runs()
-        self.fold = self.make_fold()
+        self.runs = RunTable()
+        self.fold = TreeRunFold()
         self.table: dict[bytes, bytes] = {}
         self._epochs: dict[RankId, Epoch] = {}
         self._is_folded = True
@@ -135,31 +128,9 @@ class FoldedIndex:
         self._fold_rows(rows)
 
     def _fold_rows(self, rows: Sequence[Change]) -> None:
-        raise NotImplementedError
-
-
-class CompiledIndex(FoldedIndex):
-    """The store of agents, and the decoder and the tree of routers."""
-
-    make_runs = RunTable
-    make_fold = TreeRunFold
-    fold: TreeRunFold
-
-    def _fold_rows(self, rows: Sequence[Change]) -> None:
         columns, others = decode_runs(rows)
         assert not others
         assert self.fold.fold_records(columns) == []
-
-
-class PlainIndex(FoldedIndex):
-    """The store and the fold in pure Python."""
-
-    make_runs = PlainIndexRuns
-    make_fold = PlainRunFold
-
-    def _fold_rows(self, rows: Sequence[Change]) -> None:
-        keys = [parse_run_key(key) for key, _ in rows]
-        self.fold.fold(keys, [None if value is None else decode_run(key, value) for key, value in rows])
 
 
 def apply_event(index: FoldedIndex, rank: RankId, event: KvEvent) -> None:

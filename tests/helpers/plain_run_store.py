@@ -6,20 +6,17 @@ and which batch is new (holdings).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Generic, NamedTuple, Protocol, TypeVar, assert_never
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple, assert_never
 
 from streams.core.events import AllBlocksCleared, BlocksRemoved, BlocksStored, KvEvent, MoeLabels, RestatedRun
 from streams.core.hashing import sequence_hashes
 from streams.core.ids import EngineHash, Epoch, HashArray, RankId, SequenceHash, Tier
 from streams.core.reducer.holdings import Holdings
-from streams.core.reducer.run_store import Applied, RunStore
+from streams.core.reducer.run_store import Applied
 from streams.core.runs import RUN_BLOCKS_MAX, Run, RunKey
-from streams.errors import BadRecord
-from streams.tables.records import Change as Row
-from streams.tables.records import decode_run, encode_run, run_key
 
-Change = TypeVar("Change")
+Change = tuple[RunKey, Run | None]
 
 
 class Slot(NamedTuple):
@@ -29,31 +26,17 @@ class Slot(NamedTuple):
     offset: int
 
 
-def unchanged(key: RunKey, run: Run | None) -> tuple[RunKey, Run | None]:
-    """Return a change as a key and its run."""
-    return key, run
+class PlainRunStore:
+    """A RunStore of dictionaries. A change is a key and its run, or None for a tombstone."""
 
-
-class PlainRunStore(Generic[Change]):
-    """A RunStore of dictionaries. as_change: makes a change from a key and its run, or None for a tombstone."""
-
-    def __init__(self, as_change: Callable[[RunKey, Run | None], Change]) -> None:
-        self._as_change = as_change
+    def __init__(self) -> None:
         self._ranks: dict[RankId, _RankRuns] = {}
         self._touched: dict[RankId, None] = {}
 
     def load(self, epochs: Mapping[RankId, Epoch], runs: Iterable[Run]) -> int:
         """See RunStore."""
-        self.begin_load(epochs)
-        return self.adopt(runs)
-
-    def begin_load(self, epochs: Mapping[RankId, Epoch]) -> None:
-        """Drop everything, and start with these ranks."""
         self._ranks = {rank: _RankRuns(rank, epoch) for rank, epoch in epochs.items()}
         self._touched.clear()
-
-    def adopt(self, runs: Iterable[Run]) -> int:
-        """Take runs that were read back; returns the number of those whose rank is unknown."""
         n_strays = 0
         for run in runs:
             held = self._ranks.get(run.key.rank)
@@ -113,8 +96,8 @@ class PlainRunStore(Generic[Change]):
         changes: list[Change] = []
         for rank in self._touched:
             held = self._ranks[rank]
-            changes.extend(self._as_change(key, None) for key in held.emptied)
-            changes.extend(self._as_change(key, run) for key in held.dirty if (run := held.runs.get(key)) is not None)
+            changes.extend((key, None) for key in held.emptied)
+            changes.extend((key, held.runs[key]) for key in held.dirty if key in held.runs)
             held.dirty.clear()
             held.emptied.clear()
         self._touched.clear()
@@ -122,7 +105,7 @@ class PlainRunStore(Generic[Change]):
             while held.stale and tombstones_max > 0:
                 key = next(iter(held.stale))
                 del held.stale[key]
-                changes.append(self._as_change(key, None))
+                changes.append((key, None))
                 tombstones_max -= 1
         return changes
 
@@ -338,40 +321,9 @@ class _RankRuns:
         return next((maps[parent] for maps in self._by_engine if parent in maps), None)
 
 
-PlainHoldings = Holdings[Iterable[KvEvent], tuple[RunKey, Run | None]]
+PlainHoldings = Holdings[Iterable[KvEvent], Change]
 
 
 def plain_holdings() -> PlainHoldings:
     """Holdings over the pure-Python store."""
-    return Holdings(PlainRunStore(unchanged))
-
-
-class IndexRuns(RunStore[Iterable[KvEvent], Row], Protocol):
-    """A store of runs whose changes are rows of the index table, as agents have it."""
-
-    def begin_load(self, epochs: Mapping[RankId, Epoch]) -> None:
-        """Drop everything, and start with these ranks."""
-
-    def load_records(self, records: Sequence[tuple[bytes, bytes]]) -> tuple[int, list[tuple[int, BadRecord]]]:
-        """Load rows of the table; see RunTable.load_records."""
-
-
-class PlainIndexRuns(PlainRunStore[Row]):
-    """The pure-Python store, with rows as changes."""
-
-    def __init__(self) -> None:
-        super().__init__(_as_bytes)
-
-    def load_records(self, records: Sequence[tuple[bytes, bytes]]) -> tuple[int, list[tuple[int, BadRecord]]]:
-        """See IndexRuns."""
-        runs, bad = [], []
-        for position, (key, value) in enumerate(records):
-            try:
-                runs.append(decode_run(key, value))
-            except BadRecord as exc:
-                bad.append((position, exc))
-        return self.adopt(runs), bad
-
-
-def _as_bytes(key: RunKey, run: Run | None) -> Row:
-    return run_key(key), None if run is None else encode_run(run)
+    return Holdings(PlainRunStore())

@@ -16,7 +16,7 @@ from streams.engines import cache_groups
 from streams.engines.dialects.interface import GroupChanged
 from streams.engines.dialects.vllm import ALL_BLOCKS, VllmDecoder
 from streams.engines.ledger import Ledger
-from tests.helpers.folded_index import CompiledIndex, apply_event
+from tests.helpers.folded_index import FoldedIndex, apply_event
 
 RANK = RankId(WorkerId(1), DpRank(0))
 BLOCK = 4
@@ -46,7 +46,7 @@ class Indexed:
 
     def __init__(self, counts_copies: bool = True) -> None:
         self.ledger = Ledger(counts_copies)
-        self.index = CompiledIndex()
+        self.index = FoldedIndex()
 
     def batch(self, *events: Any) -> list[KvEvent]:
         out: list[KvEvent] = []

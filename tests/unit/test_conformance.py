@@ -12,10 +12,7 @@ import pytest
 
 from streams.core.ids import HashArray
 from streams.core.index.interface import PrefixScores
-from tests import conformance
-from tests.conformance import KINDS, OWN_CASES, Case, Differs, load, main, run
-from tests.helpers.folded_index import PlainIndex
-from tests.soak import INDEXES
+from tests.conformance import KINDS, OWN_CASES, Case, Differs, Pipeline, load, main, run
 
 #: Expectations from public tests. They are stored outside of the checkout, and only where the project is developed.
 SHARED_CASES = Path(__file__).parents[3] / "shared" / "conformance" / "cases.jsonl"
@@ -29,7 +26,7 @@ def cases(path: Path) -> list[Any]:
 
 @pytest.mark.parametrize("case", cases(OWN_CASES))
 def test_our_own_cases_pass(case: Case) -> None:
-    """Our own cases pass in every index, and through the whole pipeline of records."""
+    """Our own cases pass in an index, and through the whole pipeline of records."""
     run(case)
 
 
@@ -81,7 +78,7 @@ COSTS = {"1": 3, "2": 1}
     ("case", "message"),
     [
         (indexer("i", stored(1), asked(1, expect=[])), "scores: found [[1, 0, 1]], expected []"),
-        (indexer("i", stored(1), asked(1, expect=[[1, 0, 2]])), "PlainIndex, op 1: scores"),
+        (indexer("i", stored(1), asked(1, expect=[[1, 0, 2]])), "index, op 1: scores"),
         (indexer("i", stored(1), query=[1], expect=[[1, 0, 2]]), "at the end: scores"),
         (indexer("i", stored(1), {"op": "expect_dump_len", "n": 2}), "facts in a dump: found 1, expected 2"),
         (
@@ -149,15 +146,14 @@ def test_fields_may_be_left_out(case: dict[str, Any]) -> None:
 
 
 def test_every_subject_must_agree(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A case fails if a single index differs, and the message names that index."""
+    """A case fails if only the pipeline differs, and the message names the pipeline."""
 
-    class Blind(PlainIndex):
-        def find_matches(self, local: HashArray) -> PrefixScores:
-            return super().find_matches(local[:0])
+    def find_nothing(pipeline: Pipeline, local: HashArray) -> PrefixScores:
+        return pipeline.view.index.find_matches(local[:0])
 
-    monkeypatch.setattr(conformance, "INDEXES", [*INDEXES, Blind])
+    monkeypatch.setattr(Pipeline, "find_matches", find_nothing)
     case = indexer("i", stored(1), asked(1, expect=[[1, 0, 1]]))
-    with pytest.raises(Differs, match="Blind, op 1"):
+    with pytest.raises(Differs, match=r"^pipeline, op 1"):
         run(Case("i", "indexer", "here", case))
 
 
@@ -177,7 +173,7 @@ def test_the_runner_prints_failures_skipped_kinds_and_totals(
     two = written(tmp_path / "two.jsonl", priced({"costs": COSTS}), {"name": "n", "kind": "new"})
     assert main([one, two]) == 1
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith(f"FAILED wrong ({one}:3): PlainIndex, op 1: scores: found")
+    assert lines[0].startswith(f"FAILED wrong ({one}:3): index, op 1: scores: found")
     assert [line.split(":")[0] for line in lines[1:]] == [
         "SKIPPED 1 of kind memory",
         "SKIPPED 1 of kind new",

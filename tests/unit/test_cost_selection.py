@@ -24,7 +24,7 @@ from streams.core.routing.request import Matches, PromptBlocks, RoutePolicy, Rou
 from streams.core.routing.selection import RoundRobin, RouterMode, select_by_cost, select_random
 from streams.core.workers import DP_SIZE_MAX, Role, Worker, WorkerState
 from streams.errors import InvalidRequest
-from tests.helpers.folded_index import CompiledIndex
+from tests.helpers.folded_index import FoldedIndex
 from tests.helpers.plain_prices import price_terms
 from tests.helpers.routing import routing_request
 
@@ -273,7 +273,7 @@ def test_a_choice_changes_no_load_and_no_score() -> None:
 )
 def test_blocks_off_the_device_are_worth_less(weights: tuple[float, ...], effective: float) -> None:
     """Blocks on host, disk and external memory count with the weights that the policy gives their tiers."""
-    index = CompiledIndex()
+    index = FoldedIndex()
     local = np.arange(1, 6, dtype=np.uint64)
     named = local + np.uint64(1000)
     index.store(rank(1), Tier.DEVICE, None, named[:2], local[:2])

@@ -24,7 +24,7 @@ from streams.core.reducer.holdings import HoldingChanges, Holdings
 from streams.core.reducer.ordering import Health, Progress, Verdict
 from streams.core.runs import RUN_BLOCKS_MAX, Run, RunKey
 from tests.helpers.holdings import OTHER_WORKER, RANK, SIBLING, batch, check, judge, members, names, stored, u64
-from tests.helpers.plain_run_store import PlainHoldings, PlainRunStore, plain_holdings, unchanged
+from tests.helpers.plain_run_store import PlainHoldings, PlainRunStore, plain_holdings
 from tests.helpers.reference import ReferenceFleet, chain_hashes, input_history
 
 ALL_TOMBSTONES = 1_000_000
@@ -38,7 +38,7 @@ class Fleet:
     """Holdings to which events of RANK are applied, one batch each."""
 
     def __init__(self) -> None:
-        self.store = PlainRunStore(unchanged)
+        self.store = PlainRunStore()
         self.holdings: PlainHoldings = Holdings(self.store)
         self._sequence = -1
 

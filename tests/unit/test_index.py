@@ -43,11 +43,9 @@ from streams.errors import (
     TooManyRanks,
     UnknownParent,
 )
-from tests.helpers.folded_index import CompiledIndex, FoldedIndex, PlainIndex
+from tests.helpers.folded_index import FoldedIndex
 from tests.helpers.reference import Member
 from tests.helpers.run_records import end_runs, fold_runs, runs_of
-
-INDEXES: list[type[FoldedIndex]] = [PlainIndex, CompiledIndex]
 
 A, B, C = (RankId(WorkerId(worker), DpRank(rank)) for worker, rank in ((1, 0), (1, 1), (2, 0)))
 LOCAL = [101, 102, 103, 104, 105, 106]
@@ -86,10 +84,10 @@ def members(index: FoldedIndex) -> set[Member]:
     return {(rank, tier, int(name)) for rank, tier, name in index.members()}
 
 
-@pytest.fixture(params=INDEXES, ids=lambda make: make.__name__)
-def index(request: pytest.FixtureRequest) -> Iterator[FoldedIndex]:
+@pytest.fixture
+def index() -> Iterator[FoldedIndex]:
     """An index; after each test its length, its members and an index that reads its records must agree."""
-    made: FoldedIndex = request.param()
+    made = FoldedIndex()
     yield made
     made.check()
     assert len(made) == len(list(made.members())) == len(members(made))

@@ -19,7 +19,7 @@ from streams.core.ids import DpRank, RankId, WorkerId
 from streams.engines.dialects.interface import DecodedBatch
 from streams.engines.dialects.registry import DIALECTS
 from streams.engines.ledger import Ledger
-from tests.helpers.folded_index import CompiledIndex, apply_event
+from tests.helpers.folded_index import FoldedIndex, apply_event
 from tests.helpers.trtllm_events import block, created, removed, stored
 
 BLOCK = 4
@@ -33,7 +33,7 @@ class Rank:
     def __init__(self) -> None:
         self._decoder = DIALECTS["auto"].decoder(BLOCK)
         self._ledger = Ledger(counts_copies=True)
-        self._index = CompiledIndex()
+        self._index = FoldedIndex()
 
     def take(self, *events: Any) -> DecodedBatch:
         """Take one payload in msgpack."""

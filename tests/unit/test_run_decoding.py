@@ -22,7 +22,6 @@ from streams.core.ids import DpRank, Epoch, Incarnation, RankId, SequenceHash, T
 from streams.core.index.arenas import TreeLimits
 from streams.core.index.kernels.fold import FOLD_FIRST, FOLD_PRESENT
 from streams.core.index.run_columns import RunColumns, columns_of
-from streams.core.index.run_fold import RunFold
 from streams.core.index.tree_fold import TreeRunFold
 from streams.core.reducer.ordering import Health, Progress
 from streams.core.routing.trust import AnswerMode
@@ -46,7 +45,6 @@ from streams.tables.records import (
 )
 from streams.tables.run_decoding import decode, decode_runs, join, labels_of
 from tests.helpers.holdings import batch, names, stored, u64
-from tests.helpers.plain_run_fold import PlainRunFold
 from tests.helpers.plain_run_store import plain_holdings
 from tests.helpers.table_logs import Record, commit, compacted, folded, random_log, state_of_view
 
@@ -448,19 +446,10 @@ def test_a_rank_over_the_index_capacity_is_degraded_until_its_next_epoch(
     assert view.index.records_over_capacity == 0
 
 
-def test_a_view_without_kernels_folds_batches_too() -> None:
-    """It folds the records one at a time."""
-    log = commit(plain_holdings(), [batch(0, stored(names(3), u64(1, 2, 3)))])
-    view = View(Settings(), lambda: 0)
-    assert view.fold_index_batch([*log, (b"?", None)])[0][0] == len(log)
-    assert len(view.index.members()) == 3
-
-
-@pytest.mark.parametrize("make_fold", [PlainRunFold, TreeRunFold])
-def test_the_blocks_of_each_rank_are_all_members(make_fold: Callable[[], RunFold]) -> None:
+def test_the_blocks_of_each_rank_are_all_members() -> None:
     """`held_by` returns the facts of one rank as `members` does, also beyond 256 columns and after removals."""
     rng = random.Random(5)
-    fold = make_fold()
+    fold = TreeRunFold()
     ranks = [RankId(WorkerId(n), DpRank(n % 2)) for n in range(300)]
     for _ in range(1500):
         rank, tier, branch = rng.choice(ranks), rng.choice(list(Tier)), rng.randrange(3)

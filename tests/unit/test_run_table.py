@@ -33,7 +33,7 @@ from streams.tables.event_decoding import EventRows, decode_events, rows_of
 from streams.tables.records import decode_run, encode_run, run_key
 from streams.tables.run_table import RunTable
 from tests.helpers.holdings import RANK, batch, names, stored, u64
-from tests.helpers.plain_run_store import PlainHoldings, PlainRunStore, plain_holdings, unchanged
+from tests.helpers.plain_run_store import PlainHoldings, PlainRunStore, plain_holdings
 from tests.helpers.reference import random_history
 
 ALL = 1 << 30
@@ -294,7 +294,7 @@ def test_both_stores_agree_on_runs_of_every_length(n_blocks: int) -> None:
 def test_both_stores_agree_on_restated_runs() -> None:
     """A restated run names its parent by sequence hash, and the parent need not be held."""
     rng = random.Random(5)
-    table, plain = RunTable(), PlainRunStore(unchanged)
+    table, plain = RunTable(), PlainRunStore()
     epoch = Epoch(Incarnation(1), 1)
     for store in (table, plain):
         store.end(RANK, epoch)
