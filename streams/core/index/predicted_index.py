@@ -71,7 +71,7 @@ class PredictedPrefixIndex:
         check_hashes("local hashes", local)
         self.expire(now_s)
         chain: list[int] = sequence_hashes(local).tolist()
-        self._sets.hold(rank, Tier.DEVICE, chain)
+        self._sets.hold(rank, chain)
         for block in reversed(chain):
             entry = rank, block
             self._predicted[entry] = self._now_s
@@ -99,7 +99,7 @@ class PredictedPrefixIndex:
     def clear(self, rank: RankId) -> None:
         """Remove all predictions for a rank. Raises InvalidEvent."""
         check_rank(rank)
-        for block in self._sets.holds(rank, Tier.DEVICE):
+        for block in self._sets.holds(rank):
             del self._predicted[rank, block]
         self._sets.drop_rank(rank)
 
@@ -117,12 +117,12 @@ class PredictedPrefixIndex:
 
     def members(self) -> Iterator[tuple[RankId, Tier, SequenceHash]]:
         """Iterate over all predicted blocks, by sequence hash, in the device tier and in no particular order."""
-        return self._sets.members()
+        return ((rank, Tier.DEVICE, block) for rank, block in self._sets.members())
 
     def check(self) -> None:
         """Raise IndexCorrupt with the first broken invariant; slow, for tests and debugging."""
         self._sets.check()
-        if self._predicted.keys() != {(rank, int(block)) for rank, _, block in self._sets.members()}:
+        if self._predicted.keys() != {(rank, int(block)) for rank, block in self._sets.members()}:
             raise IndexCorrupt("the held blocks are not the predicted blocks")
         times = list(self._predicted.values())
         if times != sorted(times):
@@ -141,4 +141,4 @@ class PredictedPrefixIndex:
             (rank, block), _ = self._predicted.popitem(last=False)
             gone.setdefault(rank, []).append(block)
         for rank, blocks in gone.items():
-            self._sets.drop(rank, Tier.DEVICE, blocks)
+            self._sets.drop(rank, blocks)

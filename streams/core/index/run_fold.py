@@ -1,8 +1,7 @@
 """Run records folded into an index: the state that a router builds from the index changelog.
 
-What lives here: what such a fold promises (`RunFold`), which tests check for the tree (tree_fold) and for a fold in
-pure Python. What must not: bytes (tables.records), partition and worker records and locks (index_view in
-router_api.knowledge).
+What lives here: what such a fold promises (`RunFold`), which tests check for the tree (tree_fold). What must not: bytes
+(tables.records), partition and worker records and locks (index_view in router_api.knowledge).
 
 Records arrive in any order that compaction leaves: children before parents, runs before their progress, a key's older
 values missing. A rank's epoch is the greatest in any of its records; runs of an older epoch are dropped, and ignored
