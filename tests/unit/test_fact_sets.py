@@ -1,4 +1,4 @@
-"""Fact sets: both maps compared with counters of every fact, and walks compared with a walk over single blocks."""
+"""Fact sets: the map compared with counters of every fact, and walks compared with a walk over single blocks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import pytest
 
 from streams.core.block_facts import fact_sets
 from streams.core.block_facts.fact_sets import (
-    CompiledFactSets,
     FactQuery,
     FactSets,
     RankNumbering,
@@ -20,9 +19,6 @@ from streams.core.block_facts.fact_sets import (
 from streams.core.ids import DpRank, Float64Array, HashArray, RankId, WorkerId
 from streams.core.index.interface import Candidates, HolderBitmaps
 from streams.errors import IndexFull
-from tests.helpers.plain_fact_sets import PythonFactSets
-
-SETS: list[type[FactSets]] = [PythonFactSets, CompiledFactSets]
 
 
 def rank(number: int) -> RankId:
@@ -50,12 +46,11 @@ def held_of(holders: list[set[int]], n_candidates: int) -> HolderBitmaps:
     return np.arange(1, len(holders) + 1, dtype=np.int64), np.frombuffer(packed, dtype=np.int64).copy(), words
 
 
-@pytest.mark.parametrize("make", SETS)
 @pytest.mark.parametrize("seed", range(4))
-def test_a_fact_that_was_added_several_times_goes_with_the_last_removal(make: type[FactSets], seed: int) -> None:
+def test_a_fact_that_was_added_several_times_goes_with_the_last_removal(seed: int) -> None:
     """Thousands of facts of hundreds of blocks, many in one segment, are added and removed in any order."""
     rng = random.Random(seed)
-    sets, added = make(), Counter[tuple[int, int]]()
+    sets, added = FactSets(), Counter[tuple[int, int]]()
     # Hashes with few different low and high bits collide in the map, and wrap around at the ends of its segments.
     blocks = [rng.getrandbits(4) << 56 | rng.getrandbits(7) | rng.getrandbits(3) << 20 for _ in range(300)]
     for step in range(6000):
@@ -88,16 +83,15 @@ def add_chain(rng: random.Random, sets: FactSets, sequence: list[int], n_ranks: 
     return facts
 
 
-@pytest.mark.parametrize("make", SETS)
 @pytest.mark.parametrize("n_ranks", [1, 3, 64, 65, 130])
-def test_a_walk_covers_blocks_that_a_candidate_may_use_or_holds(make: type[FactSets], n_ranks: int) -> None:
+def test_a_walk_covers_blocks_that_a_candidate_may_use_or_holds(n_ranks: int) -> None:
     """A walk ends at the first block that is neither, as a check of each single block shows."""
     rng = random.Random(n_ranks)
     numbers = numbers_of(n_ranks)
     for _ in range(60):
         n_blocks = rng.randrange(1, 40)
         sequence = [rng.getrandbits(64) for _ in range(n_blocks)]
-        sets = make()
+        sets = FactSets()
         facts = add_chain(rng, sets, sequence, n_ranks)
         # The candidates are in random order, and one of them is not registered.
         candidates = [rank(n_ranks), *map(rank, rng.sample(range(n_ranks), rng.randrange(n_ranks) + 1))]
@@ -121,9 +115,8 @@ def test_a_walk_covers_blocks_that_a_candidate_may_use_or_holds(make: type[FactS
         assert blocks is None or blocks.tolist() == counted
 
 
-@pytest.mark.parametrize("make", SETS)
 @pytest.mark.parametrize("n_ranks", [1, 3, 64, 65, 130])
-def test_both_kinds_of_matches_are_weighed_as_by_a_check_of_each_block(make: type[FactSets], n_ranks: int) -> None:
+def test_both_kinds_of_matches_are_weighed_as_by_a_check_of_each_block(n_ranks: int) -> None:
     """The results are equal to the bit, with one kind or both, with cached masks, and after facts were removed."""
     rng = random.Random(n_ranks)
     numbers = numbers_of(n_ranks)
@@ -131,7 +124,7 @@ def test_both_kinds_of_matches_are_weighed_as_by_a_check_of_each_block(make: typ
     for _ in range(60):
         n_blocks = rng.randrange(1, 40)
         sequence = [rng.getrandbits(64) for _ in range(n_blocks)]
-        chains = [(sets := make(), add_chain(rng, sets, sequence, n_ranks)) for _ in range(2)]
+        chains = [(sets := FactSets(), add_chain(rng, sets, sequence, n_ranks)) for _ in range(2)]
         kinds = [(query_of(sets, numbers), facts) if rng.random() < 0.8 else None for sets, facts in chains]
         candidates = [rank(n_ranks), *map(rank, rng.sample(range(n_ranks), rng.randrange(n_ranks) + 1))]
         overlap = np.array([rng.randrange(n_blocks + 1) for _ in candidates], dtype=np.int64)
@@ -169,10 +162,9 @@ def test_both_kinds_of_matches_are_weighed_as_by_a_check_of_each_block(make: typ
     assert n_counted > 500
 
 
-@pytest.mark.parametrize("make", SETS)
-def test_a_mask_is_cached_until_the_fleet_changes(make: type[FactSets]) -> None:
+def test_a_mask_is_cached_until_the_fleet_changes() -> None:
     """When a set's number is reused for another set, the mask is evaluated again."""
-    sets, made = make(), list[frozenset[int]]()
+    sets, made = FactSets(), list[frozenset[int]]()
 
     def answer(facts: frozenset[int]) -> int:
         made.append(facts)
@@ -198,11 +190,10 @@ def test_a_mask_is_cached_until_the_fleet_changes(make: type[FactSets]) -> None:
     assert made == [{1}, {1}, {1}, {2}]
 
 
-@pytest.mark.parametrize("make", SETS)
-def test_rows_of_ended_sets_are_dropped_beyond_a_limit(make: type[FactSets], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_ended_sets_are_dropped_beyond_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """A request adds at most one row per block to the limit, and paths that were looked up earlier do not change."""
     monkeypatch.setattr(fact_sets, "ROWS_MAX", 20)
-    rng, sets, numbers = random.Random(1), make(), numbers_of(64)
+    rng, sets, numbers = random.Random(1), FactSets(), numbers_of(64)
     query, n_begun, earlier = chain(5, 6, 7), 0, None
     fact_query = query_of(sets, numbers)
     candidates = Candidates([rank(number) for number in range(64)])
@@ -239,7 +230,7 @@ def test_rows_of_ended_sets_are_dropped_beyond_a_limit(make: type[FactSets], mon
 @pytest.mark.thorough
 def test_as_many_sets_fit_as_the_limit_allows() -> None:
     """The last set works like the first, and one more set is refused."""
-    sets, ranks = CompiledFactSets(), numbers_of(2)
+    sets, ranks = FactSets(), numbers_of(2)
     blocks = [number * 0x9E37_79B9_7F4A_7C15 % 2**64 for number in range(1, fact_sets.SETS_MAX + 2)]
     for fact, block in enumerate(blocks[:-1]):
         sets.add_fact(block, fact)
@@ -255,13 +246,10 @@ def test_as_many_sets_fit_as_the_limit_allows() -> None:
     assert refused == 0
 
 
-@pytest.mark.parametrize("make", SETS)
-def test_a_new_set_beyond_the_limit_is_refused_and_changes_nothing(
-    make: type[FactSets], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_new_set_beyond_the_limit_is_refused_and_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """A removal always succeeds, and frees space for another set."""
     monkeypatch.setattr(fact_sets.FactSets._number_of, "__defaults__", (3,))
-    sets = make()
+    sets = FactSets()
     for block in range(3):
         sets.add_fact(block, block)
     sets.add_fact(9, 2)

@@ -9,15 +9,13 @@ import numpy as np
 import pytest
 
 from streams.core.block_facts import fact_sets as fact_sets
-from streams.core.block_facts.fact_sets import CompiledFactSets, FactSets, RankNumbering
+from streams.core.block_facts.fact_sets import FactSets, RankNumbering
 from streams.core.cxl_memory import CxlMemoryState
 from streams.core.ids import DpRank, Incarnation, RankId, SequenceHash, WorkerId
 from streams.core.index.interface import Candidates
 from streams.cxl.pooled_index import PooledIndex
 from streams.cxl.records import Placement
-from tests.helpers.plain_fact_sets import PythonFactSets
 
-SETS: list[type[FactSets]] = [PythonFactSets, CompiledFactSets]
 RANKS = RankNumbering(tuple(RankId(WorkerId(number), DpRank(0)) for number in range(8)))
 BLOCK = SequenceHash(7)
 
@@ -38,13 +36,10 @@ def reached(index: PooledIndex, sets: FactSets, block: SequenceHash = BLOCK) -> 
     )
 
 
-@pytest.mark.parametrize("make", SETS)
-def test_the_end_of_a_row_over_capacity_removes_no_other_owners_fact(
-    make: type[FactSets], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_end_of_a_row_over_capacity_removes_no_other_owners_fact(monkeypatch: pytest.MonkeyPatch) -> None:
     """A block has a fact for as long as any row with the fact is indexed, whichever owner's row was added first."""
     monkeypatch.setattr(fact_sets.FactSets._number_of, "__defaults__", (1,))
-    sets = make()
+    sets = FactSets()
     index = PooledIndex(sets, {})
     full, here, there = SequenceHash(1), placed(1, 2), placed(3)
     index.replace(full, None, there)  # the only set that fits
@@ -61,14 +56,11 @@ def test_the_end_of_a_row_over_capacity_removes_no_other_owners_fact(
     assert (reached(index, sets), len(index), index.over_capacity) == (set(), 0, 0)
 
 
-@pytest.mark.parametrize("make", SETS)
 @pytest.mark.parametrize("seed", range(4))
-def test_rows_are_added_and_removed_in_any_order_near_capacity(
-    make: type[FactSets], seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_are_added_and_removed_in_any_order_near_capacity(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """No worker gets a block that no row gives it; while no row is over capacity, each gets all that any row gives."""
     monkeypatch.setattr(fact_sets.FactSets._number_of, "__defaults__", (2,))
-    rng, sets = random.Random(seed), make()
+    rng, sets = random.Random(seed), FactSets()
     index = PooledIndex(sets, {})
     rows: dict[tuple[int, int], Placement] = {}  # by block and owner
     n_complete = n_incomplete = 0
@@ -92,13 +84,10 @@ def test_rows_are_added_and_removed_in_any_order_near_capacity(
     assert (len(index), index.over_capacity) == (0, 0)
 
 
-@pytest.mark.parametrize("make", SETS)
-def test_the_order_and_repetition_of_named_workers_makes_no_difference(
-    make: type[FactSets], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_order_and_repetition_of_named_workers_makes_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
     """A thousand blocks share one set, and a row that names the same workers in another order changes nothing."""
     monkeypatch.setattr(fact_sets.FactSets._number_of, "__defaults__", (1,))
-    rng, sets = random.Random(1), make()
+    rng, sets = random.Random(1), FactSets()
     index = PooledIndex(sets, {})
     for block in range(1, 1001):
         named = rng.choices(range(8), k=3) + list(range(8))

@@ -1,7 +1,7 @@
 """Sets of facts by sequence hash, and which ranks may use which block.
 
 A rank may use a block if the block counts for it in a query: because the rank can read it from a pool, or because the
-rank's labels of it match. What lives here: `FactSets`, its compiled map, and the
+rank's labels of it match. What lives here: `FactSets`, over a compiled map, and the
 `QueryMasks` of each `FactQuery`: bitmaps with the ranks that may use the blocks of each fact set. What must not: what a
 fact is (block_facts.moe_labels, cxl.pooled_index).
 
@@ -12,7 +12,6 @@ Not thread-safe.
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Hashable
 from typing import NamedTuple
@@ -232,13 +231,18 @@ class FactSets:
     """The facts of each block, as numbers. A fact can be added to a block several times; the last removal removes it.
 
     _sets: the facts of each set, by set number; number 0 is the empty set. _uses: how many blocks have the set.
-    _duplicates: for each (block, fact) added more than once, the number of additional times.
+    _duplicates: for each (block, fact) added more than once, the number of additional times. map_address: where the
+    compiled map from a block to its set is.
     """
 
-    #: Address of the map, for kernels; 0 without kernels.
-    map_address = 0
-
     def __init__(self) -> None:
+        from streams.core.block_facts.kernels import fact_sets as kernels
+
+        self._kernels = kernels
+        self._slots = [np.zeros(32, dtype=np.int64) for _ in range(kernels.SEGMENTS)]
+        words = [(int(slots.ctypes.data), len(slots) // 2 - 1, 0) for slots in self._slots]
+        self._directory = np.array(words, dtype=np.int64).ravel()
+        self.map_address = int(self._directory.ctypes.data)
         self._sets: list[frozenset[int]] = [_EMPTY]
         self._uses: list[int] = [0]
         self._numbers: dict[frozenset[int], int] = {}
@@ -350,65 +354,7 @@ class FactSets:
         for masks in self._masks.values():
             masks.drop_set(number)
 
-    # -- the map and the walks ---------------------------------------------------------------------------------------
-
-    @abstractmethod
-    def _get(self, block: int) -> int: ...
-
-    @abstractmethod
-    def _put(self, block: int, number: int) -> None: ...
-
-    @abstractmethod
-    def _drop(self, block: int) -> None: ...
-
-    @abstractmethod
-    def _find(self, row_of: Int64Array, sequence: HashArray, found: Int64Array) -> int:
-        """See kernels.fact_sets.find_rows."""
-
-    @abstractmethod
-    def walk(
-        self,
-        found: Int64Array,
-        bits: Int64Array,
-        words: int,
-        numbers: Int64Array,
-        starts: Int64Array,
-        held: HolderBitmaps,
-    ) -> Int64Array | None:
-        """See RequestPath.walk and kernels.fact_sets.walk."""
-
-    @abstractmethod
-    def weigh(
-        self,
-        pooled: QueryMasks | None,
-        labelled: QueryMasks | None,
-        sequence: HashArray,
-        numbers: Int64Array,
-        overlap: Int64Array,
-        effective: Float64Array,
-        cxl_weight: float,
-        moe_weight: float,
-    ) -> WeighedMatches:
-        """Count and weigh CXL-accessible and MoE-matching blocks of each candidate.
-
-        pooled, labelled: masks of fact sets of this class. sequence: uint64[n], contiguous. numbers: int64[m], the rank
-        number of each candidate, -1 for none. overlap: int64[m], its own leading blocks. effective: float64[m], the
-        weight of those.
-        """
-
-
-class CompiledFactSets(FactSets):
-    """The map and the walks as compiled kernels; see kernels.fact_sets."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        from streams.core.block_facts.kernels import fact_sets as kernels
-
-        self._kernels = kernels
-        self._slots = [np.zeros(32, dtype=np.int64) for _ in range(kernels.SEGMENTS)]
-        words = [(int(slots.ctypes.data), len(slots) // 2 - 1, 0) for slots in self._slots]
-        self._directory = np.array(words, dtype=np.int64).ravel()
-        self.map_address = int(self._directory.ctypes.data)
+    # -- the map and the walks, see kernels.fact_sets ----------------------------------------------------------------
 
     def memory_bytes(self) -> int:
         """Return the size of the map."""
@@ -441,7 +387,7 @@ class CompiledFactSets(FactSets):
         starts: Int64Array,
         held: HolderBitmaps,
     ) -> Int64Array | None:
-        """See RequestPath.walk."""
+        """See RequestPath.walk and kernels.fact_sets.walk."""
         out = np.empty(len(numbers), dtype=np.int64)
         return out if self._kernels.walk(found, bits, words, numbers, starts, *held, out) else None
 
@@ -456,7 +402,12 @@ class CompiledFactSets(FactSets):
         cxl_weight: float,
         moe_weight: float,
     ) -> WeighedMatches:
-        """See FactSets.weigh and kernels.fact_sets.weigh."""
+        """Count and weigh CXL-accessible and MoE-matching blocks of each candidate; see kernels.fact_sets.weigh.
+
+        pooled, labelled: masks of fact sets of this class. sequence: uint64[n], contiguous. numbers: int64[m], the rank
+        number of each candidate, -1 for none. overlap: int64[m], its own leading blocks. effective: float64[m], the
+        weight of those.
+        """
         kernels, m = self._kernels, len(numbers)
         counts = np.empty(2 * m + 3 * len(sequence), dtype=np.int64)
         weighed = np.empty(2 * m)

@@ -12,7 +12,7 @@ from itertools import count, islice
 
 import numpy as np
 
-from streams.core.block_facts.fact_sets import CompiledFactSets, RankNumbering
+from streams.core.block_facts.fact_sets import FactSets, RankNumbering
 from streams.core.cxl_memory import CxlMemoryState
 from streams.core.ids import DpRank, EngineHash, HashArray, Incarnation, RankId, SequenceHash, Tier, WorkerId
 from streams.core.index.interface import PrefixScores
@@ -73,7 +73,7 @@ class _Pool:
     def __init__(self, ranks: tuple[RankId, ...]) -> None:
         members = tuple(rank.worker_id for rank in ranks)
         pool = CxlPool("pool", "default", None, members)
-        self.index = PooledIndex(CompiledFactSets(), {"pool": pool})
+        self.index = PooledIndex(FactSets(), {"pool": pool})
         self.numbers = RankNumbering(ranks)
         self.placed = Placement(CxlMemoryState.CXL_POOLED, "pool", 0, (), "", Incarnation(0), 0)
 

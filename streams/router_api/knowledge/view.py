@@ -14,7 +14,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Set
 
-from streams.core.block_facts.fact_sets import CompiledFactSets
+from streams.core.block_facts.fact_sets import FactSets
 from streams.core.block_facts.moe_labels import MoeSelector
 from streams.core.ids import HashArray, RankId
 from streams.core.index.interface import PrefixScores
@@ -74,7 +74,7 @@ class View:
         )
         self.predictions.forget_registry()
         self.facts = SupplementaryFacts(
-            settings.partitions, settings.schema_ids, CompiledFactSets, runs.epoch_of, locked_holders(runs, lock)
+            settings.partitions, settings.schema_ids, FactSets, runs.epoch_of, locked_holders(runs, lock)
         )
         fleet = FleetView(settings, self._now_ms, self.trust.progress, self.predictions, changes)
         self.index = IndexView(settings, runs, lock, self.trust, self.facts, fleet, self.predictions)
