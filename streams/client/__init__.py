@@ -10,8 +10,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from streams.client.base import KvRouter, OneMode
+from streams.client.booking import Booking
 from streams.client.engine import EngineOptions
-from streams.client.generation import Booking, Generation
+from streams.client.generation import Generation
 from streams.client.http import KvRouterClient
 from streams.client.matches import OverlapScores, RankOverlapScores, WorkerRank
 

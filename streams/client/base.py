@@ -16,9 +16,10 @@ from typing import Any, Literal, NamedTuple, Self, Unpack
 
 import aiohttp
 
+from streams.client.booking import Booking, key_of
 from streams.client.engine import EngineOptions
 from streams.client.failed_engines import FailedEngines
-from streams.client.generation import Booking, Generation, key_of
+from streams.client.generation import Generation
 from streams.client.matches import OverlapScores, overlap_scores
 from streams.client.payloads import (
     RequestOptions,
@@ -361,7 +362,7 @@ class KvRouter(Requests):
         """
         packed = request["packed"]
         fields = {name: value for name, value in request.items() if name != "packed"}
-        # A report on the first engine must not arrive after the booking has moved to the second one.
+        # A report on the first engine must not arrive after the booking was reassigned to the second one.
         key = key_of(fields)
         await self._reports.settle(key)
         attempt = Attempt()

@@ -46,8 +46,8 @@ class EngineOptions:
     silence_timeout_s: time without a byte of an answer, after which the engine counts as failed; a request may wait for
     that long in the engine's own queue. attempts_max: engines that one request is sent to, before its first token.
     stall_timeout_s: the same silence after the first token, and while an answer resumes; set it above the time of the
-    longest prefill. migrations_max: engines that an answer may move to after its first token; 0 moves none.
-    migration_timeout_s: time that all moves of one answer may take together.
+    longest prefill. migrations_max: engines that an answer may migrate to after its first token; 0 for no
+    migrations. migration_timeout_s: time that all migrations of one answer may take together.
     """
 
     headers: Mapping[str, str] = field(default_factory=dict)

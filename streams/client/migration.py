@@ -58,7 +58,7 @@ class Phase(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class MigrationLimits:
-    """migrations_max: engines after the first one. total_s: time that all moves of a stream may take."""
+    """migrations_max: engines after the first one. total_s: time that all migrations of a stream may take."""
 
     migrations_max: int = 3
     total_s: float = 60.0
@@ -83,7 +83,7 @@ class TokensShown:
 
 @dataclass(frozen=True, slots=True)
 class PromptComputed:
-    """The engine to which the stream moved last reports what it found of the resumed prompt in its caches.
+    """The engine to which the stream migrated last reports what it found of the resumed prompt in its caches.
 
     cached_tokens: found in its own memory or in a pool. pooled_tokens: those that were in a pool, None if the engine
     does not say. They replace what the router had expected.
@@ -124,7 +124,7 @@ class StreamEngineFailed:
 
 @dataclass(frozen=True, slots=True)
 class WorkerChosen:
-    """The router has moved the booking. reachable_tokens: of the resumed prompt, in its own cache or in a pool.
+    """The router has reassigned the booking. reachable_tokens: of the resumed prompt, in its own cache or in a pool.
 
     pooled_tokens: those of them that are in a pool only.
     """
@@ -406,11 +406,12 @@ class Migration:
         self._limits = limits or MigrationLimits()
         self._failed: list[int] = []
         self._silent_since_s = 0.0
-        # Of the last move: what the router expected to be recovered and prefilled, and what was in the worker's memory.
+        # Of the last migration: what the router expected to be recovered and prefilled, and what was in the worker's
+        # memory.
         self._expected = (0, 0, 0)
 
     @property
-    def unmovable(self) -> bool:
+    def has_obstacle(self) -> bool:
         """Whether it is known that the answer cannot be resumed."""
         return self._obstacle is not None
 
@@ -420,7 +421,7 @@ class Migration:
         return self._silent_since_s + self._limits.total_s - self.figures.lost_s
 
     def note_prompt(self, n_prompt_tokens: int) -> None:
-        """Note the length of the prompt, which the engine knows better. It must be known when a stream moves."""
+        """Note the length of the prompt, which the engine knows better. It must be known when a stream migrates."""
         self._n_prompt_tokens = n_prompt_tokens
 
     def note_obstacle(self, reason: str) -> None:
@@ -475,7 +476,7 @@ class Migration:
         if len(self._failed) > self._limits.migrations_max:
             return self._over(FinishWithError(f"{len(self._failed)} engines failed, after {self._so_far()}"))
         if event.at_s > self.deadline_s:
-            return self._over(FinishWithError(f"moving took more than {self._limits.total_s:g} s, {self._so_far()}"))
+            return self._over(FinishWithError(f"migrating took more than {self._limits.total_s:g} s, {self._so_far()}"))
         self.phase = Phase.ROUTING
         return ChooseWorker(n_kept, tuple(dict.fromkeys(self._failed)))
 

@@ -8,26 +8,23 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
+from streams.client.booking import Booking
 from streams.client.migration import NoWorkerLeft, WorkerChosen
 from streams.client.reach import reach_of
 from streams.errors import AllWorkersBusy, KvStreamsError, NotReady, Overloaded, RouterUnavailable
 
-if TYPE_CHECKING:
-    from streams.client.generation import Booking
-
 #: Pause before routers are asked again for another worker.
 ROUTE_PAUSE_S = 0.1
 
-#: What may pass within the time that a stream may take to move.
+#: What may pass within the time that a stream may take to migrate.
 _PASSING = (RouterUnavailable, NotReady, Overloaded, AllWorkersBusy)
 
 
 async def choose_worker(
     booking: Booking, token_ids: Sequence[int], expected: int | None, until_s: float
 ) -> WorkerChosen | NoWorkerLeft:
-    """Move a booking to another worker. Routers that are away are asked again until until_s, of the loop's clock.
+    """Reassign a booking to another worker. Routers that are away are asked again until until_s, of the loop's clock.
 
     token_ids: the prompt and the answer so far. expected: tokens that are still to be generated, None if unknown.
     """
@@ -36,7 +33,7 @@ async def choose_worker(
     while True:
         try:
             async with asyncio.timeout_at(until_s):
-                await booking.move(token_ids, explain=True, expected_output_tokens=expected)
+                await booking.reassign(token_ids, explain=True, expected_output_tokens=expected)
         except _PASSING:
             if loop.time() + ROUTE_PAUSE_S >= until_s:
                 return NoWorkerLeft(loop.time())
@@ -45,7 +42,7 @@ async def choose_worker(
         else:
             break
         await asyncio.sleep(ROUTE_PAUSE_S)
-    if booking.worker_id == failed or booking.url is None:  # a router that does not move bookings
+    if booking.worker_id == failed or booking.url is None:  # a router that does not reassign bookings
         return NoWorkerLeft(loop.time())
     reach = reach_of(booking.answer)
     return WorkerChosen(loop.time(), booking.worker_id, reach.own_tokens + reach.pooled_tokens, reach.pooled_tokens)

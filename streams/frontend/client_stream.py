@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from aiohttp import web
 
-if TYPE_CHECKING:
-    from streams.frontend.proxy import Exchange
+from streams.frontend.exchange import Exchange
 
 
 class ClientGone(Exception):

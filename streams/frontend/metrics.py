@@ -43,7 +43,7 @@ class FrontCounts:
     retries: int = 0
     engine_failures: Counter[str] = field(default_factory=Counter)
     migrations: int = 0
-    moved_streams: int = 0
+    migrated_streams: int = 0
     tokens_recovered: int = 0
     tokens_prefilled_again: int = 0
     output_tokens: int = 0
@@ -94,22 +94,22 @@ FRONT_METRICS: tuple[Metric[FrontCounts], ...] = (
     ),
     counter(
         "kvstreams_front_migrations_total",
-        "Moves of a stream to another engine after its first token.",
+        "Migrations of a stream to another engine after its first token.",
         lambda counts: counts.migrations,
     ),
     counter(
         "kvstreams_front_moved_streams_total",
-        "Streams that have ended and had moved at least once.",
-        lambda counts: counts.moved_streams,
+        "Streams that have ended and had migrated at least once.",
+        lambda counts: counts.migrated_streams,
     ),
     counter(
         "kvstreams_front_recovered_tokens_total",
-        "Tokens of prompts and answers so far that engines found in CXL pools when a stream moved to them.",
+        "Tokens of prompts and answers so far that engines found in CXL pools when a stream migrated to them.",
         lambda counts: counts.tokens_recovered,
     ),
     counter(
         "kvstreams_front_prefilled_again_tokens_total",
-        "Tokens of prompts and answers so far that were computed again when a stream moved.",
+        "Tokens of prompts and answers so far that were computed again when a stream migrated.",
         lambda counts: counts.tokens_prefilled_again,
     ),
     counter(
@@ -163,7 +163,7 @@ FRONT_METRICS: tuple[Metric[FrontCounts], ...] = (
     ),
     histogram(
         "kvstreams_front_migration_lost_seconds",
-        "Time that a stream lost by moving: from the last byte of an engine to the next one's first token.",
+        "Time that a stream lost by migrating: from the last byte of an engine to the next one's first token.",
         read=lambda counts: counts.lost_seconds,
     ),
 )

@@ -4,7 +4,7 @@ What lives here: performing what a stream's Migration decides, and noticing that
 must not: the decisions (streams.client.migration), the form of events (resuming), and everything before the first token
 (proxy).
 
-A client that leaves ends its request at any of these steps, by the cancellation of its handler: nothing is moved then.
+A client that leaves ends its request at any of these steps, by the cancellation of its handler: nothing migrates then.
 """
 
 from __future__ import annotations
@@ -13,13 +13,12 @@ import asyncio
 import contextlib
 from array import array
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
 
 import aiohttp
 import orjson
 
+from streams.client.booking import Booking
 from streams.client.engine import END_TIMEOUT_S, RANK_HEADER
-from streams.client.generation import Booking
 from streams.client.migration import (
     ChooseWorker,
     EngineEnded,
@@ -39,6 +38,7 @@ from streams.errors import EngineFailed
 from streams.frontend import metrics
 from streams.frontend.answers import error_event
 from streams.frontend.client_stream import ClientStream
+from streams.frontend.exchange import Exchange, MigratingStream
 from streams.frontend.fleet import Fleet
 from streams.frontend.metrics import FrontCounts
 from streams.frontend.requests import Kind
@@ -46,9 +46,6 @@ from streams.frontend.resuming import StreamRelay, figures_of, resumed_request
 from streams.frontend.spans import Spans
 from streams.frontend.tokenizing import Tokenizing
 from streams.settings import FrontSettings
-
-if TYPE_CHECKING:
-    from streams.frontend.proxy import Exchange
 
 #: Time for a connection to an engine, after which another engine is tried.
 CONNECT_TIMEOUT_S = 5.0
@@ -76,29 +73,6 @@ _BY_TEXT = b": resumed from text, since the engine reports no token ids\n\n"
 
 #: How a connection to an engine fails.
 ENGINE_FAILURES = (aiohttp.ClientError, TimeoutError, OSError)
-
-
-class MigratingStream:
-    """What is needed to resume one request's answer.
-
-    relay: the stream. body: the client's request. headers: for engines. prompt: the tokens of the whole prompt as the
-    front knows them, u32 LE; None if it does not. heard_s: when the last byte of an engine came. fields: of the body
-    without its prompt, from the first move on. failed: the incarnations of workers that failed the request, None if
-    they are not known.
-    """
-
-    def __init__(
-        self, kind: Kind, body: bytes, headers: Mapping[str, str], model: str | None, prompt: bytes | None
-    ) -> None:
-        self.kind = kind
-        self.body = body
-        self.headers = headers
-        self.model = model
-        self.prompt = prompt
-        self.heard_s = 0.0
-        self.relay: StreamRelay | None = None
-        self.fields: dict[str, Any] = {}
-        self.failed: dict[int, int | None] = {}
 
 
 class StreamMigrator:
@@ -130,13 +104,13 @@ class StreamMigrator:
         self._without_ids: set[str] = set()  # URLs of engines
 
     def limits(self) -> MigrationLimits:
-        """How often, and for how long, a stream may move."""
+        """How often, and for how long, a stream may migrate."""
         return MigrationLimits(self._settings.front_migrations_max, self._settings.front_migration_timeout_s)
 
     async def carry(
         self,
         exchange: Exchange,
-        moving: MigratingStream,
+        stream: MigratingStream,
         answer: HttpAnswer,
         data: bytes,
         client: ClientStream,
@@ -150,14 +124,14 @@ class StreamMigrator:
         """
         loop, booking = asyncio.get_running_loop(), exchange.booking
         assert booking is not None
-        relay = moving.relay = StreamRelay(moving.kind, moving.body, booking.worker_id, self.limits())
+        relay = stream.relay = StreamRelay(stream.kind, stream.body, booking.worker_id, self.limits())
         migration = relay.migration
         source: HttpAnswer | None = answer
         instruction: Instruction
         try:
             while True:
                 assert source is not None
-                failure = await self._copy(exchange, moving, source, data, client)
+                failure = await self._copy(exchange, stream, source, data, client)
                 if relay.diverged:
                     instruction = FinishWithError(
                         f"the answer cannot go on after {relay.n_tokens} tokens: the next engine generates other text "
@@ -169,10 +143,10 @@ class StreamMigrator:
                 else:
                     source.close()
                     source, data = None, b""
-                    instruction, source = await self._migrate(exchange, moving, failure, client)
+                    instruction, source = await self._migrate(exchange, stream, failure, client)
                 if not isinstance(instruction, Resume):
                     break
-            await client.end(self._ending(exchange, moving, relay, instruction, with_figures=with_figures))
+            await client.end(self._ending(exchange, stream, relay, instruction, with_figures=with_figures))
             if source is not None:
                 await _read_end(source)
         finally:
@@ -181,7 +155,7 @@ class StreamMigrator:
             self._count(relay)
 
     async def _migrate(
-        self, exchange: Exchange, moving: MigratingStream, failure: Failure, client: ClientStream
+        self, exchange: Exchange, stream: MigratingStream, failure: Failure, client: ClientStream
     ) -> tuple[Instruction, HttpAnswer | None]:
         """Go on at another engine; returns what to do next, and with Resume the engine's answer."""
         booking = exchange.booking
@@ -189,10 +163,10 @@ class StreamMigrator:
         with self._spans.child("migration") as attributes:
             attributes["kvstreams.failed_worker_id"] = str(booking.worker_id)
             attributes["kvstreams.failure"] = failure.value
-            await self._prepare(moving, booking)
-            instruction, source = self._failed(booking, moving, failure), None
+            await self._prepare(stream, booking)
+            instruction, source = self._failed(booking, stream, failure), None
             while isinstance(instruction, ChooseWorker):
-                instruction, source = await self._resume(exchange, moving, instruction, client)
+                instruction, source = await self._resume(exchange, stream, instruction, client)
             if source is not None:
                 attributes["kvstreams.worker_id"] = str(booking.worker_id)
             return instruction, source
@@ -200,7 +174,7 @@ class StreamMigrator:
     def _ending(
         self,
         exchange: Exchange,
-        moving: MigratingStream,
+        stream: MigratingStream,
         relay: StreamRelay,
         instruction: Instruction,
         *,
@@ -210,7 +184,7 @@ class StreamMigrator:
         figures = figures_of(relay.migration.figures, by_text=relay.by_text) if with_figures else None
         if isinstance(instruction, Finish):
             exchange.outcome = metrics.COMPLETED
-            prompt = self._prompt(moving)
+            prompt = self._prompt(stream)
             return relay.ending(0 if prompt is None else len(prompt), instruction.finish_reason, figures)
         assert isinstance(instruction, FinishWithError)
         exchange.outcome = metrics.BROKEN
@@ -218,22 +192,22 @@ class StreamMigrator:
         return relay.figures_event(figures) + error_event(EngineFailed.http_status, reason, EngineFailed.code)
 
     async def _copy(
-        self, exchange: Exchange, moving: MigratingStream, source: HttpAnswer, data: bytes, client: ClientStream
+        self, exchange: Exchange, stream: MigratingStream, source: HttpAnswer, data: bytes, client: ClientStream
     ) -> Failure | None:
         """Pass on the stream of one engine. Returns how it failed, or None if the answer is complete."""
-        loop, relay, booking = asyncio.get_running_loop(), moving.relay, exchange.booking
+        loop, relay, booking = asyncio.get_running_loop(), stream.relay, exchange.booking
         assert relay is not None and booking is not None
 
         def take(received: bytes) -> bool:
             """Pass bytes on; returns whether more may come now."""
-            moving.heard_s = at_s = loop.time()
+            stream.heard_s = at_s = loop.time()
             shown = relay.feed(received, at_s)
             keeps_up = not shown or client.write(shown)
             booking.prefill_complete()
             n_tokens = exchange.n_tokens = relay.n_tokens
             if n_tokens - exchange.reported_tokens >= OUTPUT_REPORT_TOKENS:
                 exchange.reported_tokens, exchange.reported_s = n_tokens, at_s
-                booking.output(n_tokens - exchange.moved_tokens)
+                booking.output(n_tokens - exchange.resumed_tokens)
             return keeps_up and not (relay.done or relay.diverged or relay.refusal is not None)
 
         source.limit_silence(self._settings.front_stall_timeout_s)
@@ -255,104 +229,104 @@ class StreamMigrator:
             failure = Failure.DIED if relay.refusal is None else Failure.REFUSED
         return None if relay.finished else failure
 
-    def _failed(self, booking: Booking, moving: MigratingStream, failure: Failure) -> Instruction:
-        assert moving.relay is not None
+    def _failed(self, booking: Booking, stream: MigratingStream, failure: Failure) -> Instruction:
+        assert stream.relay is not None
         loop = asyncio.get_running_loop()
         loop.call_later(NOTE_FAILED_S, self._note_failed, booking.worker_id)
-        moving.failed[booking.worker_id] = self._fleet.incarnation(booking.worker_id)
+        stream.failed[booking.worker_id] = self._fleet.incarnation(booking.worker_id)
         self._counts.engine_failures[failure.value] += 1
         now_s = loop.time()
-        return moving.relay.migration.handle(StreamEngineFailed(now_s, failure, moving.heard_s))
+        return stream.relay.migration.handle(StreamEngineFailed(now_s, failure, stream.heard_s))
 
-    async def _prepare(self, moving: MigratingStream, booking: Booking) -> None:
+    async def _prepare(self, stream: MigratingStream, booking: Booking) -> None:
         """Find out whether the answer can be resumed, and its token ids if the engine reported none."""
-        relay = moving.relay
+        relay = stream.relay
         assert relay is not None
         migration = relay.migration
-        if not moving.fields:  # a long prompt takes a millisecond to read
-            moving.fields = orjson.loads(moving.body)
-            reason = obstacle(moving.fields)
+        if not stream.fields:  # a long prompt takes a millisecond to read
+            stream.fields = orjson.loads(stream.body)
+            reason = obstacle(stream.fields)
             if reason is not None:
                 migration.note_obstacle(reason)
-            moving.fields.pop("prompt", None)
-            if any(moving.fields.get(name) is not None for name in _CHANGE_THE_PROMPT):
-                moving.prompt = None
-        prompt = self._prompt(moving)
+            stream.fields.pop("prompt", None)
+            if any(stream.fields.get(name) is not None for name in _CHANGE_THE_PROMPT):
+                stream.prompt = None
+        prompt = self._prompt(stream)
         if prompt is None:
             migration.note_obstacle("neither the engine nor the front knows the token ids of the whole prompt")
         else:
             migration.note_prompt(len(prompt))
-        if migration.unmovable or not relay.by_text:
+        if migration.has_obstacle or not relay.by_text:
             return
         if migration.shown.rewound:
             migration.note_obstacle("include_stop_str_in_output needs an engine that reports token ids")
             return
-        token_ids = await self._tokens_of(moving, migration.shown.text, booking.url)
+        token_ids = await self._tokens_of(stream, migration.shown.text, booking.url)
         if token_ids is None:
             migration.note_obstacle("the engine reports no token ids, and its text could not be tokenized")
         else:
             migration.shown.restate(token_ids)
 
-    async def _tokens_of(self, moving: MigratingStream, text: str, failed_url: str | None) -> array[int] | None:
+    async def _tokens_of(self, stream: MigratingStream, text: str, failed_url: str | None) -> array[int] | None:
         """Tokenize a part of an answer, with the model's files or by an engine that has not failed."""
-        key = moving.headers.get("Authorization", "").removeprefix("Bearer ") or None
+        key = stream.headers.get("Authorization", "").removeprefix("Bearer ") or None
         for _ in range(TOKENIZING_ATTEMPTS_MAX):
-            engine = self._fleet.engine(moving.model)
+            engine = self._fleet.engine(stream.model)
             if engine is not None and failed_url is not None and engine == failed_url.rstrip("/"):
-                engine = self._fleet.engine(moving.model)
-            packed = await self._tokenizing.text(text, moving.model, engine, self._session(), key)
+                engine = self._fleet.engine(stream.model)
+            packed = await self._tokenizing.text(text, stream.model, engine, self._session(), key)
             if packed is not None:
                 return token_array(packed)
         return None
 
     @staticmethod
-    def _prompt(moving: MigratingStream) -> array[int] | None:
+    def _prompt(stream: MigratingStream) -> array[int] | None:
         """Return the prompt's token ids: the engine's, otherwise those that the front computed."""
-        if moving.relay is not None and moving.relay.prompt_ids is not None:
-            return moving.relay.prompt_ids
-        return None if moving.prompt is None else token_array(moving.prompt)
+        if stream.relay is not None and stream.relay.prompt_ids is not None:
+            return stream.relay.prompt_ids
+        return None if stream.prompt is None else token_array(stream.prompt)
 
     async def _resume(
-        self, exchange: Exchange, moving: MigratingStream, choose: ChooseWorker, client: ClientStream
+        self, exchange: Exchange, stream: MigratingStream, choose: ChooseWorker, client: ClientStream
     ) -> tuple[Instruction, HttpAnswer | None]:
-        """Move the booking, and send the answer so far to the chosen engine; returns what to do next.
+        """Reassign the booking, and send the answer so far to the chosen engine; returns what to do next.
 
         With Resume comes the engine's answer, which has begun.
         """
-        relay, booking = moving.relay, exchange.booking
-        prompt = self._prompt(moving)
+        relay, booking = stream.relay, exchange.booking
+        prompt = self._prompt(stream)
         assert relay is not None and booking is not None and prompt is not None
         loop, migration = asyncio.get_running_loop(), relay.migration
         token_ids = prompt + migration.shown.token_ids[: choose.n_kept]
         expected = None if relay.tokens_max is None else relay.tokens_max - choose.n_kept
-        for worker_id, failed in list(moving.failed.items()):
+        for worker_id, failed in list(stream.failed.items()):
             now = self._fleet.incarnation(worker_id)
             if failed is not None and now is not None and now > failed:
                 booking.allow_again(worker_id)
-                del moving.failed[worker_id]
+                del stream.failed[worker_id]
         chosen = await choose_worker(booking, token_ids, expected, migration.deadline_s)
         instruction = migration.handle(chosen)
         if not isinstance(instruction, Resume):
             return instruction, None
         self._counts.migrations += 1
-        exchange.moved_tokens = exchange.reported_tokens = instruction.n_kept
+        exchange.resumed_tokens = exchange.reported_tokens = instruction.n_kept
         exchange.reported_s = loop.time()
         relay.resume(instruction)
-        fields, prompt_ids = moving.fields, token_ids.tolist()
+        fields, prompt_ids = stream.fields, token_ids.tolist()
 
         def body(asks_for_ids: bool) -> bytes:
             return resumed_request(fields, prompt_ids, instruction, asks_for_ids=asks_for_ids)
 
         try:
             source = await self.post(
-                booking, Kind.COMPLETION, body, moving.headers, self._settings.front_stall_timeout_s
+                booking, Kind.COMPLETION, body, stream.headers, self._settings.front_stall_timeout_s
             )
         except ENGINE_FAILURES as exc:
             failure = Failure.STALLED if isinstance(exc, TimeoutError) else Failure.DIED
-            return self._failed(booking, moving, failure), None
+            return self._failed(booking, stream, failure), None
         if source.status != 200 or source.content_type != "text/event-stream":
             source.close()
-            return self._failed(booking, moving, Failure.REFUSED), None
+            return self._failed(booking, stream, Failure.REFUSED), None
         if relay.by_text:
             client.write(_BY_TEXT)
         return instruction, source
@@ -384,7 +358,7 @@ class StreamMigrator:
     def _count(self, relay: StreamRelay) -> None:
         figures = relay.migration.figures
         if figures.migrations:
-            self._counts.moved_streams += 1
+            self._counts.migrated_streams += 1
             self._counts.tokens_recovered += figures.tokens_recovered
             self._counts.tokens_prefilled_again += figures.tokens_prefilled_again
             self._counts.lost_seconds.observe(figures.lost_s)

@@ -16,8 +16,8 @@ from typing import Any, TypeVar, cast
 
 import aiohttp
 
+from streams.client.booking import Booking
 from streams.client.engine import RANK_HEADER
-from streams.client.generation import Booking
 from streams.client.http import KvRouterClient
 from streams.client.payloads import RouteOptions
 from streams.client.reports import BookingKey, OutstandingReport
@@ -132,7 +132,7 @@ class Prefilling:
     ) -> RemotePrefill | None:
         """Compute a prompt on a prefill worker, if that is worthwhile; None if the decode worker is to compute it.
 
-        booking: of the decode worker, which may move to another one that reaches the blocks. tokens: of the prompt,
+        booking: of the decode worker, which may be reassigned to one that reaches the blocks. tokens: of the prompt,
         None if they are not known. options: of the route request. headers: for engines.
         """
         split, remote = await self._begun(booking, session, path, body, tokens, options, headers)
@@ -270,7 +270,7 @@ class Prefilling:
         return succeeded
 
     async def _await_pooled(self, booking: Booking, tokens: bytes, options: Mapping[str, Any], n_blocks: int) -> bool:
-        """Wait until the decode worker, or another one, reaches the blocks in a pool; the booking moves if it must."""
+        """Wait until the decode worker reaches the blocks in a pool; otherwise the booking goes to one that does."""
         asked = {name: options[name] for name in ("model", "lora_name", "cache_salt") if name in options}
         fields = cast(RouteOptions, {**asked, "phase": _DECODE})
         timeout_s = self._settings.front_transfer_timeout_s
@@ -282,7 +282,7 @@ class Prefilling:
                     reaching = ranks_that_reach(found.scores, found.cxl_accessible_scores, n_blocks)
                     if (booking.worker_id, booking.dp_rank) in reaching:
                         return True
-                    if reaching and await booking.move_to(sorted({rank.worker_id for rank in reaching})):
+                    if reaching and await booking.reassign_to(sorted({rank.worker_id for rank in reaching})):
                         booking.prefill_complete()
                         return True
                     await asyncio.sleep(pause_s)

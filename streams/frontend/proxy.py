@@ -18,9 +18,9 @@ from typing import Any, cast
 import aiohttp
 from aiohttp import web
 
+from streams.client.booking import Booking
 from streams.client.engine import RANK_HEADER
 from streams.client.failed_engines import FailedEngines
-from streams.client.generation import Booking
 from streams.client.http import KvRouterClient
 from streams.client.payloads import RouteOptions
 from streams.client.plain_http import HttpAnswer, PlainHttp
@@ -37,13 +37,13 @@ from streams.frontend import metrics
 from streams.frontend.answers import StreamWatch, completion_tokens, error_event, may_be_served_elsewhere
 from streams.frontend.client_stream import ClientGone, ClientStream, FrontResponse
 from streams.frontend.disaggregation import decode_body
+from streams.frontend.exchange import Exchange, MigratingStream
 from streams.frontend.fleet import Fleet
 from streams.frontend.metrics import FrontCounts
 from streams.frontend.migrating import (
     CONNECT_TIMEOUT_S,
     ENGINE_FAILURES,
     OUTPUT_REPORT_TOKENS,
-    MigratingStream,
     StreamMigrator,
 )
 from streams.frontend.prefilling import PrefillFailed, Prefilling, RemotePrefill
@@ -74,30 +74,6 @@ OUTPUT_REPORT_S = 60.0
 
 #: Returns the API key for the engines of a model, None if they need none.
 KeyOf = Callable[[str | None], str | None]
-
-
-@dataclass(slots=True, eq=False)
-class Exchange:
-    """One request that the front is serving, for the checks that `Proxy.check` makes of all of them.
-
-    n_tokens: of the answer, so far; reported_tokens, reported_s: what the router knows, and since when.
-    writing_since_s: when the client began to be too slow for the bytes that it is being sent. moving: what is needed to
-    move its stream, None if it is not moved. moved_tokens: of the answer, those that the booking counts as its prompt.
-    prefilled_on: the prefill worker, if its prompt is computed on one. answering: whether the client gets an answer.
-    """
-
-    http: web.Request
-    began_s: float
-    booking: Booking | None = None
-    n_tokens: int = 0
-    reported_tokens: int = 0
-    reported_s: float = 0.0
-    writing_since_s: float | None = None
-    outcome: str = metrics.CLIENT_GONE
-    moving: MigratingStream | None = None
-    moved_tokens: int = 0
-    prefilled_on: str | None = None
-    answering: bool = False
 
 
 @dataclass(slots=True)
@@ -135,7 +111,9 @@ class Proxy:
         self._engines: aiohttp.ClientSession | None = None
         self._http = PlainHttp(keepalive_s=KEEPALIVE_S, connect_timeout_s=CONNECT_TIMEOUT_S, keeps_spares=True)
         note_failed = self._failed_engines.note
-        self._mover = StreamMigrator(settings, tokenizing, fleet, counts, spans, self._session, self._http, note_failed)
+        self._migrator = StreamMigrator(
+            settings, tokenizing, fleet, counts, spans, self._session, self._http, note_failed
+        )
 
     async def start(self) -> None:
         """Open the session for the calls of engines that are not streams, on the running loop."""
@@ -174,7 +152,7 @@ class Proxy:
                     exchange.http.transport.abort()  # which cancels the handler
             elif now_s - exchange.reported_s > OUTPUT_REPORT_S and exchange.booking is not None:
                 exchange.reported_s = now_s
-                exchange.booking.output(max(1, exchange.n_tokens - exchange.moved_tokens))
+                exchange.booking.output(max(1, exchange.n_tokens - exchange.resumed_tokens))
 
     async def serve(self, http: web.Request, request: FrontRequest, body: bytes, grant: Grant) -> web.StreamResponse:
         """Answer a request. Raises KvStreamsError for what the front or the router refuses."""
@@ -231,10 +209,12 @@ class Proxy:
         if booking.phase is not None:
             remote = await self._prefilling.begin(booking, self._session(), request.kind, body, known, options, sent)
         if self._settings.front_migration and request.stream:
-            exchange.moving = MigratingStream(request.kind, body, sent, model, prompt.tokens if prompt.whole else None)
+            exchange.migrating = MigratingStream(
+                request.kind, body, sent, model, prompt.tokens if prompt.whole else None
+            )
         refusal: _Refusal | EngineFailed | None = None
         for attempt in range(self._settings.front_attempts_max):
-            if attempt and not await self._moved(booking):
+            if attempt and not await self._reassigned(booking):
                 break
             try:
                 with self._spans.child("engine") as attributes:
@@ -269,11 +249,11 @@ class Proxy:
             # The client's token is not the problem, and must not seem to be.
             raise RouterUnavailable("the router refuses the front's token", remedy="Set --router-token-file") from exc
 
-    async def _moved(self, booking: Booking) -> bool:
-        """Move a booking to an engine that has not failed the request; returns whether there is one."""
+    async def _reassigned(self, booking: Booking) -> bool:
+        """Reassign a booking to an engine that has not failed the request; returns whether there is one."""
         failed = booking.worker_id
         try:
-            await booking.move()
+            await booking.reassign()
         except KvStreamsError:
             return False
         if booking.worker_id == failed:
@@ -332,15 +312,15 @@ class Proxy:
     async def _post(
         self, exchange: Exchange, request: FrontRequest, body: bytes, sent: Mapping[str, str], timeout_s: float
     ) -> HttpAnswer:
-        """Send the request to the engine that is booked. A stream that may move is asked for token ids as well."""
+        """Send the request to the engine that is booked. A stream that may migrate is asked for token ids as well."""
         booking = exchange.booking
         assert booking is not None and booking.url is not None
-        if exchange.moving is not None:
+        if exchange.migrating is not None:
 
             def asking(asks_for_ids: bool) -> bytes:
                 return asking_for_ids(body) if asks_for_ids else body
 
-            return await self._mover.post(booking, request.kind, asking, sent, timeout_s)
+            return await self._migrator.post(booking, request.kind, asking, sent, timeout_s)
         to_engine = {**sent, RANK_HEADER: str(booking.dp_rank)}
         return await self._http.request("POST", booking.url, request.kind, to_engine, body, timeout_s)
 
@@ -369,7 +349,7 @@ class Proxy:
         headers = client_headers(answer.headers)
         client = ClientStream(exchange, self._response(exchange, answer.status, headers, request_id))
         await client.prepare()
-        is_copied = exchange.moving is None
+        is_copied = exchange.migrating is None
 
         def take(received: bytes) -> bool:
             """Hold bytes back until the first token, and send it in the step of the loop in which it arrives."""
@@ -395,17 +375,17 @@ class Proxy:
             raise
         booking.prefill_complete()
         self.counts.first_token_seconds.observe(loop.time() - exchange.began_s)
-        if exchange.moving is not None:
-            return await self._carry(exchange, exchange.moving, answer, client, bytes(head))
+        if exchange.migrating is not None:
+            return await self._carry(exchange, exchange.migrating, answer, client, bytes(head))
         return await self._copy(exchange, answer, client, watch)
 
     async def _carry(
-        self, exchange: Exchange, moving: MigratingStream, answer: HttpAnswer, client: ClientStream, data: bytes
+        self, exchange: Exchange, stream: MigratingStream, answer: HttpAnswer, client: ClientStream, data: bytes
     ) -> web.StreamResponse:
         """Pass on a stream that goes on at another engine if its engine fails. data: its beginning."""
         await client.begin()
         with_figures = DETAILS in exchange.http.headers
-        await self._mover.carry(exchange, moving, answer, data, client, with_figures=with_figures)
+        await self._migrator.carry(exchange, stream, answer, data, client, with_figures=with_figures)
         return client.response
 
     async def _copy(

@@ -37,7 +37,7 @@ from streams.frontend.parity_probes import ParityProbes
 from streams.frontend.protocol import SHORT_BODY_BYTES, FrontRunner, Serve, arrived_body, json_page, kind_of
 from streams.frontend.proxy import Proxy
 from streams.frontend.requests import NAME_CHARS_MAX, Kind, read_request
-from streams.frontend.spans import Spans, make_spans
+from streams.frontend.spans import NoSpans, Spans
 from streams.frontend.tokenizing import Tokenizing
 from streams.process.http_server import RETRY_AFTER_S, HttpServer, Startup, error_headers, starting_app
 from streams.process.interpreter import collect_by_the_clock, exempt_from_collection, prefer_request_threads
@@ -135,7 +135,7 @@ class Front:
             reads_pools=settings.front_disaggregation and settings.front_kv_transfer is KvTransfer.POOL,
         )
         self.counts = FrontCounts(self.tokenizing.sources, self.tokenizing.characters)
-        self._spans = make_spans(settings) if spans is None else spans
+        self._spans = _make_spans(settings) if spans is None else spans
         self.proxy = Proxy(
             settings, self.router, self.tokenizing, self.fleet, self._secrets.key_of, self.counts, self._spans
         )
@@ -295,6 +295,19 @@ class Front:
         if self.stopping and not response.prepared:
             response.force_close()
         return response
+
+
+def _make_spans(settings: Settings) -> Spans:
+    """Return traces if the settings ask for them. Raises SettingsError if that needs a missing package."""
+    if not settings.tracing:
+        return NoSpans()
+    try:
+        from streams.frontend.tracing import TracedSpans
+    except ImportError as exc:
+        raise SettingsError(
+            f"tracing is on, but {exc.name} is not installed", remedy="`pip install 'kvstreams[otel]'` installs it"
+        ) from exc
+    return TracedSpans()
 
 
 def _refuse_encoded(http: web.Request) -> None:

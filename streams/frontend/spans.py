@@ -10,9 +10,6 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
-from streams.errors import SettingsError
-from streams.settings import Settings
-
 #: What a span says; it is filled while the span lasts.
 Attributes = dict[str, Any]
 
@@ -50,16 +47,3 @@ class NoSpans:
 
     def close(self) -> None:
         """Do nothing."""
-
-
-def make_spans(settings: Settings) -> Spans:
-    """Return traces if the settings ask for them. Raises SettingsError if that needs a missing package."""
-    if not settings.tracing:
-        return NoSpans()
-    try:
-        from streams.frontend.tracing import TracedSpans
-    except ImportError as exc:
-        raise SettingsError(
-            f"tracing is on, but {exc.name} is not installed", remedy="`pip install 'kvstreams[otel]'` installs it"
-        ) from exc
-    return TracedSpans()

@@ -116,7 +116,7 @@ def test_a_stream_moves_twice_and_the_client_does_not_notice(backend: Backend, p
             kept = len(each["prompt"]) - len(CHAT_PROMPT)
             assert each["max_tokens"] == 500 - kept and each["seed"] == 5 and each["temperature"] == 0
         assert answer.figures["tokens_prefilled_again"] == sum(len(each["prompt"]) - 4 for each in resumed)
-        assert stage.front.counts.migrations == 2 and stage.front.counts.moved_streams == 1
+        assert stage.front.counts.migrations == 2 and stage.front.counts.migrated_streams == 1
         assert stage.front.counts.outcomes["completed"] == 1
 
     run(
@@ -400,7 +400,7 @@ def test_a_request_has_a_span_with_its_route_its_engine_and_its_migration(backen
     trace, parent = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
     async def scenario(stage: Stage, ask: Ask) -> None:
-        stage.front.proxy._spans = stage.front.proxy._mover._spans = TracedSpans(provider)
+        stage.front.proxy._spans = stage.front.proxy._migrator._spans = TracedSpans(provider)
         answer = await ask(CHAT, traceparent=f"00-{trace}-{parent}-01")
         assert answer.text == TEXT
         received = [engine.received for engine in stage.engines if engine.received]

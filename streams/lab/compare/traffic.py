@@ -21,8 +21,8 @@ import aiohttp
 import numpy as np
 import orjson
 
+from streams.client.booking import Booking
 from streams.client.engine import RANK_HEADER, EngineOptions, EventSplitter
-from streams.client.generation import Booking
 from streams.client.http import KvRouterClient
 from streams.client.payloads import unpack_tokens
 from streams.core.request_trace import TraceRequest
