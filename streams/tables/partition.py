@@ -1,8 +1,9 @@
 """One partition of the tables: its thread, its queue, and the order of effects.
 
-What lives here: how source records become batches, what happens to a batch in which order, and how a partition is
-opened again after any failure. What must not: what a record means (the reducers), what a transaction contains
-(transactions), how a store and a reducer are brought up to date (opening), asyncio, Faust.
+What lives here: what happens to a batch in which order, and how a partition is opened again after any failure. What
+must not: which records are taken (source_queue), how far the sources are applied (applied_sources), when a batch ends
+(pacing), what a record means (the reducers), what a transaction contains (transactions), how a store and a reducer are
+brought up to date (opening), asyncio, Faust.
 
 A batch of one partition is one Kafka transaction: changed records of every table, dead letters, and the partition
 record. Every batch has these effects, in this order; the code below numbers them again (docs/architecture.md):
@@ -27,26 +28,20 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from confluent_kafka import KafkaException
 
 from streams.errors import BadRecord, KvStreamsError, TableError
-from streams.kafka.applied_until import AppliedUntil, Lag, SourceOffset, records_behind
-from streams.tables.opening import open_tables
-from streams.tables.pacing import BATCH_BYTES_MAX, PARTITION_RECORD_EVERY_S, Pacer, interval_s
-from streams.tables.records import (
-    BEHIND_UNKNOWN_MS,
-    PartitionRecord,
-    SourceProgress,
-    encode_partition,
-    partition_key,
-)
+from streams.kafka.applied_until import Lag, SourceOffset
+from streams.tables.applied_sources import AppliedSources
+from streams.tables.opening import OpenedTables, open_tables
+from streams.tables.pacing import PARTITION_RECORD_EVERY_S, Pacer, interval_s
+from streams.tables.records import PartitionRecord, SourceProgress, encode_partition, partition_key
 from streams.tables.reducer import Reducer, SourceRecord
-from streams.tables.store import PartitionStore
+from streams.tables.source_queue import SourceQueue
 from streams.tables.transactions import TransactionWriter
 from streams.tables.wiring import PartitionWiring
 
@@ -58,10 +53,6 @@ FLUSH_EVERY_S = 600.0
 
 #: The wait between two attempts to open a partition, doubled up to the second number.
 REOPEN_BACKOFF_S = (0.2, 5.0)
-
-#: An owner that has reached the ends of its sources, as read at most this long ago, does not lag. Ends are read at
-#: least four times per second. If the broker is silent for longer, all the time since the last reading counts as a lag.
-ENDS_VALID_MS = 600
 
 #: How often a partition that may have moved to another worker asks whether it is ours, until it is or Faust revokes it.
 OWNERSHIP_POLL_S = 0.5
@@ -89,17 +80,9 @@ class TablePartition:
         """counts: what earlier owners of this partition in this process have counted, to continue from."""
         self.partition = partition
         self._wiring = wiring
-        self._lock = threading.Condition()
-        self._queue: deque[SourceRecord] = deque()
-        self._queued_bytes = 0
-        self._next: dict[str, int] | None = None  # topic to the next offset to enqueue; None while opening
-        self._applied: dict[str, int] = {}
-        self._skipped: dict[str, tuple[int, int]] = {}  # topic to first and last offset of a stretch without records
-        self._applied_until = AppliedUntil()
-        self._ends: Mapping[str, SourceOffset] = {}  # as last read
-        self._recreated: str | None = None  # a source that was recreated since the partition was opened
-        self._behind_written = True  # whether the last partition record says that the owner lags
-        self._lost = False
+        self._lock = threading.Condition()  # guards the queue, the sources and the thread's state
+        self._queue = SourceQueue(wiring.settings)
+        self._sources = AppliedSources()
         self._stopping = False
         self._is_open = False
         self._suspended = False
@@ -108,9 +91,7 @@ class TablePartition:
         # cost more than taking them.
         self._pacing = False
         self._batch: list[SourceRecord] = []
-        self._sources: dict[str, SourceProgress] = {}
-        self._reducer: Reducer[Any] | None = None
-        self._store: PartitionStore | None = None
+        self._tables: OpenedTables | None = None
         self._writer = TransactionWriter(partition, wiring)
         self._pacer = Pacer()
         self._written_at = 0.0
@@ -128,7 +109,7 @@ class TablePartition:
         """Finish the running batch and release everything; queued records are dropped without acknowledgement."""
         with self._lock:
             self._stopping = True
-            self._next = None
+            self._queue.close()
             self._lock.notify_all()
         self._thread.join(STOP_TIMEOUT_S)
         if self._thread.is_alive():
@@ -144,8 +125,7 @@ class TablePartition:
         """
         with self._lock:
             self._suspended = True
-            self._next = None
-            self._drop_queue()
+            self._queue.close()
             self._lock.notify_all()
             self._lock.wait_for(lambda: self._at_rest or not self._is_open, STOP_TIMEOUT_S)
             return self._at_rest
@@ -168,33 +148,15 @@ class TablePartition:
         opening and takes nothing. A full partition takes nothing either and returns None; once it has drained, the
         source is sought back.
         """
-        applied_before: list[Any] = []
-        missing: int | None = None
         with self._lock:
-            if self._next is None:
+            if not self._queue.is_open:
                 return -1
-            if self.is_full:
+            if self._queue.is_full:
                 return None
-            topic = records[0].topic
-            next_offset, applied = self._next.get(topic, 0), self._applied.get(topic, -1)
-            before = -1
-            for record in records:
-                if 0 <= before < next_offset < record.offset:
-                    next_offset = record.offset
-                before = record.offset
-                if record.offset == next_offset:
-                    next_offset += 1
-                    self._queue.append(record)
-                    self._queued_bytes += len(record.value or b"")
-                elif record.offset > next_offset:
-                    missing = next_offset
-                    break
-                elif record.offset <= applied:
-                    applied_before.append(record.handle)
-            if next_offset != self._next.get(topic, 0):
-                self._next[topic] = next_offset
-                if not self._pacing or self._has_full_batch():
-                    self._lock.notify_all()
+            n_queued = len(self._queue)
+            missing, applied_before = self._queue.offer(records, self._sources.applied(records[0].topic))
+            if len(self._queue) > n_queued and (not self._pacing or self._queue.has_full_batch):
+                self._lock.notify_all()
         if applied_before:
             # The offset alone shows that these were applied; they need no verdict.
             self._wiring.acknowledge(applied_before)
@@ -207,17 +169,12 @@ class TablePartition:
     def lag(self) -> Lag:
         """How far the table is behind its sources; any thread may ask."""
         with self._lock:
-            applied = {
-                topic: SourceOffset(self._sources[topic].topic_id, at + 1) for topic, at in self._applied.items()
-            }
-            n_records = records_behind(self._ends, applied) if self._ends and applied else None
-            behind_ms = self._behind_ms()
-        return Lag(n_records, None if behind_ms == BEHIND_UNKNOWN_MS else behind_ms)
+            return self._sources.lag(_monotonic_ms())
 
     def next_offset(self, topic: str) -> int | None:
         """Next offset to enqueue; None while opening."""
         with self._lock:
-            return None if self._next is None else self._next.get(topic, 0)
+            return self._queue.next_offset(topic)
 
     def skip_to(self, topic: str, next_offset: int, offset: int, lost: bool) -> None:
         """Take note that the log has nothing from `next_offset` up to `offset`; `lost` if it once had.
@@ -226,30 +183,23 @@ class TablePartition:
         before this stretch.
         """
         with self._lock:
-            if self._next is not None and self._next.get(topic, 0) == next_offset < offset:
-                self._next[topic] = offset
-                first, last = self._skipped.get(topic, (next_offset, next_offset - 1))
-                self._skipped[topic] = (first if last + 1 == next_offset else next_offset, offset - 1)
-                self._lost = self._lost or lost
+            if self._queue.skip(topic, next_offset, offset):
+                self._sources.skip(topic, next_offset, offset, lost)
                 self._lock.notify_all()
 
     def note_ends(self, asked_ms: int, ends: Mapping[str, SourceOffset]) -> None:
         """Take in where the sources' logs end, as the broker was asked for at this time, monotonic, in ms."""
         with self._lock:
-            if self._next is None:
+            if not self._queue.is_open:
                 return  # what is applied is not known before the partition is open
+            if self._sources.note_ends(asked_ms, ends):
+                self._lock.notify_all()
+            if self._sources.recreated is not None:
+                return  # the partition is opened again
             for topic, end in ends.items():
-                if end.topic_id != self._sources[topic].topic_id:
-                    self._recreated = topic
-                    self._lock.notify_all()
-                    return
-                applied = self._applied[topic]
+                applied = self._sources.applied(topic)
                 if self._writer.marker_follows(topic, applied, end.offset, asked_ms):
                     self.skip_to(topic, applied + 1, end.offset, False)
-            self._ends = ends
-            self._applied_until.note_ends(asked_ms, ends)
-            if self._behind_written and self._applied_until.reached_last_end:
-                self._lock.notify_all()
 
     @property
     def queued(self) -> int:
@@ -259,24 +209,17 @@ class TablePartition:
     @property
     def queued_bytes(self) -> int:
         """Bytes of their values."""
-        return self._queued_bytes
+        return self._queue.n_bytes
 
     @property
     def is_full(self) -> bool:
         """Whether so much is queued, in records or bytes, that the source must be paused."""
-        return self._exceeds(1)
+        return self._queue.is_full
 
     @property
     def has_drained(self) -> bool:
         """Whether so little is queued that a paused source may continue."""
-        return not self._exceeds(2)
-
-    def _exceeds(self, part: int) -> bool:
-        settings = self._wiring.settings
-        return (
-            len(self._queue) > settings.queue_records_high // part
-            or self._queued_bytes > settings.queue_bytes_high // part
-        )
+        return self._queue.has_drained
 
     def _run(self) -> None:
         backoff = REOPEN_BACKOFF_S[0]
@@ -299,7 +242,9 @@ class TablePartition:
                 failed = True
                 self._counts["reopened"] += 1
                 log.log(
-                    logging.INFO if self._recreated else logging.WARNING,  # a recreated source is logged once, by topic
+                    logging.INFO
+                    if self._sources.recreated
+                    else logging.WARNING,  # a recreated source is logged once, by topic
                     "partition %d is opened again: %s",
                     *(self.partition, exc),
                     exc_info=not _expected(exc),
@@ -343,25 +288,18 @@ class TablePartition:
         # The writer fences earlier owners, so the changelog cannot grow without us. The folder is ours too from here
         # on, since the partition's previous thread in this process has been stopped.
         self._writer.open()
-        opened = open_tables(self.partition, self._wiring, self._writer, self._check_needed)
-        self._store, self._reducer = opened.store, opened.reducer
-        for topic in opened.recreated:
-            self._skipped.pop(topic, None)
-            self._wiring.source_recreated(topic, opened.sources[topic].topic_id)
+        self._tables = tables = open_tables(self.partition, self._wiring, self._writer, self._check_needed)
+        for topic in tables.recreated:
+            self._wiring.source_recreated(topic, tables.sources[topic].topic_id)
         with self._lock:
-            self._sources = opened.sources
-            self._applied = {topic: source.applied_offset for topic, source in self._sources.items()}
-            # Until the ends have been read and reached, this owner does not know how far it lags.
-            self._applied_until = AppliedUntil()
-            self._ends = {}
-            self._recreated = None
+            self._sources.open(tables.sources, tables.recreated)
         self._written_at = 0.0
         self._flushed_at = time.monotonic()  # opening has flushed
         if self._batch:
             # The kept batch: records that the log contains are at or below the applied offset by now, and the rest is
             # processed again.
             kept, self._batch = self._batch, []
-            if self._follows(kept):
+            if self._sources.follows(kept):
                 self._process(kept)
         self._is_open = True
         self._request_records()
@@ -376,48 +314,25 @@ class TablePartition:
         with self._lock:
             if self._stopping or self._suspended:
                 return
-            self._drop_queue()
-            self._skipped.clear()
-            self._next = {topic: applied + 1 for topic, applied in self._applied.items()}
-            next_offset = dict(self._next)
-        self._wiring.opened(self.partition, next_offset)
-
-    def _follows(self, kept: list[SourceRecord]) -> bool:
-        """Whether these records follow the applied ones without a hole; they do not if the table has started over."""
-        firsts = {record.topic: record.offset for record in reversed(kept)}
-        return all(first <= self._done_with(topic) + 1 for topic, first in firsts.items())
-
-    def _done_with(self, topic: str) -> int:
-        """Return the last offset that is applied, or the end of a stretch without records right after it.
-
-        A stretch further on is not used yet: records before it may have been taken, and dropped without
-        acknowledgement.
-        """
-        applied = self._applied[topic]
-        first, last = self._skipped.get(topic, (0, -1))
-        return max(applied, last) if first <= applied + 1 else applied
+            self._queue.close()  # drops what is left of an earlier attempt
+            next_offsets = self._sources.restart()
+            self._queue.open(next_offsets.copy())
+        self._wiring.opened(self.partition, next_offsets)
 
     def _step(self) -> None:
-        if self._recreated is not None:
-            raise TableError(f"{self._recreated} was deleted and recreated")
+        if self._sources.recreated is not None:
+            raise TableError(f"{self._sources.recreated} was deleted and recreated")
         batch = self._take()
         due = time.monotonic() - self._written_at >= PARTITION_RECORD_EVERY_S
-        if batch or self._lost or due or self._has_caught_up():
+        if batch or self._sources.lost or due or self._has_caught_up():
             self._process(batch)
 
     def _has_caught_up(self) -> bool:
-        """Whether the owner has reached the sources' ends since a partition record said that it lags.
-
-        Also if a skipped stretch lets it reach them: routers compare the applied offset with the ends.
-        """
         with self._lock:
-            if self._behind_written and self._behind_ms() == 0:
-                return True
-            return any(self._done_with(topic) > offset for topic, offset in self._applied.items())
+            return self._sources.has_caught_up(_monotonic_ms())
 
     def _take(self) -> list[SourceRecord]:
         """Wait for records, or until the partition record is due; take what is queued, limited in number and bytes."""
-        limit = self._wiring.settings.batch_records_max
         with self._lock:
             due = self._written_at + PARTITION_RECORD_EVERY_S - time.monotonic()
             if not self._queue and not self._stopping and not self._suspended and due > 0 and not self._has_caught_up():
@@ -426,89 +341,81 @@ class TablePartition:
             wait_s = self._pacer.next_at(pause_s) - time.monotonic()
             if self._queue and wait_s > 0:
                 self._pacing = True
-                self._lock.wait_for(lambda: self._stopping or self._suspended or self._has_full_batch(), wait_s)
+                self._lock.wait_for(lambda: self._stopping or self._suspended or self._queue.has_full_batch, wait_s)
                 self._pacing = False
             taken_at = time.monotonic()
-            batch: list[SourceRecord] = []
-            n_bytes = 0
-            while self._queue and len(batch) < limit and n_bytes < BATCH_BYTES_MAX:
-                record = self._queue.popleft()
-                n_bytes += len(record.value or b"")
-                batch.append(record)
-            self._queued_bytes -= n_bytes
+            batch = self._queue.take_batch()
             self._pacer.took(len(batch), taken_at, pause_s)
-            drained = bool(batch) and self.has_drained
+            drained = bool(batch) and self._queue.has_drained
         if drained:
             self._wiring.drained(self.partition)
         return batch
 
     def _process(self, batch: list[SourceRecord]) -> None:
         """Carry out the seven effects of one batch; raises if the partition must be opened again."""
-        assert self._reducer is not None and self._store is not None
+        assert self._tables is not None
+        store, reducer = self._tables.store, self._tables.reducer
         self._batch = batch
         effect = self._wiring.on_effect or _no_fault
-        lost = self._lost
+        lost = self._sources.lost
         if lost:
-            self._reducer.source_lost()
+            reducer.source_lost()
         dead: list[tuple[SourceRecord, BadRecord]] = []
+        applied = self._sources.progress
         # A record at or below the applied offset is a duplicate: the log contains its effects.
-        fresh = [record for record in batch if record.offset > self._applied[record.topic]]
-        decoded = self._reducer.decode(fresh)
+        fresh = [record for record in batch if record.offset > applied[record.topic].applied_offset]
+        decoded = reducer.decode(fresh)
         for n_applied, (record, what) in enumerate(zip(fresh, decoded, strict=True), 1):
             effect(1)
             try:
-                self._apply(record, what)  # effects 2 to 4
+                self._apply(reducer, record, what)  # effects 2 to 4
             except BadRecord as exc:
                 dead.append((record, exc))
             effect(4)
-            if self._reducer.full and record is not batch[-1]:
+            if reducer.full and record is not batch[-1]:
                 batch, fresh = self._cut(batch, record), fresh[:n_applied]
                 break
-        self._advance_sources(fresh)
-        applied_until_ms = self._applied_until.at_ms or 0
-        outgoing = self._reducer.tick(_monotonic_ms(), self._wiring.now_ms(), lambda: applied_until_ms)
-        dead += self._reducer.take_refused()
-        changes = self._reducer.take_changes()
+        with self._lock:
+            self._sources.advance(fresh)
+            applied_until_ms = self._sources.applied_until_ms or 0
+        outgoing = reducer.tick(_monotonic_ms(), self._wiring.now_ms(), lambda: applied_until_ms)
+        dead += reducer.take_refused()
+        changes = reducer.take_changes()
         changes.setdefault(self._wiring.tables[0], []).append(
             (partition_key(self.partition), encode_partition(self._partition_record()))
         )
         positions = self._writer.commit(changes, outgoing, dead)  # effect 5
         effect(5)
-        self._store.write(changes, positions)  # effect 6
+        store.write(changes, positions)  # effect 6
         effect(6)
         self._batch = []
         if lost:
-            self._lost = False  # only now: after a failed attempt, the next reducer must learn of the loss too
+            self._sources.lost = False  # only now: after a failed attempt, the next reducer must learn of the loss too
         if batch:
             self._wiring.acknowledge([record.handle for record in batch])  # effect 7
         effect(7)
         self._written_at = time.monotonic()
         if self._written_at - self._flushed_at >= FLUSH_EVERY_S:
-            self._store.flush()
+            store.flush()
             self._flushed_at = self._written_at
         self._counts["applied"] += len(batch)
         self._counts["dead_letters"] += len(dead)
         self._counts["transactions"] += 1
 
-    def _has_full_batch(self) -> bool:
-        return len(self._queue) >= self._wiring.settings.batch_records_max or self._queued_bytes >= BATCH_BYTES_MAX
-
     def _cut(self, batch: list[SourceRecord], last: SourceRecord) -> list[SourceRecord]:
         """End the running batch after a record, since a transaction has limited time; the rest goes into the next."""
         n_done = next(n for n, record in enumerate(batch, 1) if record is last)
         with self._lock:
-            self._queue.extendleft(reversed(batch[n_done:]))
-            self._queued_bytes += sum(len(record.value or b"") for record in batch[n_done:])
+            self._queue.put_back(batch[n_done:])
         self._batch = batch[:n_done]
         return self._batch
 
-    def _apply(self, record: SourceRecord, decoded: Any) -> None:
+    def _apply(self, reducer: Reducer[Any], record: SourceRecord, decoded: Any) -> None:
         """Pass a record to the reducer; one that always makes it fail becomes a dead letter, so that others proceed."""
-        assert self._reducer is not None
         if self._failing == (record.topic, record.offset) and self._n_failures >= REDUCER_FAILURES_MAX:
             raise BadRecord("internal_error", f"applying it failed {self._n_failures} times")
         try:
-            self._reducer.apply(record, decoded)
+            reducer.apply(record, decoded)
         except BadRecord:
             raise
         except Exception:
@@ -516,62 +423,26 @@ class TablePartition:
             self._failing = (record.topic, record.offset)
             raise
 
-    def _advance_sources(self, applied: list[SourceRecord]) -> None:
-        """Move the applied offsets past these records, and past stretches without records that follow them."""
-        with self._lock:
-            for topic, record in {record.topic: record for record in applied}.items():
-                self._applied[topic] = record.offset
-                self._sources[topic] = replace(
-                    self._sources[topic], applied_offset=record.offset, applied_at_ms=record.timestamp_ms
-                )
-            for topic, offset in self._applied.items():
-                if (done := self._done_with(topic)) > offset:
-                    self._applied[topic] = done
-                    self._sources[topic] = replace(self._sources[topic], applied_offset=done)
-            self._applied_until.note_applied(
-                {topic: SourceOffset(self._sources[topic].topic_id, at + 1) for topic, at in self._applied.items()}
-            )
-
-    def _behind_ms(self) -> int:
-        """Return for how long records of the sources may have been waiting, as far as this owner knows."""
-        until_ms = self._applied_until.at_ms
-        if until_ms is None:
-            return BEHIND_UNKNOWN_MS
-        since_ms = _monotonic_ms() - until_ms
-        return 0 if self._applied_until.reached_last_end and since_ms <= ENDS_VALID_MS else since_ms
-
     def _partition_record(self) -> PartitionRecord:
         now_ms = self._wiring.now_ms()
         with self._lock:
-            behind_ms = self._behind_ms()
-            for topic, source in self._sources.items():
-                end = self._ends[topic].offset if topic in self._ends else 0
-                self._sources[topic] = replace(
-                    source, end_offset=max(end, source.applied_offset + 1), behind_ms=behind_ms
-                )
-            self._behind_written = behind_ms > 0
+            sources = self._sources.write(_monotonic_ms())
         # A changelog's entry contains only the topic's id. A reader that finds this record in a recreated topic of the
         # same name sees that the id differs, so the rest of the table is missing there.
         changelogs = [
             SourceProgress(table.changelog_topic, self._writer.topic_ids[table.changelog_topic], -1, 0, -1, 0)
             for table in self._wiring.tables
         ]
-        return PartitionRecord(self.partition, now_ms, self._wiring.owner, (*self._sources.values(), *changelogs))
-
-    def _drop_queue(self) -> None:
-        self._queue.clear()
-        self._queued_bytes = 0
+        return PartitionRecord(self.partition, now_ms, self._wiring.owner, (*sources, *changelogs))
 
     def _close(self) -> None:
         with self._lock:
-            self._next = None
+            self._queue.close()
             self._is_open = False
-            self._drop_queue()
             self._lock.notify_all()
-        if self._store is not None:
-            self._store.close()
-        self._store = None
-        self._reducer = None
+        if self._tables is not None:
+            self._tables.store.close()
+        self._tables = None
         self._writer.close()
 
 
