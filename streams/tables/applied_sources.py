@@ -25,8 +25,6 @@ class AppliedSources:
     were lost before they were read, and the tables do not contain this yet.
     """
 
-    __slots__ = ("_ends", "_lag_written", "_skipped", "_until", "lost", "progress", "recreated")
-
     def __init__(self) -> None:
         self.progress: dict[str, SourceProgress] = {}
         self.recreated: str | None = None

@@ -21,8 +21,6 @@ class SourceQueue:
     n_bytes: of the queued records' values.
     """
 
-    __slots__ = ("_next", "_records", "_settings", "n_bytes")
-
     def __init__(self, settings: TableSettings) -> None:
         self._settings = settings
         self._records: deque[SourceRecord] = deque()

@@ -32,7 +32,8 @@ from streams.cxl.records import (
 )
 from streams.errors import BadRecord
 from streams.tables.cxl_reducer import PartitionReducer, partition_plan
-from streams.tables.pooled_block_table import PARKED_MAX, PooledBlockTable, PooledTableCount
+from streams.tables.parked_transitions import PARKED_MAX
+from streams.tables.pooled_block_table import PooledBlockTable, PooledTableCount
 from streams.tables.reducer import SourceRecord
 from streams.topics import topics
 from tests.helpers.cxl_histories import (
