@@ -39,7 +39,8 @@ from streams.core.routing.trust import AnswerMode
 from streams.core.workers import BridgeLease, Worker
 from streams.kafka.applied_until import SourceOffset
 from streams.kafka.clients import worker_key
-from streams.kafka.records import encode_load, encode_metrics, encode_pulse, encode_worker, pulse_key
+from streams.kafka.load_records import encoded_load
+from streams.kafka.records import encode_metrics, encode_pulse, encode_worker, pulse_key
 from streams.lab.engines.held_chains import FIRST_EPOCH, runs_of_chain
 from streams.router_api.deciding.router import Router
 from streams.router_api.messages.wire import ConfigOverride, RouteRequest, answer_json
@@ -123,7 +124,7 @@ def decide(fleet: Fleet, prompt: bytes, number: int) -> dict[str, int]:
     booking_id = BookingId(str(number), "bench", number)
     fleet.loads.add(booking_id, booking, 0)
     booked = clock()
-    encode_load(booking_id, BookingPhase.ADD, booking, 0)
+    encoded_load(booking_id, BookingPhase.ADD, booking, 0)
     encoded = clock()
     if number % 50 == 0:
         costs = [terms.cost for terms in decision.candidates]

@@ -42,9 +42,6 @@ class RouterMode(enum.StrEnum):
 #: Modes whose policy is found by name.
 NAMED_MODES = frozenset({RouterMode.EXPECTED_TIME, RouterMode.POLICY})
 
-#: Up to this number of candidates, a list of their costs takes less time than operations on the array.
-_FEW = 32
-
 
 class Rng(Protocol):
     """A generator of uniform floats in [0, 1)."""
@@ -79,13 +76,11 @@ def select_lowest(
     """
     if n_lowest == 1:
         return first
-    if len(costs) <= _FEW and (preference is None or not preference.size):
-        return _any_of_the_lowest(costs.tolist(), costs.item(first), rng)
-    best = costs == costs[first]
+    best = costs == costs.item(first)
     if preference is not None and preference.size:
-        best &= preference == preference[first]
-    ties = np.flatnonzero(best)
-    return int(ties[_uniform(len(ties), rng)])
+        best &= preference == preference.item(first)
+    ties: list[int] = best.nonzero()[0].tolist()
+    return ties[_uniform(len(ties), rng)]
 
 
 def select_random(n: int, rng: Rng) -> int:
