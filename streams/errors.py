@@ -201,16 +201,6 @@ class InvalidEvent(InvalidRequest):
     code = "invalid_event"
 
 
-class UnknownParent(KvStreamsError):
-    """Stored blocks follow a parent that the rank does not hold; `detail` contains `rank` and `parent`.
-
-    Raised by an index that is fed events directly. On Kafka, agents count such stores and continue.
-    """
-
-    code = "unknown_parent"
-    http_status = 409
-
-
 class IndexFull(KvStreamsError):
     """The index is over capacity. It has not applied any part of the event."""
 
@@ -222,12 +212,6 @@ class TooManyRanks(KvStreamsError):
     """There are more ranks, or ranks in more tiers, than the index has columns for."""
 
     code = "too_many_ranks"
-
-
-class IndexCorrupt(KvStreamsError, AssertionError):
-    """An invariant of an index is broken. This is a bug of kvstreams, and earlier answers may be wrong."""
-
-    code = "index_corrupt"
 
 
 class BadRecord(KvStreamsError):

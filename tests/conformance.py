@@ -34,13 +34,13 @@ from streams.core.routing.eligibility import WorkerFilter
 from streams.core.routing.queue import QueueLimits, QueuePolicy, RequestQueue, Waiting, wspt_key
 from streams.core.routing.selection import select_by_cost
 from streams.core.workers import Worker
-from streams.errors import UnknownParent
 from streams.kafka.records import encode_worker
 from streams.router_api.knowledge.view import View
 from streams.router_api.messages.wire import MoeQuery
 from streams.settings import Settings
-from tests.helpers.folded_index import FoldedIndex, apply_event
+from tests.helpers.folded_index import FoldedIndex, UnknownParent, apply_event
 from tests.helpers.holdings import batch
+from tests.helpers.invariants import check
 from tests.helpers.plain_prices import price_terms
 from tests.helpers.plain_run_store import plain_holdings
 from tests.helpers.table_logs import Record, commit, compacted, folded, recovered
@@ -144,7 +144,7 @@ class Subject(Protocol):
         """Score a request."""
 
     def check(self) -> None:
-        """Raise IndexCorrupt if an invariant is broken."""
+        """Raise AssertionError if an invariant is broken."""
 
     def __len__(self) -> int:
         """Number of facts held."""
@@ -219,7 +219,7 @@ class Pipeline:
         return self.view.index.find_matches(local)
 
     def check(self) -> None:
-        self.view.index.runs.check()
+        check(self.view.index.runs)
 
     def __len__(self) -> int:
         return len(self.view.index.members())
@@ -573,7 +573,7 @@ def _order_of(
         uncached = each["isl"] - each["best_cached_tokens"]
         by_name = {name: each[name] for name in ("priority", "priority_jump", "tenant") if name in each}
         queue.add(Waiting(number, each.get("arrival_ms", 0.0), math.inf, uncached, 1, **by_name))
-        queue.check()
+        check(queue)
     return list(queue.in_order())
 
 

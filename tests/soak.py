@@ -23,7 +23,6 @@ from streams.core.events import AllBlocksCleared, BlocksRemoved, BlocksStored
 from streams.core.ids import RankId
 from streams.core.index.tree_fold import TreeRunFold
 from streams.core.runs import Run, RunKey
-from streams.errors import UnknownParent
 from streams.tables.records import (
     PROGRESS_PREFIX,
     RUN_PREFIX,
@@ -32,7 +31,8 @@ from streams.tables.records import (
     parse_progress_key,
     parse_run_key,
 )
-from tests.helpers.folded_index import FoldedIndex
+from tests.helpers.folded_index import FoldedIndex, UnknownParent
+from tests.helpers.invariants import check
 from tests.helpers.reference import Member, overlap_of
 from tests.helpers.reference_index import Answer, IndexHistory, Query, RankGone, Step
 from tests.helpers.table_logs import Record, State, compacted, random_log
@@ -156,7 +156,7 @@ def play_fold(seed: int, n_batches: int = FOLD_BATCHES) -> None:
         for rank in last.epochs:
             fold.forget_rank(rank)
         assert not len(fold) and not fold.ranks() and not list(fold.members())
-        fold.check()
+        check(fold)
     except Exception as exc:
         raise Differs(f"seed {seed}, a fold of {n_batches} batches") from exc
 
@@ -208,7 +208,7 @@ def _compare_fold(fold: TreeRunFold, state: State, chains: Chains, rng: random.R
     _same("the fold", found, state.members)
     assert len(fold) == len(found)
     assert {rank: fold.epoch_of(rank) for rank in fold.ranks()} == state.epochs
-    fold.check()
+    check(fold)
     expected = dict.fromkeys(state.epochs, (0, 0))
     for rank, tier, block in found:
         n_blocks, digest = expected[rank]

@@ -10,13 +10,13 @@ maps that are at most 60 % full. Five million blocks of Mooncake's runs take abo
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
 from streams.core.events import KvEvent, RestatedRun
 from streams.core.hashing import sequence_hashes
-from streams.core.ids import U64_MASK, Epoch, Int64Array, RankId, SequenceHash, Tier
+from streams.core.ids import Epoch, RankId, SequenceHash
 from streams.core.index.arenas import Arena
 from streams.core.reducer.kernels import layout
 from streams.core.reducer.kernels.changes import apply_rows, end_rank, next_stale, reserve_blocks, restate_run
@@ -190,16 +190,6 @@ class RunTable:
         """See RunStore."""
         return next_stale(self._at) != 0
 
-    def members(self) -> Iterator[tuple[RankId, Tier, SequenceHash]]:
-        """See RunStore."""
-        ranks = list(self._numbers)
-        for line in self._runs():
-            column, present = int(line[layout.RUN_COLUMN]), int(line[layout.RUN_PRESENT])
-            _, _, sequence = self._hashes(line)
-            for offset, block in enumerate(sequence.tolist()):
-                if present >> offset & 1:
-                    yield ranks[column >> 2], Tier(column & 3), SequenceHash(block & U64_MASK)
-
     # -- reading back -----------------------------------------------------------------------------------------
 
     def begin_load(self, epochs: Mapping[RankId, Epoch]) -> None:
@@ -247,58 +237,6 @@ class RunTable:
     def memory_bytes(self) -> int:
         """Bytes in memory."""
         return sum(arena.resident_bytes() for arena in (*self._arenas.values(), *self._maps.values()))
-
-    def check(self) -> None:
-        """See RunStore."""
-        ranks = list(self._numbers)
-        n_held, n_blocks = 0, 0
-        heads = 0
-        for line in self._runs():
-            column, shape, present = (
-                int(line[word]) for word in (layout.RUN_COLUMN, layout.RUN_SHAPE, layout.RUN_PRESENT)
-            )
-            length = shape & layout.LENGTH_MASK
-            local, _, sequence = self._hashes(line)
-            parent = int(line[layout.RUN_PARENT]) & U64_MASK if shape & layout.HAS_PARENT else None
-            chain = sequence_hashes(local.view(np.uint64), None if parent is None else SequenceHash(parent))
-            assert chain.tolist() == sequence.view(np.uint64).tolist(), "sequence hashes follow from the parent"
-            assert int(line[layout.RUN_FIRST]) == int(sequence[0]), "a run's key names its first block"
-            assert present and present >> length == 0, "presence bits are of blocks in the run"
-            assert int(line[layout.RUN_LABELLED]) & ~present == 0, "labels are of held blocks"
-            assert (int(line[layout.RUN_START]) == 0) == (parent is None), (
-                "only a run at the start of a prompt has no parent"
-            )
-            assert column >> 2 < len(ranks), "a run belongs to a known rank"
-            n_blocks += length
-            n_held += present.bit_count()
-            heads += int(line[layout.RUN_PREVIOUS]) == 0
-        assert n_blocks == int(self._words[layout.BY_SEQUENCE + layout.MAP_ENTRIES]), (
-            "each block is in the map by sequence hash"
-        )
-        assert n_held == int(self._words[layout.BY_ENGINE + layout.MAP_ENTRIES]), (
-            "each held block is in the map by engine hash"
-        )
-        assert n_held == int(self._columns[:, layout.COLUMN_HELD][: len(ranks) * layout.N_TIERS].sum())
-        assert heads == np.count_nonzero(self._columns[: len(ranks) * layout.N_TIERS, layout.COLUMN_HEAD])
-        for which, arena in self._maps.items():
-            found = int(np.count_nonzero(arena.words[: int(self._words[which + layout.MAP_MASK]) + 1]))
-            assert found == int(self._words[which + layout.MAP_ENTRIES]), "the count of a map is its number of entries"
-
-    def _runs(self) -> Iterator[Int64Array]:
-        """Yield the words of every run."""
-        n_runs = int(self._words[layout.N_RUNS])
-        lines = self._arenas[layout.RUNS].words[: n_runs * layout.RUN_WORDS].reshape(-1, layout.RUN_WORDS)
-        # Every id below N_RUNS has been written once, so -1 reliably marks the free ones.
-        yield from lines[lines[:, layout.RUN_COLUMN] >= 0]
-
-    def _hashes(self, line: Int64Array) -> tuple[Int64Array, Int64Array, Int64Array]:
-        """Return local, engine and sequence hashes of a run, as bit patterns."""
-        shape = int(line[layout.RUN_SHAPE])
-        length = shape & layout.LENGTH_MASK
-        capacity = layout.SPAN_BLOCKS_MIN << (shape >> layout.CLASS_SHIFT & 255)
-        spans, at = self._arenas[layout.SPANS].words, int(line[layout.RUN_SPAN])
-        local, engine, sequence = (spans[at + part * capacity :][:length] for part in range(3))
-        return local, engine, sequence
 
     def _number(self, rank: RankId) -> int:
         number = self._numbers.get(rank)

@@ -23,6 +23,7 @@ from streams.settings import Settings
 from streams.tables.changelog import read_to_end
 from streams.topics import topics
 from tests.helpers.engine_double import EngineDouble
+from tests.helpers.invariants import members_of
 from tests.helpers.plain_run_store import plain_holdings
 from tests.helpers.support import VISIBLE_TIMEOUT_S
 
@@ -66,7 +67,7 @@ class KafkaLog:
         for batch in self.batches:
             if isinstance(batch.body, EngineEvents):
                 holdings.apply(batch, batch.body.events)
-        return {(tier, int(block)) for _, tier, block in holdings.members()}
+        return {(tier, int(block)) for _, tier, block in members_of(holdings.runs)}
 
     def numbers(self, incarnation: int | None = None) -> list[int]:
         chosen = self.incarnations[-1] if incarnation is None else incarnation

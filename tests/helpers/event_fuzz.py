@@ -18,12 +18,12 @@ from streams.engines.dead_letters import of_payload
 from streams.engines.dialects.interface import UnusableEvent, undecodable
 from streams.engines.dialects.registry import DIALECTS
 from streams.engines.rank_writer import RankWriter
-from streams.errors import BadRecord, UnknownParent
+from streams.errors import BadRecord
 from streams.kafka.records import decode_batch
 from streams.settings import Settings
 from streams.topics import topics
 from tests.helpers.event_mutations import Mutator
-from tests.helpers.folded_index import FoldedIndex
+from tests.helpers.folded_index import FoldedIndex, UnknownParent
 from tests.witness import BLOCK_SIZE
 
 SETTINGS = Settings(block_size=BLOCK_SIZE)

@@ -15,12 +15,21 @@ from streams.core.ids import EngineHash, Epoch, HashArray, Incarnation, RankId, 
 from streams.core.index.interface import PrefixScores
 from streams.core.index.tree_fold import TreeRunFold
 from streams.core.reducer.run_store import Applied
-from streams.errors import UnknownParent
 from streams.tables.records import Change, decode_run
 from streams.tables.run_decoding import decode_runs
 from streams.tables.run_table import RunTable
+from tests.helpers.invariants import check, table_members
 
 _ALL = 1 << 30
+
+
+class UnknownParent(Exception):
+    """Stored blocks follow a parent that the rank does not hold."""
+
+    def __init__(self, rank: RankId, parent: EngineHash | None) -> None:
+        super().__init__(f"rank {rank} holds no block {parent}")
+        self.rank = rank
+        self.parent = parent
 
 
 class FoldedIndex:
@@ -39,7 +48,7 @@ class FoldedIndex:
     def store(self, rank: RankId, tier: Tier, parent: EngineHash | None, engine: HashArray, local: HashArray) -> None:
         """Store consecutive blocks of one chain. Raises UnknownParent; the index is then unchanged."""
         if self._apply(rank, BlocksStored(parent, engine, local, tier)).n_unknown_parents:
-            raise UnknownParent(f"rank {rank} holds no block {parent}", rank=rank, parent=parent)
+            raise UnknownParent(rank, parent)
 
     def remove(self, rank: RankId, tier: Tier, engine: HashArray) -> int:
         """Remove blocks; returns how many of the hashes the rank did not use in this tier."""
@@ -93,11 +102,11 @@ class FoldedIndex:
         return fresh
 
     def check(self) -> None:
-        """Raise IndexCorrupt or AssertionError if an invariant of the store, of the fold, or between them is broken."""
+        """Raise AssertionError if an invariant of the store, of the fold, or between them is broken."""
         self._fold_changes()
-        self.runs.check()
-        self.fold.check()
-        assert set(self.runs.members()) == set(self.fold.members())
+        check(self.runs)
+        check(self.fold)
+        assert set(table_members(self.runs)) == set(self.fold.members())
 
     def __len__(self) -> int:
         self._fold_changes()

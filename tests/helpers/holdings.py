@@ -19,6 +19,7 @@ from streams.core.events import (
 from streams.core.ids import DpRank, EngineHash, HashArray, Incarnation, RankId, SequenceHash, Tier, WorkerId
 from streams.core.reducer.ordering import Verdict
 from streams.kafka.records import encode_batch
+from tests.helpers.invariants import members_of
 from tests.helpers.plain_run_store import PlainHoldings
 from tests.helpers.reference import Member, ReferenceInput, Silence, chain_hashes
 
@@ -50,12 +51,8 @@ def judge(holdings: PlainHoldings, batch: ReferenceInput) -> Verdict | None:
     return holdings.apply(batch, batch.body.events)
 
 
-def check(holdings: PlainHoldings) -> None:
-    holdings.runs.check()
-
-
 def members(holdings: PlainHoldings) -> set[Member]:
-    return {(rank, tier, int(block)) for rank, tier, block in holdings.members()}
+    return {(rank, tier, int(block)) for rank, tier, block in members_of(holdings.runs)}
 
 
 def u64(*values: int) -> HashArray:

@@ -115,12 +115,12 @@ class PlainRunStore:
         return any(held.stale for held in self._ranks.values())
 
     def members(self) -> Iterator[tuple[RankId, Tier, SequenceHash]]:
-        """See RunStore."""
+        """Every block held by any rank."""
         for held in self._ranks.values():
             yield from held.members()
 
     def check(self) -> None:
-        """See RunStore."""
+        """Raise AssertionError if the maps and the runs of a rank disagree."""
         for held in self._ranks.values():
             held.check()
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from streams.core.hashing import sequence_hashes
 from streams.core.ids import Epoch, HashArray, Incarnation, RankId, SequenceHash, Tier
-from streams.core.index.run_fold import RunFold
+from streams.core.index.tree_fold import TreeRunFold
 from streams.core.runs import RUN_BLOCKS_MAX, Run, RunKey
 
 FIRST_EPOCH = Epoch(Incarnation(1), 0)
@@ -37,11 +37,11 @@ def runs_of(
     return runs
 
 
-def fold_runs(fold: RunFold, runs: Sequence[Run]) -> None:
+def fold_runs(fold: TreeRunFold, runs: Sequence[Run]) -> None:
     """Fold runs. Raises IndexFull."""
     fold.fold([run.key for run in runs], runs)
 
 
-def end_runs(fold: RunFold, runs: Sequence[Run]) -> None:
+def end_runs(fold: TreeRunFold, runs: Sequence[Run]) -> None:
     """Fold the tombstones of runs."""
     fold.fold([run.key for run in runs], [None] * len(runs))

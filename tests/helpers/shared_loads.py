@@ -16,6 +16,7 @@ from streams.router_api.sharing.loads_sync import LoadsSync
 from streams.settings import Settings
 from streams.topics import topics
 from tests.helpers.api import rank_of
+from tests.helpers.invariants import check
 from tests.replicas import Loads, loads_of
 
 TTL_MS = 10_000
@@ -157,7 +158,7 @@ class Replica:
 
     def __len__(self) -> int:
         with self.sync.locked() as active:
-            active.check()
+            check(active)
             return len(active)
 
 

@@ -24,7 +24,8 @@ from streams.tables.records import (
     progress_key,
     run_key,
 )
-from tests.helpers.holdings import check, judge, members
+from tests.helpers.holdings import judge, members
+from tests.helpers.invariants import check
 from tests.helpers.plain_run_store import PlainHoldings, plain_holdings
 from tests.helpers.reference import Member, ReferenceFleet, ReferenceInput, input_history
 

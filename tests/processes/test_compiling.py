@@ -21,7 +21,6 @@ from rich.console import Console
 
 import streams
 from streams import warming
-from streams.core.index import tree_inspection
 from streams.core.kernels.compiling import _alone, compile_ahead, is_cached, is_ready
 from streams.errors import ProcessError
 
@@ -88,8 +87,6 @@ def test_every_kernel_that_python_calls_is_an_entry_point() -> None:
         if ".kernels" in found.name or found.name == "streams.cli.__main__":
             continue
         module = importlib.import_module(found.name)
-        if module is tree_inspection:  # for tests and for people; it may wait for a compiler
-            continue
         called |= {f"{kernel.py_func.__module__}.{name}" for name, kernel in kernels_of(module).items()}
     assert called <= set(warming.EVERYTHING)
     assert len(called) > 20

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from streams.core.hashing import pack_hashes, unpack_hashes
 from streams.core.loads.active_prefixes import ActivePrefixes
+from tests.helpers.invariants import check, prefix_nodes
 from tests.helpers.reference import chain_hashes
 
 N_ROWS = 128
@@ -51,7 +52,7 @@ def test_the_tree_says_what_sets_say(seed: int) -> None:
             run, n_fresh = tree.add(row, blocks)
             live.append((row, blocks, run))
             assert n_fresh == len(used(row) - before)
-        tree.check()
+        check(tree)
         asked = chain([rng.choice((7, 7, 7, 8)) for _ in range(rng.randint(0, 9))])
         for each in (1, 2, 70):
             assert shared(tree, each, asked) == len(used(each) & set(unpack_hashes(asked).tolist()))
@@ -67,8 +68,8 @@ def test_the_tree_says_what_sets_say(seed: int) -> None:
         ]
     for row, _, run in live:
         tree.remove(row, run)
-    tree.check()
-    assert list(tree.nodes()) == []
+    check(tree)
+    assert list(prefix_nodes(tree)) == []
 
 
 @pytest.mark.parametrize("length", [1, 2, 31, 32, 33, 128])
@@ -82,7 +83,7 @@ def test_chains_that_part_anywhere_share_what_is_before(length: int, parted: int
     assert shared(tree, 1, chain([5] * parted + [6] * 3)) == same
     _, n_fresh = tree.add(1, chain([5] * parted + [6] * 3))
     assert n_fresh == parted + 3 - same
-    tree.check()
+    check(tree)
 
 
 def test_a_tree_that_was_split_is_whole_again_when_the_others_are_over() -> None:
@@ -90,8 +91,8 @@ def test_a_tree_that_was_split_is_whole_again_when_the_others_are_over() -> None
     tree = ActivePrefixes()
     tree.add(1, chain([5] * 20))
     others = [tree.add(row, chain([5] * n + [row] * 3))[0] for row, n in ((1, 4), (2, 8), (3, 12))]
-    assert len(list(tree.nodes())) > 1
+    assert len(list(prefix_nodes(tree))) > 1
     for row, run in zip((1, 2, 3), others, strict=True):
         assert tree.remove(row, run) >= 3
-    assert [run.n_blocks for run in tree.nodes()] == [20]
-    tree.check()
+    assert [run.n_blocks for run in prefix_nodes(tree)] == [20]
+    check(tree)

@@ -38,6 +38,7 @@ from streams.lab.engines.server import SimServer, SimServerConfig
 from streams.router_api.deciding.router import Router
 from streams.router_api.http.handlers import Handlers
 from streams.settings import Settings
+from tests.helpers.invariants import check
 from tests.helpers.pages import ROOT, blocks
 
 SHOWN = "# -> "
@@ -56,7 +57,7 @@ def test_the_index_page_runs_and_gives_the_results_that_it_shows() -> None:
     """All Python blocks of docs/index.md run in order, and the index is consistent at the end."""
     namespace, n_shown = run_page("docs/index.md")
     assert n_shown > 15
-    namespace["index"].check()
+    check(namespace["index"])
 
 
 def test_the_simulation_page_runs_and_gives_the_results_that_it_shows() -> None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from streams.core.loads import ended_bookings as module
 from streams.core.loads.bookings import BookingId
 from streams.core.loads.ended_bookings import SAME_ID_MAX, EndedBookings
+from tests.helpers.invariants import check
 
 
 def booking(number: int, counter: int = 1) -> BookingId:
@@ -76,7 +77,7 @@ def test_the_tables_keep_what_a_dictionary_keeps(seed: int, n_ids: int) -> None:
                     plain.add(each, expires_ms, clock)
                     assert compact.add(each.request_id, each, phase_of(each), expires_ms, clock) == 0
         assert len(compact) == len(plain.kept)
-    assert compact.check() == []
+    check(compact)
     names = {each.request_id for each in plain.kept}
     of_phase = {(each.request_id, phase_of(each)) for each in plain.kept}
     for number in range(n_ids):
@@ -97,7 +98,7 @@ def test_many_bookings_are_found_and_expire_in_their_order() -> None:
         for clock in range(4):
             ended.expire(number, clock)
     assert len(ended) == ttl_ms
-    assert ended.check() == []
+    check(ended)
     assert len(ended._directory) < 64
     for number in range(0, n, 7):
         assert ended.knows(f"r{number}") == (number >= n - ttl_ms)
@@ -115,7 +116,7 @@ def test_an_id_that_is_used_again_and_again_keeps_its_last_bookings() -> None:
         assert len(ended) <= SAME_ID_MAX
     kept = [counter for counter in range(20_000) if ended.renew("r1", booking(1, counter), None)]
     assert kept == list(range(20_000 - SAME_ID_MAX, 20_000))
-    assert ended.check() == []
+    check(ended)
 
 
 def test_beyond_the_limit_the_first_to_expire_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,7 @@ from streams.core.routing.policies.interface import Prices, Situation
 from streams.core.routing.policies.timings import PREFILL_DEFAULT, Line, LineFit, Timings
 from streams.errors import SettingsError
 from streams.policy_plugins import find_policy, policy_names
+from tests.helpers.invariants import check
 from tests.helpers.plain_prices import price_times_in_numpy
 from tests.helpers.reference import chain_hashes
 
@@ -326,7 +327,7 @@ def test_silent_clients_do_not_keep_a_rank_busy() -> None:
         loads.add(BookingId(str(number), "r", number), booking, now_ms)
         in_flight.append(loads.load(A).requests)
         backlogs.append(terms(prices)["backlog_ms"])
-    loads.check()
+    check(loads)
     # A prompt takes 50 ms, and an output of 300 tokens 2.4 s, at 10 requests per second.
     assert max(in_flight[-100:]) < 40
     assert max(backlogs[-100:]) == 0.0

@@ -23,7 +23,8 @@ from streams.core.ids import Epoch, HashArray, Incarnation, SequenceHash, Tier, 
 from streams.core.reducer.holdings import HoldingChanges, Holdings
 from streams.core.reducer.ordering import Health, Progress, Verdict
 from streams.core.runs import RUN_BLOCKS_MAX, Run, RunKey
-from tests.helpers.holdings import OTHER_WORKER, RANK, SIBLING, batch, check, judge, members, names, stored, u64
+from tests.helpers.holdings import OTHER_WORKER, RANK, SIBLING, batch, judge, members, names, stored, u64
+from tests.helpers.invariants import check
 from tests.helpers.plain_run_store import PlainHoldings, PlainRunStore, plain_holdings
 from tests.helpers.reference import ReferenceFleet, chain_hashes, input_history
 

@@ -18,6 +18,7 @@ from streams.core.index.run_columns import RunColumns
 from streams.core.index.tree_fold import TreeRunFold
 from streams.tables.run_decoding import decode_runs
 from streams.tables.run_table import RunTable
+from tests.helpers.invariants import check
 from tests.helpers.reference import chain_hashes
 from tests.helpers.run_records import FIRST_EPOCH
 
@@ -116,7 +117,7 @@ def test_every_answer_is_correct_for_some_prefix_of_the_records(batch: int) -> N
             step(dry)
             for query, answers in zip(queries, allowed, strict=True):
                 answers.add(answer(dry, query))
-        dry.check()
+        check(dry)
     assert len(dry) == 0
 
     fold = TreeRunFold()
@@ -149,5 +150,5 @@ def test_every_answer_is_correct_for_some_prefix_of_the_records(batch: int) -> N
         writer.join()
     assert not failures
     assert n_changed > 100  # the writer was writing during the queries
-    fold.check()
+    check(fold)
     assert sorted(fold.members()) == sorted(dry.members()) == []

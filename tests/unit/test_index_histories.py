@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from streams.core.events import BlocksRemoved, BlocksStored
 from streams.core.ids import DpRank, EngineHash, HashArray, RankId, Tier, WorkerId
-from streams.errors import UnknownParent
 from tests import soak
-from tests.helpers.folded_index import FoldedIndex
+from tests.helpers.folded_index import FoldedIndex, UnknownParent
 from tests.helpers.reference_index import IndexHistory, ReferenceIndex
 from tests.soak import HISTORY_OPERATIONS, Differs, play, play_fold
 

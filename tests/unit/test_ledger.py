@@ -33,7 +33,8 @@ from streams.engines.restatements import ANSWERED_FOR_S, CHUNK_BYTES_MAX, RESTAT
 from streams.lab.engines.engine_messages import KvRemoved, KvReused, KvStored
 from streams.lab.engines.event_publisher import WireForm
 from streams.lab.engines.model import EngineModel
-from tests.helpers.holdings import RANK, batch, check, judge, stored, u64
+from tests.helpers.holdings import RANK, batch, judge, stored, u64
+from tests.helpers.invariants import check, members_of
 from tests.helpers.plain_run_store import PlainRunStore, plain_holdings
 from tests.helpers.reference import chain_hashes, random_history
 from tests.helpers.sim_requests import BLOCK as SIM_BLOCK
@@ -107,7 +108,7 @@ class Published:
         return out
 
     def facts(self) -> set[tuple[Tier, int]]:
-        return {(tier, int(block)) for _, tier, block in self.holdings.members()}
+        return {(tier, int(block)) for _, tier, block in members_of(self.holdings.runs)}
 
 
 def comparable(events: Iterable[KvEvent]) -> list[LedgerEvent]:
@@ -475,13 +476,13 @@ def restored(
             held |= {(run.tier, block) for block in sequence_hashes(run.local, run.parent).tolist()}
         store.restate(RANK, piece.runs)
         assert sum(48 + 16 * len(run.local) for run in piece.runs) <= bytes_max
-    store.check()
+    check(store)
     names = {
         (key.tier, run.sequence[offset]): run.engine[offset]
         for key, run in store.runs_of(RANK).items()
         for offset in run.held()
     }
-    return {(tier, int(block)) for _, tier, block in store.members()}, names
+    return {(tier, int(block)) for _, tier, block in members_of(store)}, names
 
 
 def facts_of(ledger: Ledger) -> set[tuple[Tier, int]]:

@@ -18,6 +18,7 @@ from streams.core.loads import bookings as loads_module
 from streams.core.loads.bookings import ActiveLoads, Booking, BookingId, BookingPhase, with_output
 from streams.core.loads.load_table import ActiveRankLoad
 from streams.core.loads.observations import NO_FORECAST, Forecast
+from tests.helpers.invariants import check, decode_blocks_with
 from tests.helpers.reference import chain_hashes
 
 TTL_MS = 1000
@@ -59,7 +60,7 @@ def loads_after(order: list[BookingEvent]) -> ActiveLoads:
 
 
 def seen(loads: ActiveLoads) -> dict[RankId, tuple[int, int, int, int]]:
-    loads.check()
+    check(loads)
     return {
         rank: (load.prefill_tokens, load.output_blocks, load.requests, load.prompt_blocks)
         for rank, load in loads.ranks().items()
@@ -133,7 +134,7 @@ def test_records_in_any_order_and_repeated_give_the_same_loads(seed: int) -> Non
     for index, rank in enumerate((A, B)):
         tokens, output, requests, n_blocks = expected.get(rank, (0, 0, 0, 0))
         joined = len(active_blocks(events).get(rank, set()) | set(unpack_hashes(asked).tolist())) + output
-        assert loads.decode_blocks_with(rank, asked) == columns.decode_blocks[index] == joined
+        assert decode_blocks_with(loads, rank, asked) == columns.decode_blocks[index] == joined
         assert (columns.prefill_tokens[index], columns.requests[index]) == (tokens, requests)
         assert loads.load(rank).decode_blocks == n_blocks + output
 
@@ -197,7 +198,7 @@ def test_records_of_all_kinds_leave_a_sound_state(seed: int, observe: bool, limi
                     loads.advance(now_ms[clock])
                 case "forget":
                     loads.forget(booking_id)
-            loads.check()
+            check(loads)
 
 
 def test_blocks_shared_on_a_rank_count_once() -> None:
@@ -207,9 +208,9 @@ def test_blocks_shared_on_a_rank_count_once() -> None:
     loads.add(request("r2"), booking(A, 5), 0)
     loads.add(request("r3"), booking(B, 5), 0)
     assert (loads.load(A).decode_blocks, loads.load(B).decode_blocks) == (5, 5)
-    assert loads.decode_blocks_with(A, booking(A, 7).sequence) == 7
-    assert loads.decode_blocks_with(A, booking(A, 7, branch=3).sequence) == 10
-    assert loads.decode_blocks_with(RankId(WorkerId(9), DpRank(0)), pack_hashes([1, 2])) == 2
+    assert decode_blocks_with(loads, A, booking(A, 7).sequence) == 7
+    assert decode_blocks_with(loads, A, booking(A, 7, branch=3).sequence) == 10
+    assert decode_blocks_with(loads, RankId(WorkerId(9), DpRank(0)), pack_hashes([1, 2])) == 2
     loads.free(request("r2"), 0)
     assert loads.load(A).decode_blocks == 3
     loads.free(request("r1"), 0)
@@ -409,7 +410,7 @@ def test_an_ended_booking_keeps_neither_its_id_nor_its_hashes(late_add: bool) ->
     taken = traced_bytes(lambda: ended(n, 512, late_add=late_add))
     assert taken / n < loads_module.ENDED_BOOKING_BYTES * 1.2
     loads = ended(n, 8, late_add=late_add)
-    loads.check()
+    check(loads)
     assert len(loads) == n
     assert loads.n_bytes == n * loads_module.ENDED_BOOKING_BYTES
     assert loads.expire(TTL_MS) == n
@@ -421,10 +422,10 @@ def test_the_end_of_a_booking_that_the_log_has_not_given_a_time_is_kept_until_it
     loads = ActiveLoads(TTL_MS)
     loads.add(request("r"), booking(), None)
     loads.free(request("r"), None)
-    loads.check()
+    check(loads)
     assert (len(loads), loads.expiring()) == (1, [])
     loads.add(request("r"), booking(), 300, clock=5)
-    loads.check()
+    check(loads)
     assert (loads.live("r"), len(loads), loads.expiring()) == (None, 1, [5])
     loads.free(request("r"), 400, clock=5)
     loads.prefill_complete(request("r"), 350, clock=5)
@@ -434,7 +435,7 @@ def test_the_end_of_a_booking_that_the_log_has_not_given_a_time_is_kept_until_it
     loads.free(request("s"), 500)
     loads.forget(request("s"))
     assert (len(loads), loads.knows("s")) == (0, False)
-    loads.check()
+    check(loads)
 
 
 def test_the_end_of_a_booking_becomes_compact_when_the_log_has_it() -> None:
@@ -444,11 +445,11 @@ def test_the_end_of_a_booking_becomes_compact_when_the_log_has_it() -> None:
         loads.add(request(request_id), booking(), None, is_new=True)
         loads.add(request(request_id), booking(), 100 + number)
         loads.free(request(request_id), None)
-    loads.check()
+    check(loads)
     assert loads.n_bytes > 2 * loads_module.ENDED_BOOKING_BYTES
     loads.free(request("r"), 400)
     loads.add(request("r"), booking(), 150)  # it comes late, and changes nothing
-    loads.check()
+    check(loads)
     assert (loads.live("r"), loads.knows("r"), loads.load(A).requests) == (None, True, 0)
     assert loads.expire(101 + TTL_MS) == 1  # the end of `s` is not in the log
     assert loads.n_bytes == loads_module.ENDED_BOOKING_BYTES
@@ -463,7 +464,7 @@ def test_bookings_of_one_clock_expire_in_their_order_though_their_records_come_i
     loads.add(request("r1"), booking(), 950)
     for now_ms, left in ((1199, 5), (1200, 4), (1300, 3), (1500, 2), (1900, 1), (1949, 1), (1950, 0)):
         loads.expire(now_ms)
-        loads.check()
+        check(loads)
         assert (len(loads), loads.load(A).requests) == (left, left)
 
 
@@ -498,12 +499,12 @@ def test_beyond_the_limit_of_memory_the_oldest_bookings_are_dropped_and_counted(
     loads = ActiveLoads(TTL_MS)
     for number in range(n_bookings):
         add(loads, number, 100)
-        loads.check()
+        check(loads)
     n_dropped = max(0, n_bookings - 4)
     assert (len(loads), loads.dropped) == (n_bookings - n_dropped, n_dropped)
     assert [loads.knows(f"r{number}") for number in range(n_bookings)] == [n >= n_dropped for n in range(n_bookings)]
     add(loads, 99, 100_000)
-    loads.check()
+    check(loads)
     assert (len(loads), loads.knows("r99")) == (1, True)
 
 

@@ -10,6 +10,7 @@ from streams.core.loads.bookings import ActiveLoads, BookingId
 from streams.core.loads.log_clock import LogClock
 from streams.core.loads.observations import Forecast, OutputObserved, PrefillObserved
 from tests.helpers.api import rank_of
+from tests.helpers.invariants import check
 from tests.helpers.shared_loads import Replica, World, booking
 from tests.replicas import Loads
 
@@ -97,7 +98,7 @@ def test_a_clock_that_is_set_back_is_followed() -> None:
     loads.advance(40_000)
     loads.add(BookingId("s", "router", 2), booking(1)._replace(forecast=FOUR_S), None)
     loads.advance(42_000)
-    loads.check()
+    check(loads)
     assert loads.backlog_ms(loads.rows_of([RANK]), 42_000).tolist() == [1000.0]
 
 
@@ -113,7 +114,7 @@ def test_what_is_learnt_of_a_request_does_not_depend_on_a_jump() -> None:
     loads.shift([request], 1_000)
     loads.advance(1_001_710)
     loads.add(request, booked._replace(output_blocks=1), None)
-    loads.check()
+    check(loads)
     assert loads.observations is not None
     prefill, output = loads.observations
     assert isinstance(prefill, PrefillObserved) and prefill.took_ms == 300

@@ -34,6 +34,7 @@ from streams.router_api.sharing.log_time import QUIET_MS
 from streams.settings import Settings
 from streams.topics import topics
 from tests.helpers.api import PATIENCE_S, rank_of
+from tests.helpers.invariants import check
 from tests.helpers.shared_loads import (
     KNOBS,
     TOPIC,
@@ -152,7 +153,7 @@ def test_records_folded_together_give_the_state_of_one_at_a_time(
         if at >= len(written):
             break
     with one_by_one.sync.locked() as expected, together.sync.locked() as found:
-        found.check()
+        check(found)
         assert found.ranks() == expected.ranks()
         for request_id in REQUESTS:
             assert found.live_ids(request_id) == expected.live_ids(request_id)

@@ -15,6 +15,7 @@ from streams.core.hashing import local_hashes
 from streams.core.ids import U32_MAX, DpRank, HashArray, RankId, Tier, WorkerId
 from streams.core.index.predicted_index import TTL_S, PredictedPrefixIndex
 from streams.errors import BlockSizeMismatch, InvalidEvent, InvalidRequest, SettingsError
+from tests.helpers.invariants import check, predicted
 from tests.helpers.reference import Member, chain_hashes, overlap_of
 
 A, B = (RankId(WorkerId(worker), DpRank(0)) for worker in (1, 2))
@@ -75,9 +76,9 @@ def test_random_predictions_agree_with_the_reference(seed: int) -> None:
         else:
             rng.choice((index.clear, index.remove_rank))(rank)
             reference.remove_rank(rank)
-        index.check()
+        check(index)
         facts = reference.members()
-        assert {(holder, tier, int(block)) for holder, tier, block in index.members()} == facts
+        assert {(holder, Tier.DEVICE, block) for holder, block in predicted(index)} == facts
         assert len(index) == len(facts)
         asked = [rng.randrange(3) for _ in range(12)]
         answer = index.find_matches(u64(*asked))
@@ -171,7 +172,7 @@ def test_an_invalid_prediction_changes_nothing(rank: RankId, local: Any, now_s: 
     index.predict(B, u64(5), 0.0)
     with pytest.raises(InvalidEvent):
         index.predict(rank, local, now_s)
-    assert list(index.members()) == [(B, Tier.DEVICE, 5)]
+    assert predicted(index) == {(B, 5)}
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from streams.engines.publisher import KvEventPublisher
 from streams.errors import KvStreamsError
 from streams.kafka.records import decode_batch
 from streams.settings import Settings
+from tests.helpers.invariants import members_of
 from tests.helpers.plain_run_store import PlainHoldings, plain_holdings
 from tests.helpers.recording_producer import RecordingProducer
 
@@ -72,7 +73,7 @@ def test_a_batch_that_waits_is_sent_by_the_next_call(kafka: Kafka) -> None:
     refused(kafka, lambda: of.removed([11]))
     of.removed([12])
     assert health(kafka) is Health.EXACT
-    assert not list(applied(kafka).members())
+    assert not list(members_of(applied(kafka).runs))
 
 
 @pytest.mark.parametrize("then", ["another batch", "a heartbeat", "a flush"])

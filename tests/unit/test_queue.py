@@ -20,6 +20,7 @@ from streams.core.routing.queue import (
     Waiting,
     wspt_key,
 )
+from tests.helpers.invariants import check
 
 NO_LIMITS = QueueLimits(1 << 30, 1 << 60, 1 << 30)
 
@@ -35,7 +36,7 @@ def queue_of(
     queue = RequestQueue(policy, limits, prefill_us_per_token=100.0)
     for request in requests:
         queue.add(request)
-    queue.check()
+    check(queue)
     return queue
 
 
@@ -45,7 +46,7 @@ def emptied(queue: RequestQueue) -> list[int]:
     while queue:
         number = next(queue.in_order())
         queue.leave(number, queue.waiting(number).uncached_tokens, 0.0)
-        queue.check()
+        check(queue)
         order.append(number)
     return order
 
@@ -117,7 +118,7 @@ def test_requests_come_and_go_in_any_order(steps: list[tuple[str, int, Waiting]]
             queue.add(waiting(next_number, each.uncached_tokens, priority=each.priority, tenant=each.tenant))
             left[next_number] = each.uncached_tokens
             next_number += 1
-            queue.check()
+            check(queue)
             continue
         number = known[choice % len(known)]
         if step == "v":
@@ -129,7 +130,7 @@ def test_requests_come_and_go_in_any_order(steps: list[tuple[str, int, Waiting]]
         else:
             assert queue.remove(number).number == number
             del left[number]
-        queue.check()
+        check(queue)
     assert sorted(queue.in_order()) == sorted(left)
     assert {number: queue.waiting(number).uncached_tokens for number in left} == left
     assert len(queue) == len(left) == sum(queue.lengths().values())
@@ -140,7 +141,7 @@ def test_a_new_estimate_changes_the_order() -> None:
     queue = queue_of(waiting(1, 100), waiting(2, 500), policy=QueuePolicy.WSPT)
     assert list(queue.in_order()) == [1, 2]
     queue.revalue(2, 50)
-    queue.check()
+    check(queue)
     assert list(queue.in_order()) == [2, 1]
 
 

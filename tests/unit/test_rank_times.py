@@ -17,6 +17,7 @@ from streams.core.loads.bookings import ActiveLoads, Booking, BookingId, Booking
 from streams.core.loads.observations import Forecast, OutputObserved, PrefillObserved, Unreported
 from streams.core.routing.policies.expected_time import ExpectedTime
 from streams.core.routing.policies.interface import Situation
+from tests.helpers.invariants import check
 from tests.helpers.reference import chain_hashes
 
 RANKS = tuple(RankId(WorkerId(number), DpRank(0)) for number in (1, 2, 3))
@@ -37,7 +38,7 @@ def booking(rank: RankId = RANKS[0], forecast: Forecast = HUNDRED_MS, *, output:
 
 def backlog_ms(loads: ActiveLoads, now_ms: int, rank: RankId = RANKS[0]) -> float:
     loads.advance(now_ms)
-    loads.check()
+    check(loads)
     return float(loads.backlog_ms(loads.rows_of([rank]), now_ms)[0])
 
 
@@ -83,14 +84,14 @@ def test_a_booking_without_reports_counts_as_prefilled_and_then_as_over() -> Non
     load = loads.load(RANKS[0])
     assert (load.prefill_tokens, load.requests, load.prompt_blocks) == (0, 1, 3)
     loads.advance(1400)
-    loads.check()
+    check(loads)
     load = loads.load(RANKS[0])
     assert (load.prefill_tokens, load.requests, load.prompt_blocks) == (0, 0, 0)
     assert loads.live("1") is not None
     assert list(loads.observations or ()) == [Unreported(RANKS[0], ended=False), Unreported(RANKS[0], ended=True)]
     loads.prefill_complete(request(1), 1500)
     loads.free(request(1), 1500)
-    loads.check()
+    check(loads)
     assert loads.live("1") is None
 
 
@@ -103,7 +104,7 @@ def test_a_report_brings_back_a_booking_that_counted_as_over() -> None:
     loads.add(request(1), booking(forecast=Forecast(100_000, 150, 400), output=2), 1500)
     load = loads.load(RANKS[0])
     assert (load.requests, load.output_blocks) == (1, 2)
-    loads.check()
+    check(loads)
 
 
 def test_the_rank_goes_on_when_a_booking_counts_as_prefilled() -> None:
@@ -160,7 +161,7 @@ def test_ended_bookings_do_not_pile_up_behind_one_that_waits(monkeypatch: pytest
         loads.free(request(number), 1001)
     assert len(loads.times._earliest[1]) <= 2 * rank_times._STALE_WAITING_MAX
     assert len(loads.times._due) <= 102
-    loads.check()
+    check(loads)
 
 
 @dataclass(frozen=True)
@@ -251,7 +252,7 @@ def replica(stories: list[Story], seed: int) -> ActiveLoads:
         if not records:
             left = [each for each in left if each[1]]
     loads.advance(END_MS)
-    loads.check()
+    check(loads)
     return loads
 
 

@@ -32,7 +32,6 @@ from tests.helpers.holdings import (
     RANK,
     SIBLING,
     batch,
-    check,
     chunks,
     judge,
     members,
@@ -41,6 +40,7 @@ from tests.helpers.holdings import (
     stored,
     u64,
 )
+from tests.helpers.invariants import check
 from tests.helpers.plain_run_store import PlainHoldings, plain_holdings
 from tests.helpers.table_logs import compacted, folded, recovered, state_of_holdings, state_of_view, written
 

@@ -45,6 +45,7 @@ from streams.tables.records import (
 )
 from streams.tables.run_decoding import decode, decode_runs, join, labels_of
 from tests.helpers.holdings import batch, names, stored, u64
+from tests.helpers.invariants import check
 from tests.helpers.plain_run_store import plain_holdings
 from tests.helpers.table_logs import Record, commit, compacted, folded, random_log, state_of_view
 
@@ -362,7 +363,7 @@ def test_folding_in_batches_of_any_size_equals_folding_one_by_one(seed: int, siz
         assert bad == expected
         assert state_of_view(view) == state_of_view(one_by_one) == state_of_view(folded(records))
         assert view.index.rank_states() == one_by_one.index.rank_states()
-        view.index.runs.check()
+        check(view.index.runs)
 
 
 def test_a_rank_ends_at_its_tombstones_position_among_its_runs() -> None:
@@ -373,7 +374,7 @@ def test_a_rank_ends_at_its_tombstones_position_among_its_runs() -> None:
         view = View(Settings(), lambda: 0)
         assert view.fold_index_batch(records) == []
         assert len(view.index.members()) == held
-        view.index.runs.check()
+        check(view.index.runs)
 
 
 def test_a_rank_that_returns_after_it_was_dropped_gets_a_new_number() -> None:
@@ -388,7 +389,7 @@ def test_a_rank_that_returns_after_it_was_dropped_gets_a_new_number() -> None:
         fold.fold_records(columns_of(*_run_of(RankId(WorkerId(5000 + n_ranks), DpRank(0)), 1)))
         for rank in ranks[::2]:
             fold.fold_records(columns_of(*_run_of(rank, 1)))
-        fold.check()
+        check(fold)
         assert {rank for rank, _, _ in fold.members()} >= set(ranks)
 
 
@@ -409,7 +410,7 @@ def test_a_full_index_takes_what_fits_and_reports_the_rest() -> None:
         fold.fold(*_run_of(other, 1000))
     fold.fold(keys, [None] * 399)
     assert not len(fold)
-    fold.check()
+    check(fold)
 
 
 def test_a_rank_over_the_index_capacity_is_degraded_until_its_next_epoch(
@@ -463,7 +464,7 @@ def test_the_blocks_of_each_rank_are_all_members() -> None:
         fold.fold([key], [run if rng.random() < 0.9 else None])
         if rng.random() < 0.01:
             fold.forget_rank(rng.choice(ranks))
-    fold.check()
+    check(fold)
     expected: dict[tuple[RankId, Tier], list[int]] = {}
     for rank, tier, block in fold.members():
         expected.setdefault((rank, tier), []).append(int(block))

@@ -26,7 +26,8 @@ from streams.tables.records import (
     decode_progress,
     decode_run,
 )
-from tests.helpers.holdings import RANK, batch, check, members, names, stored, u64
+from tests.helpers.holdings import RANK, batch, members, names, stored, u64
+from tests.helpers.invariants import check
 from tests.helpers.plain_run_store import plain_holdings
 from tests.helpers.table_logs import (
     TOMBSTONES_MAX,

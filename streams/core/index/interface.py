@@ -1,7 +1,7 @@
 """The answer of an index: how many leading blocks of a request each rank holds, without a hole.
 
 What lives here: the answer (`PrefixScores`), its form as columns over the candidates, and the checks of what callers
-pass. What must not: an index (run_tree, predicted_index), run records (run_fold).
+pass. What must not: an index (run_tree, predicted_index), run records (tree_fold).
 """
 
 from __future__ import annotations

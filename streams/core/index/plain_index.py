@@ -8,12 +8,11 @@ Owner of the state: one thread, or the thread that holds the owner's lock. A que
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 
 from streams.core.hashing import sequence_hashes
-from streams.core.ids import HashArray, RankId, SequenceHash
+from streams.core.ids import HashArray, RankId
 from streams.core.index.interface import PrefixScores
-from streams.errors import IndexCorrupt
 
 
 class HolderSets:
@@ -84,23 +83,6 @@ class HolderSets:
         else:
             self._score(scores, active if chain else 0, len(chain))
         return PrefixScores(scores)
-
-    def members(self) -> Iterator[tuple[RankId, SequenceHash]]:
-        """Iterate over all facts, in no particular order; two HolderSets are equal if their sets of facts are."""
-        for rank, held in self._held.items():
-            for block in held:
-                yield rank, SequenceHash(block)
-
-    def check(self) -> None:
-        """Raise IndexCorrupt if masks, sets and bits disagree."""
-        masks: dict[int, int] = {}
-        for rank, held in self._held.items():
-            for block in held:
-                masks[block] = masks.get(block, 0) | 1 << self._bit_of[rank]
-        if masks != self._holders:
-            raise IndexCorrupt("holders' masks differ from what the ranks hold")
-        if {rank: bit for bit, rank in enumerate(self._rank_at) if rank is not None} != self._bit_of:
-            raise IndexCorrupt("bits and ranks disagree")
 
     def _bit(self, rank: RankId) -> int:
         bit = self._bit_of.get(rank)

@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterator
 
 import numpy as np
 
 from streams.core.hashing import sequence_hashes
-from streams.core.ids import HashArray, RankId, SequenceHash, Tier
+from streams.core.ids import HashArray, RankId
 from streams.core.index.interface import PrefixScores, check_hashes, check_query, check_rank
 from streams.core.index.plain_index import HolderSets
-from streams.errors import IndexCorrupt, InvalidEvent, SettingsError
+from streams.errors import InvalidEvent, SettingsError
 
 #: Seconds for which a prediction is valid; NVIDIA Dynamo's default. An engine under load replaces its cache within
 #: minutes, and a prediction that outlives the block sends requests to a rank that has to compute it again.
@@ -114,23 +113,6 @@ class PredictedPrefixIndex:
         """
         check_query(local)
         return self._sets.find_matches(local)
-
-    def members(self) -> Iterator[tuple[RankId, Tier, SequenceHash]]:
-        """Iterate over all predicted blocks, by sequence hash, in the device tier and in no particular order."""
-        return ((rank, Tier.DEVICE, block) for rank, block in self._sets.members())
-
-    def check(self) -> None:
-        """Raise IndexCorrupt with the first broken invariant; slow, for tests and debugging."""
-        self._sets.check()
-        if self._predicted.keys() != {(rank, int(block)) for rank, block in self._sets.members()}:
-            raise IndexCorrupt("the held blocks are not the predicted blocks")
-        times = list(self._predicted.values())
-        if times != sorted(times):
-            raise IndexCorrupt("predictions are out of order")
-        if times and not (self._now_s - times[0] < self._ttl_s and times[0] <= times[-1] <= self._now_s):
-            raise IndexCorrupt("a prediction has expired or is in the future", oldest=times[0], now_s=self._now_s)
-        if len(times) > self._blocks_max:
-            raise IndexCorrupt("more blocks than the limit", n_blocks=len(times), blocks_max=self._blocks_max)
 
     def __len__(self) -> int:
         return len(self._predicted)

@@ -26,7 +26,6 @@ from streams.core.index.kernels.columns import assign_column, clear_rank, sweep,
 from streams.core.index.kernels.maps import join_segments
 from streams.core.index.kernels.match import TIERED, TIERED_WORDS, match, match_tiers
 from streams.core.index.kernels.place import place_scores
-from streams.core.index.tree_inspection import Column, TreeReader
 from streams.errors import SettingsError, TooManyRanks
 
 N_TIERS = len(Tier)
@@ -275,21 +274,6 @@ class RunTree:
 
     def __len__(self) -> int:
         return int(self._context[layout.N_FACTS])
-
-    def reader(self) -> TreeReader:
-        """A snapshot of the whole tree."""
-        columns = self._memory.words(layout.COLUMN_OF).view(np.int32)
-        return TreeReader(
-            self._memory,
-            [
-                Column(int(columns[holder]), self._rank_ids[number], Tier(tier))
-                for (number, tier), holder in self._holders.items()
-            ],
-        )
-
-    def check(self) -> None:
-        """Raise IndexCorrupt with the first broken invariant; slow, for tests and debugging."""
-        self.reader().check()
 
     def memory_bytes(self) -> int:
         """Bytes of memory that the tree takes, including maps and spare space."""

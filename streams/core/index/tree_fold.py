@@ -1,7 +1,11 @@
-"""Run records folded into a run tree by compiled kernels; see run_fold.RunFold.
+"""Run records folded into a run tree by compiled kernels: the state that a router builds from the index changelog.
 
 What lives here: epochs, known holders, and which records are folded. What must not: bytes, records as columns
-(run_columns), and what a record changes in the tree (kernels/fold).
+(run_columns), what a record changes in the tree (kernels/fold), and locks (router_api.index_view).
+
+Records arrive in any order that compaction leaves: children before parents, runs before their progress, a key's older
+values missing. A rank's epoch is the greatest in any of its records; runs of an older epoch are dropped, and ignored
+from then on. Owner of the state: the view, which admits one thread at a time. Facts are (rank, tier, sequence hash).
 """
 
 from __future__ import annotations
@@ -11,18 +15,14 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from streams.core.ids import (
-    U64_MASK,
-    DpRank,
     Epoch,
     HashArray,
-    Incarnation,
     Int64Array,
     RankId,
     SequenceHash,
     Tier,
-    WorkerId,
 )
-from streams.core.index.arenas import DEFAULT_LIMITS, TreeLimits
+from streams.core.index.arenas import DEFAULT_LIMITS, TreeLimits, TreeMemory
 from streams.core.index.interface import Candidates, HolderBitmaps
 from streams.core.index.kernels import layout, run_records
 from streams.core.index.kernels.fold import digest_columns, drop_old_records
@@ -30,9 +30,8 @@ from streams.core.index.kernels.run_records import KNOWN_WORDS, find_known, fold
 from streams.core.index.kernels.trace import trace
 from streams.core.index.run_columns import RunColumns, columns_of, packed_place
 from streams.core.index.run_tree import N_TIERS, TRIM_CALLS, RunTree
-from streams.core.index.tree_inspection import blocks_in_column
 from streams.core.runs import Run, RunKey
-from streams.errors import IndexCorrupt, IndexFull, TooManyRanks
+from streams.errors import IndexFull, TooManyRanks
 
 #: Records examined after each call to find those of ended generations: about 20 us.
 _DROP_BUDGET = 4096
@@ -41,7 +40,7 @@ _KNOWN_FIRST = 64
 
 
 class TreeRunFold(RunTree):
-    """The fold over a run tree; see RunFold.
+    """The fold over a run tree.
 
     _known: the table of kernels/run_records, with the holders of folded records. Its entries follow _epochs and the
     indices of holders.
@@ -57,7 +56,12 @@ class TreeRunFold(RunTree):
         self._known_address = int(self._known.ctypes.data)
 
     def fold(self, keys: Sequence[RunKey], runs: Sequence[Run | None]) -> None:
-        """Fold records; see RunFold. Raises IndexFull if some do not fit; all others are folded."""
+        """Fold records, for each key in the log's order; None is a tombstone.
+
+        A run replaces the previous run of its key. A run of an older epoch than its rank's changes nothing; a run of a
+        newer epoch first removes all older runs of the rank.
+        Raises IndexFull if some do not fit; all others are folded.
+        """
         refused = self.fold_records(columns_of(keys, runs))
         if refused:
             raise IndexFull(
@@ -67,7 +71,7 @@ class TreeRunFold(RunTree):
             )
 
     def fold_records(self, records: RunColumns, first: int = 0, last: int | None = None) -> list[int]:
-        """Fold records `first` to `last` - 1, see RunFold; returns those that do not fit.
+        """Fold records `first` to `last` - 1, as `fold` does; returns those that do not fit.
 
         Such a record leaves its key unchanged.
         """
@@ -117,7 +121,7 @@ class TreeRunFold(RunTree):
             self._drop_from = int(drop_old_records(self._address, self._drop_from, _DROP_BUDGET)) or -1
 
     def enter_epoch(self, rank: RankId, epoch: Epoch) -> None:
-        """Drop older runs of the rank; see RunFold."""
+        """Enter an epoch from a progress record: older runs of the rank are dropped. An older epoch is ignored."""
         known = self._epochs.get(rank)
         if known is None or epoch > known:
             self._drop_runs(rank)
@@ -128,11 +132,11 @@ class TreeRunFold(RunTree):
                     self._set_epoch(entry, epoch)
 
     def epoch_of(self, rank: RankId) -> Epoch | None:
-        """Greatest epoch seen for a rank."""
+        """Greatest epoch seen for a rank; None if there is none."""
         return self._epochs.get(rank)
 
     def forget_rank(self, rank: RankId) -> None:
-        """Drop a rank's runs and its epoch."""
+        """Drop a rank's runs and its epoch, which is the effect of its progress record's tombstone."""
         self._drop_runs(rank)
         self._epochs.pop(rank, None)
         for tier in Tier:
@@ -188,7 +192,12 @@ class TreeRunFold(RunTree):
     def holders_along(
         self, sequence: HashArray, first: int, rows: Int64Array, candidates: Candidates
     ) -> HolderBitmaps | None:
-        """The candidates that hold a request's blocks from `first` on; see RunFold."""
+        """The candidates that hold a request's blocks from `first` on, with or without the blocks before.
+
+        sequence: uint64[n]. rows: int64[n] or longer; the search ends at a block that no candidate holds and whose
+        entry in `rows` is 0. Returns None if no candidate holds any of these blocks.
+        Must not be called while another thread folds.
+        """
         n_blocks, n_candidates = len(sequence), len(candidates.ranks)
         words = max(1, -(-n_candidates // 64))
         held_rows = np.zeros(n_blocks, dtype=np.int64)
@@ -198,26 +207,35 @@ class TreeRunFold(RunTree):
         return (held_rows, held_bits, words) if n_rows else None
 
     def ranks(self) -> list[RankId]:
-        """All ranks that have an epoch."""
+        """All ranks that have an epoch, in no particular order."""
         return list(self._epochs)
 
     def members(self) -> Iterator[tuple[RankId, Tier, SequenceHash]]:
         """Iterate over all facts, in no particular order."""
-        return self.reader().members()
+        for rank in self._epochs:
+            for tier, blocks in self.held_by(rank).items():
+                for block in blocks.tolist():
+                    yield rank, tier, SequenceHash(block)
 
     def held_by(self, rank: RankId) -> dict[Tier, HashArray]:
-        """Sequence hashes that a rank holds, by tier; see RunFold."""
+        """Sequence hashes that a rank holds, by tier: uint64[n] each, in no particular order. The arrays are copies.
+
+        Must not be called while another thread folds.
+        """
         number = self._numbers.get(rank)
         column_of = self._memory.words(layout.COLUMN_OF).view(np.int32)
         holders = {} if number is None else {tier: self._holders.get((number, int(tier))) for tier in Tier}
         return {
-            tier: blocks_in_column(self._memory, int(column_of[holder]))
+            tier: _blocks_in_column(self._memory, int(column_of[holder]))
             for tier, holder in holders.items()
             if holder is not None
         }
 
     def facts(self, rank: RankId) -> tuple[int, int]:
-        """Number of blocks and their digest; see RunFold."""
+        """Number of blocks that a rank's runs hold, and an order-independent digest of them.
+
+        A block that two runs claim counts twice. This happens while the end of one of the claims has not been read yet.
+        """
         number = self._numbers.get(rank)
         if number is None:
             return 0, 0
@@ -242,28 +260,29 @@ class TreeRunFold(RunTree):
             self._digested = digests.view(np.uint64)
         return self._digested
 
-    def check(self) -> None:
-        """Raise IndexCorrupt with the first broken invariant."""
-        super().check()
-        if not self._numbers.keys() <= self._epochs.keys():
-            raise IndexCorrupt("a rank with runs has no epoch")
-        self._check_known()
-
-    def _check_known(self) -> None:
-        n_known = 0
-        for worker, place, holder, incarnation, generation, *_ in self._known.tolist():
-            n_known += place != 0
-            if holder:
-                rank = RankId(WorkerId(worker & U64_MASK), DpRank((place - 1) >> 2))
-                epoch = Epoch(Incarnation(incarnation & U64_MASK), generation)
-                if self._epochs.get(rank) != epoch:
-                    raise IndexCorrupt("a known holder does not have its rank's epoch", rank=rank, epoch=epoch)
-                if self._holders.get((self._numbers.get(rank, -1), (place - 1) & 3)) != holder - 1:
-                    raise IndexCorrupt("a known holder belongs to another rank or tier", rank=rank, holder=holder - 1)
-        if n_known != self._n_known:
-            raise IndexCorrupt("known holders are miscounted", counted=self._n_known, found=n_known)
-
 
 def _signed(value: int) -> int:
     """Convert a u64 to the int64 with the same bits, as kernels take it."""
     return value - (1 << 64) if value >> 63 else value
+
+
+def _blocks_in_column(memory: TreeMemory, column: int) -> HashArray:
+    """Sequence hashes of the blocks in one column, uint64[n], in no particular order.
+
+    A million blocks take about 10 ms. This does not visit the rest of the tree, since a router's decisions wait for it.
+    """
+    context = memory.context
+    n_runs, word = int(context[layout.N_RUNS]), column >> 6
+    if word < layout.INLINE_WORDS:
+        covered = memory.words(layout.RUNS)[: n_runs * 8].reshape(n_runs, 8)[:, 4 + word]
+    else:
+        stride = int(context[layout.WIDE_STRIDE])
+        covered = memory.words(layout.WIDE)[: n_runs * stride].reshape(n_runs, stride)[:, word - layout.INLINE_WORDS]
+    held = np.flatnonzero((covered >> (column & 63)) & 1)
+    fields = memory.words(layout.RUNS)[: n_runs * 8].view(np.int32).reshape(n_runs, 16)
+    starts = fields[held, layout.RUN_START // 4].astype(np.int64)
+    lengths = fields[held, layout.RUN_LENGTH // 4].astype(np.int64)
+    # The blocks of all these runs: each run's first block, and then one after the other.
+    blocks = np.repeat(starts - (np.cumsum(lengths) - lengths), lengths) + np.arange(int(lengths.sum()))
+    sequence: HashArray = memory.words(layout.SEQUENCE).view(np.uint64).take(blocks)
+    return sequence

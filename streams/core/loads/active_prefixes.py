@@ -10,13 +10,9 @@ A rank is a row, which is a small number, and a set of ranks is an int with one 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, Protocol
-
 import numpy as np
 
 from streams.core.ids import Int64Array
-from streams.errors import IndexCorrupt
 
 _BYTES_PER_BLOCK = 8
 
@@ -45,25 +41,6 @@ class PrefixNode:
     def n_blocks(self) -> int:
         """The run's length."""
         return len(self.chain) // _BYTES_PER_BLOCK
-
-
-class Prefixes(Protocol):
-    """What ActiveLoads needs of the tree. With kernels it is a PrefixArena, whose runs are numbers."""
-
-    def add(self, row: int, chain: bytes) -> tuple[Any, int]:
-        """As in ActivePrefixes."""
-
-    def remove(self, row: int, node: Any, /) -> int:
-        """As in ActivePrefixes."""
-
-    def shared(self, chain: bytes, n_rows: int) -> Int64Array:
-        """As in ActivePrefixes."""
-
-    def shared_and_users(self, chain: bytes, n_rows: int) -> tuple[Int64Array, list[tuple[int, int, int]]]:
-        """As in ActivePrefixes."""
-
-    def nodes(self) -> Iterator[Any]:
-        """As in ActivePrefixes."""
 
 
 class ActivePrefixes:
@@ -180,34 +157,6 @@ class ActivePrefixes:
             shared = np.unpackbits(packed, bitorder="little") * np.int64(n_blocks)
             self._cached[bits, n_blocks] = shared
         return shared
-
-    def nodes(self) -> Iterator[PrefixNode]:
-        """Every run, parents first. For tests and debugging."""
-        todo = list(self._root.children.values())
-        while todo:
-            node = todo.pop()
-            yield node
-            todo += node.children.values()
-
-    def check(self) -> None:
-        """Raise IndexCorrupt, which names the first broken invariant. Slow; for tests and debugging."""
-        for node in self.nodes():
-            if not node.chain or len(node.chain) % _BYTES_PER_BLOCK or not node.uses:
-                raise IndexCorrupt("a run is empty", chain=node.chain.hex())
-            if node.n_requests != sum(node.uses.values()):
-                raise IndexCorrupt("the requests of a run are miscounted", requests=node.n_requests)
-            if node.bits != sum(1 << row for row in node.uses) or min(node.uses.values()) < 1:
-                raise IndexCorrupt("the bits of a run differ from the rows that use it", bits=node.bits)
-            through: dict[int, int] = {}
-            for first, child in node.children.items():
-                if child.parent is not node or child.chain[:_BYTES_PER_BLOCK] != first:
-                    raise IndexCorrupt("a run is attached to the wrong parent")
-                for row, uses in child.uses.items():
-                    through[row] = through.get(row, 0) + uses
-            if any(uses > node.uses.get(row, 0) for row, uses in through.items()):
-                raise IndexCorrupt("more requests leave a run than enter it")
-            if len(node.children) == 1 and through == node.uses:
-                raise IndexCorrupt("two runs should have been joined")
 
 
 def _common_length(node: bytes, chain: bytes, at: int) -> int:

@@ -15,13 +15,11 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
-
 from streams.core.ids import Float64Array, Int64Array, RankId
 from streams.core.loads.active_prefixes import ActivePrefixes, PrefixNode
 from streams.core.loads.ended_bookings import EndedBookings
 from streams.core.loads.expiries import Expiries
-from streams.core.loads.load_table import DECODE, OUTPUT, PREFILL, REQUESTS, ActiveRankLoad, LoadColumns, LoadTable
+from streams.core.loads.load_table import REQUESTS, ActiveRankLoad, LoadColumns, LoadTable
 from streams.core.loads.observations import (
     NO_FORECAST,
     Forecast,
@@ -31,7 +29,6 @@ from streams.core.loads.observations import (
     Unreported,
 )
 from streams.core.loads.rank_times import RankTimes, TimedBooking
-from streams.errors import IndexCorrupt
 
 #: Bookings kept at once, without those that have ended (ended_bookings.ENDED_MAX). Beyond this limit the oldest one is
 #: dropped and counted, so that the router does not run out of memory. A fleet of 1,000 ranks with 256 running requests
@@ -504,12 +501,6 @@ class ActiveLoads:
         """The same, and how many running requests use these blocks, as in ActivePrefixes.match."""
         return self._prefixes.shared_and_users(sequence, self._ranks.n_rows)
 
-    def decode_blocks_with(self, rank: RankId, sequence: bytes) -> int:
-        """Distinct active blocks of a rank if a request with this chain joined it."""
-        row = self._ranks.row_of(rank)
-        shared = self.shared_blocks(sequence)[row] if row else 0
-        return self.load(rank).decode_blocks + len(sequence) // _BYTES_PER_HASH - int(shared)
-
     # -- states --------------------------------------------------------------------------------------------------------
 
     def _has_ended(self, booking_id: BookingId, at_ms: int | None) -> bool:
@@ -635,44 +626,3 @@ class ActiveLoads:
         self.observations.append(
             OutputObserved(booking.rank, booking.model, booking.output_blocks, took_ms, n_active, ended, prefills_ms)
         )
-
-    # -- checks --------------------------------------------------------------------------------------------------------
-
-    def check(self) -> None:
-        """Raise IndexCorrupt, which names the first broken invariant. Slow; for tests and debugging."""
-        self._prefixes.check()
-        self._check_sums()
-        if any(state.freed and state.booking is not None for state in self._states.values()):
-            raise IndexCorrupt("a booking has ended and is still active")
-        n_bytes = sum(map(_known_bytes, self._states))
-        n_bytes += sum(
-            _active_bytes(state.booking)
-            for state in self._states.values()
-            if state.booking is not None and state.node is not None
-        )
-        if n_bytes != self._n_bytes:
-            raise IndexCorrupt("the bytes of bookings are miscounted", counted=self._n_bytes, found=n_bytes)
-        self.times.check(state.timed for state in self._states.values() if state.timed is not None)
-        for problem in self._ended.check():
-            raise IndexCorrupt(problem)
-        timed = sorted(key for key, state in self._states.items() if state.expires_ms is not None)
-        if sorted(self._expiries) != timed:
-            raise IndexCorrupt("a booking that has a time is not due, or one that has ended is")
-        by_request = [state for states in self._by_request.values() for state in states]
-        if set(map(id, by_request)) != set(map(id, self._states.values())) or len(by_request) != len(self._states):
-            raise IndexCorrupt("the bookings of a request are not those that are kept")
-
-    def _check_sums(self) -> None:
-        sums = np.zeros_like(self.table)
-        for node in self._prefixes.nodes():
-            for row in node.uses:
-                sums[DECODE, row] += node.n_blocks
-        for state in self._states.values():
-            if state.booking is not None and state.node is not None:
-                row, output = self._ranks.row_of(state.booking.rank), state.booking.output_blocks
-                sums[PREFILL, row] += state.counted_prefill
-                sums[DECODE, row] += output
-                sums[REQUESTS, row] += 1
-                sums[OUTPUT, row] += output
-        if not np.array_equal(sums, self.table):
-            raise IndexCorrupt("loads are miscounted")

@@ -212,21 +212,6 @@ class EndedBookings:
     def __len__(self) -> int:
         return self._n
 
-    def check(self) -> list[str]:
-        """Return what is inconsistent; slow, for tests and debugging."""
-        found = []
-        shards = {id(shard): shard for shard in self._directory}.values()
-        n_alive = sum(int(self._alive(shard).sum()) for shard in shards)
-        n_times = sum(map(len, self._clocks.values()))
-        if not n_alive == n_times == self._n:
-            found.append(f"{n_alive} ended bookings are in the tables, {n_times} have a time, {self._n} are counted")
-        for index, shard in enumerate(self._directory):
-            request = shard.entries()[0]
-            low = np.uint64((1 << shard.depth) - 1)
-            if (request[self._alive(shard)] & low != np.uint64(index) & low).any():
-                found.append(f"an ended booking is in the wrong shard {index}")
-        return found
-
     def _find(
         self, request_id: str, booking_id: tuple[str, str, int] | None, phase: int | None = None
     ) -> tuple[_Shard, int] | None:

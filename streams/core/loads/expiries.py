@@ -82,9 +82,3 @@ class Expiries(Generic[_K]):
     def clocks(self) -> list[int]:
         """Clocks of which anything is scheduled."""
         return [clock for clock, of in self._clocks.items() if of.in_order or of.late]
-
-    def __iter__(self) -> Iterator[_K]:
-        """Everything that is scheduled, for tests and debugging."""
-        for of in self._clocks.values():
-            yield from of.in_order
-            yield from of.late

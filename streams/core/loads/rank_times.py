@@ -18,13 +18,11 @@ booking may age before its report was read, so that routers agree to within thes
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
 
 import numpy as np
 
 from streams.core.ids import Float64Array, Int64Array
 from streams.core.loads.observations import Forecast
-from streams.errors import IndexCorrupt
 
 #: The numbers that the table has for each rank: sum of forecasts of waiting bookings; their number; the time of the
 #: earliest one, 0 if none waits; the time of the last prefill-complete; what is charged for requests in the queue; the
@@ -210,22 +208,6 @@ class RankTimes:
         elapsed_ms = np.maximum(0.0, now_ms - np.maximum(earliest_ms, prefilled_ms))
         backlog: Float64Array = np.maximum(0.0, waiting_us / 1000.0 - elapsed_ms) + charged_us / 1000.0
         return backlog
-
-    def check(self, timed: Iterable[TimedBooking]) -> None:
-        """Raise IndexCorrupt unless the numbers are those of these bookings. Slow; for tests."""
-        found = np.zeros_like(self._table)
-        others = [PREFILLED_MS, CHARGED_US, COMPUTED_US]
-        found[others] = self._table[others]
-        for each in timed:
-            if not (each.counted and each.waiting):
-                continue
-            if not found[N_WAITING, each.row] or each.since_ms < found[EARLIEST_MS, each.row]:
-                found[EARLIEST_MS, each.row] = each.since_ms
-            found[N_WAITING, each.row] += 1
-            found[WAITING_US, each.row] += each.forecast.prefill_us
-            found[WAITING_TOKENS, each.row] += each.tokens
-        if not np.array_equal(found, self._table):
-            raise IndexCorrupt("the times of ranks are miscounted")
 
     def _note_aged(self, timed: TimedBooking, now_ms: int) -> bool:
         """Whether a booking counts as prefilled by now without a report; its rank then goes on with the next one."""

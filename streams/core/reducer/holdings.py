@@ -6,12 +6,12 @@ What lives here: a record's verdict (ordering) combined with its effect on runs 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
 from streams.core.events import EngineBatch, Heartbeat
-from streams.core.ids import Epoch, Incarnation, RankId, SequenceHash, Tier
+from streams.core.ids import Epoch, Incarnation, RankId
 from streams.core.reducer.ordering import (
     Health,
     Judgement,
@@ -226,10 +226,6 @@ class Holdings(Generic[Events, Change]):
     def has_pending_tombstones(self) -> bool:
         """Whether rows of ended epochs still need their tombstones."""
         return self.runs.has_pending_tombstones
-
-    def members(self) -> Iterator[tuple[RankId, Tier, SequenceHash]]:
-        """Every block held by any rank."""
-        return self.runs.members()
 
     def _progress_of(self, rank: RankId) -> Progress:
         """Return a rank's progress; for a new rank, that of an incarnation before its first."""

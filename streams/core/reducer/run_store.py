@@ -7,12 +7,12 @@ new (ordering).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from streams.core.events import RestatedRun
-from streams.core.ids import Epoch, RankId, SequenceHash, Tier
+from streams.core.ids import Epoch, RankId
 from streams.core.runs import Run
 
 Events_contra = TypeVar("Events_contra", contravariant=True)
@@ -67,9 +67,3 @@ class RunStore(Protocol[Events_contra, Change]):
     @property
     def has_pending_tombstones(self) -> bool:
         """Whether rows of ended epochs still need their tombstones."""
-
-    def members(self) -> Iterator[tuple[RankId, Tier, SequenceHash]]:
-        """Every block held by any rank."""
-
-    def check(self) -> None:
-        """Raise AssertionError if the store is inconsistent; for tests."""

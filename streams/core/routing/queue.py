@@ -281,17 +281,3 @@ class RequestQueue:
         elapsed_s = max(0.001, (now_ms - since_ms) / 1000.0)
         rate = (len(self._drained) + 1) / elapsed_s
         return min(RETRY_AFTER_S_MAX, max(1, -int(-len(self._waiting) // rate)))
-
-    def check(self) -> None:
-        """Raise AssertionError unless every invariant holds. For tests: it visits every request."""
-        placed = {
-            number: (priority, tenant)
-            for priority, flows in self._flows.items()
-            for tenant, flow in flows.items()
-            for _, number in flow.places
-        }
-        assert placed == {number: (each.priority, each.tenant) for number, (each, _) in self._waiting.items()}
-        assert all(flow.places == sorted(flow.places) for flows in self._flows.values() for flow in flows.values())
-        assert all(flows and all(flow.places for flow in flows.values()) for flows in self._flows.values())
-        assert self._by_tenant == Counter(each.tenant for each, _ in self._waiting.values())
-        assert self.n_bytes == sum(each.n_bytes for each, _ in self._waiting.values())

@@ -14,22 +14,19 @@ import numpy as np
 from streams.core.block_facts.fact_sets import FactQuery, WeighedMatches
 from streams.core.ids import Float64Array, HashArray, Int64Array, RankId
 from streams.core.index.interface import Candidates, HolderBitmaps, PrefixScores
-from streams.core.index.run_fold import RunFold
 
-#: RunFold.holders_along, called while no other thread folds.
+#: TreeRunFold.holders_along, called while no other thread folds.
 HoldersAlong = Callable[[HashArray, int, Int64Array, Candidates], HolderBitmaps | None]
 
 
-def locked_holders(index: RunFold, index_lock: AbstractContextManager[object]) -> HoldersAlong:
-    """Return the index's `holders_along`, called under the lock under which the index is folded."""
+def locked_holders(holders_along: HoldersAlong, index_lock: AbstractContextManager[object]) -> HoldersAlong:
+    """Return an index's `holders_along`, called under the lock under which the index is folded."""
 
-    def holders_along(
-        sequence: HashArray, first: int, rows: Int64Array, candidates: Candidates
-    ) -> HolderBitmaps | None:
+    def locked(sequence: HashArray, first: int, rows: Int64Array, candidates: Candidates) -> HolderBitmaps | None:
         with index_lock:
-            return index.holders_along(sequence, first, rows, candidates)
+            return holders_along(sequence, first, rows, candidates)
 
-    return holders_along
+    return locked
 
 
 class SupplementaryMatches:

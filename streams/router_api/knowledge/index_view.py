@@ -5,7 +5,7 @@ not: consuming topics (topic_readers), choosing (core.routing), the registry (fl
 trusted (trust_tracker). Only agents write the index; a router has a replica of it.
 
 Records come in any order that compaction leaves: children before parents, runs before their rank's progress. The fold
-of blocks is core.index.run_fold; this module has keys and bytes, and one lock, so that a query sees each record either
+of blocks is core.index.tree_fold; this module has keys and bytes, and one lock, so that a query sees each record either
 completely or not at all. Pooled blocks and labels are in supplementary_facts.
 """
 

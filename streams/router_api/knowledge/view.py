@@ -74,7 +74,7 @@ class View:
         )
         self.predictions.forget_registry()
         self.facts = SupplementaryFacts(
-            settings.partitions, settings.schema_ids, FactSets, runs.epoch_of, locked_holders(runs, lock)
+            settings.partitions, settings.schema_ids, FactSets, runs.epoch_of, locked_holders(runs.holders_along, lock)
         )
         fleet = FleetView(settings, self._now_ms, self.trust.progress, self.predictions, changes)
         self.index = IndexView(settings, runs, lock, self.trust, self.facts, fleet, self.predictions)

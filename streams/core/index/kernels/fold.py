@@ -1,7 +1,7 @@
 """Run records folded into the tree, in any order.
 
 What lives here: what a record of a run changes in the tree, given the record's previous value. What must not: bytes
-(streams/tables) and the comparison of epochs with progress records (run_fold).
+(streams/tables) and the comparison of epochs with progress records (tree_fold).
 
 A record gives its parent's sequence hash, so the parent is found whichever rank holds it. If the parent has not been
 read yet, a phantom stands in for it: the record's blocks hang from the phantom until the parent arrives, and queries do

@@ -1,7 +1,6 @@
-"""Inspection of a whole run tree: its facts, and the check of its invariants.
+"""A whole run tree as Python values, and the check of its invariants.
 
-What lives here: slow and simple walks over the arenas, for tests and operators. What must not: anything that folding or
-queries use. No thread may write during a walk.
+What lives here: slow and simple walks over the arenas. No thread may write during a walk.
 """
 
 from __future__ import annotations
@@ -12,44 +11,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from streams.core.ids import U32_MAX, HashArray, Int64Array, RankId, SequenceHash, Tier
+from streams.core.ids import U32_MAX, Int64Array
 from streams.core.index.arenas import TreeMemory
 from streams.core.index.kernels import layout
 from streams.core.index.kernels.by_sequence import find_block
 from streams.core.index.kernels.entries import find_claim, find_record
 from streams.core.index.kernels.runs import find_child, run_of
-from streams.errors import IndexCorrupt
-
-
-def blocks_in_column(memory: TreeMemory, column: int) -> HashArray:
-    """Sequence hashes of the blocks in one column, uint64[n], in no particular order.
-
-    A million blocks take about 10 ms. Unlike TreeReader, this does not visit the rest of the tree, since a router's
-    decisions wait for it.
-    """
-    context = memory.context
-    n_runs, word = int(context[layout.N_RUNS]), column >> 6
-    if word < layout.INLINE_WORDS:
-        covered = memory.words(layout.RUNS)[: n_runs * 8].reshape(n_runs, 8)[:, 4 + word]
-    else:
-        stride = int(context[layout.WIDE_STRIDE])
-        covered = memory.words(layout.WIDE)[: n_runs * stride].reshape(n_runs, stride)[:, word - layout.INLINE_WORDS]
-    held = np.flatnonzero((covered >> (column & 63)) & 1)
-    fields = memory.words(layout.RUNS)[: n_runs * 8].view(np.int32).reshape(n_runs, 16)
-    starts = fields[held, layout.RUN_START // 4].astype(np.int64)
-    lengths = fields[held, layout.RUN_LENGTH // 4].astype(np.int64)
-    # The blocks of all these runs: each run's first block, and then one after the other.
-    blocks = np.repeat(starts - (np.cumsum(lengths) - lengths), lengths) + np.arange(int(lengths.sum()))
-    sequence: HashArray = memory.words(layout.SEQUENCE).view(np.uint64).take(blocks)
-    return sequence
-
-
-class Column(NamedTuple):
-    """A rank in a tier, and the number of its bit."""
-
-    number: int
-    rank: RankId
-    tier: Tier
 
 
 class RunRow(NamedTuple):
@@ -69,10 +36,9 @@ class RunRow(NamedTuple):
 class TreeReader:
     """A snapshot of a tree as Python values."""
 
-    def __init__(self, memory: TreeMemory, columns: list[Column]) -> None:
+    def __init__(self, memory: TreeMemory) -> None:
         self._memory = memory
         self._context = memory.context
-        self.columns = {column.number: column for column in columns}
         n_runs = self._word(layout.N_RUNS)
         fields = memory.words(layout.RUNS)[: n_runs * 8].view(np.int32).reshape(n_runs, 16)
         coverage = self._coverage(n_runs)
@@ -114,23 +80,10 @@ class TreeReader:
             yield lowest.bit_length() - 1
             coverage ^= lowest
 
-    # -- facts ----------------------------------------------------------------
-
-    def members(self) -> Iterator[tuple[RankId, Tier, SequenceHash]]:
-        """Iterate over all facts."""
-        hashes = self._memory.words(layout.SEQUENCE).view(np.uint64)
-        for row in self.runs.values():
-            blocks = hashes[row.start : row.start + row.length].tolist()
-            for number in self.bits(row.coverage):
-                column = self.columns.get(number)
-                if column is not None:
-                    for block in blocks:
-                        yield column.rank, column.tier, SequenceHash(block)
-
     # -- invariants -------------------------------------------------------------
 
     def check(self) -> None:
-        """Raise IndexCorrupt with the first broken invariant."""
+        """Raise AssertionError with the first broken invariant."""
         self._check_runs()
         self._check_spans()
         self._check_blocks()
@@ -274,6 +227,6 @@ class TreeReader:
 
 
 def require(sound: bool, invariant: str, where: object = None) -> None:
-    """Raise IndexCorrupt unless an invariant holds."""
+    """Raise AssertionError unless an invariant holds."""
     if not sound:
-        raise IndexCorrupt(f"broken invariant: {invariant}" + ("" if where is None else f" (at {where})"))
+        raise AssertionError(f"broken invariant: {invariant}" + ("" if where is None else f" (at {where})"))
