@@ -131,17 +131,6 @@ def given(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value is not None}
 
 
-def completion_body(
-    prompt: Sequence[int],
-    model: str | None,
-    stop_conditions: Mapping[str, Any] | None,
-    sampling_options: Mapping[str, Any] | None,
-    extra_args: Mapping[str, Any] | None,
-) -> bytes:
-    """Return the body of POST /v1/completions, which streams token ids. Raises InvalidRequest for unknown names."""
-    return with_prompt(completion_fields(model, stop_conditions, sampling_options, extra_args), prompt)
-
-
 def completion_fields(
     model: str | None,
     stop_conditions: Mapping[str, Any] | None,

@@ -133,19 +133,9 @@ class ModelTokenizer:
         self._pieces = self._pattern()
 
     @property
-    def has_template(self) -> bool:
-        """Whether chats can be tokenized."""
-        return self._template is not None
-
-    @property
     def is_bounded(self) -> bool:
         """Whether the template takes no longer than what a request contains demands; so does a model without one."""
         return self._template is None or self._template.is_bounded
-
-    @property
-    def shares_pieces(self) -> bool:
-        """Whether the pieces between special tokens are cached one by one."""
-        return self._pieces is not None
 
     def encode(self, kind: Kind, raw: bytes) -> Encoded:
         """Return the tokens of a request's prompt, as the engine will have them. Raises InvalidRequest."""

@@ -233,11 +233,6 @@ class RunTable:
 
     # -- inside -----------------------------------------------------------------------------------------------
 
-    @property
-    def memory_bytes(self) -> int:
-        """Bytes in memory."""
-        return sum(arena.resident_bytes() for arena in (*self._arenas.values(), *self._maps.values()))
-
     def _number(self, rank: RankId) -> int:
         number = self._numbers.get(rank)
         if number is None:

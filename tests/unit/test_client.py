@@ -24,10 +24,11 @@ from streams.client.payloads import (
     QUERY_CHARS_MAX,
     SAMPLING_OPTIONS,
     STOP_CONDITIONS,
-    completion_body,
+    completion_fields,
     pack_tokens,
     query_of,
     unpack_tokens,
+    with_prompt,
 )
 from streams.client.reports import BookingKey, OutstandingReport, Reports
 from streams.errors import InvalidRequest, RouterUnavailable
@@ -145,8 +146,11 @@ def test_other_values_are_not_tokens(tokens: Any) -> None:
 def test_a_completion_has_the_options_under_the_engines_names() -> None:
     """Options without a value are left out, and the stream returns token ids."""
     body = orjson.loads(
-        completion_body(
-            [1, 2], "m", {"max_tokens": 20, "ignore_eos": True}, {"temperature": 0.7, "top_p": None}, {"user": "u"}
+        with_prompt(
+            completion_fields(
+                "m", {"max_tokens": 20, "ignore_eos": True}, {"temperature": 0.7, "top_p": None}, {"user": "u"}
+            ),
+            [1, 2],
         )
     )
     assert body == {
@@ -174,7 +178,7 @@ def test_unknown_options_are_refused(options: dict[str, Any], words: str) -> Non
     """A typo would otherwise have no effect."""
     empty = {"stop_conditions": None, "sampling_options": None, "extra_args": None}
     with pytest.raises(InvalidRequest, match=words):
-        completion_body([1], None, **{**empty, **options})
+        with_prompt(completion_fields(None, **{**empty, **options}), [1])
 
 
 @given(data=strategies.data())

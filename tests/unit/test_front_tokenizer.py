@@ -149,7 +149,7 @@ def test_pieces_from_the_cache_join_to_the_tokens_of_the_whole(
 ) -> None:
     """Whatever was cached by earlier prompts, the tokens are those of the library for the whole text."""
     model, library = bpe
-    assert model.shares_pieces
+    assert model._pieces is not None
     for text in prompts:
         encoded = model.encode(Kind.COMPLETION, orjson.dumps({"prompt": text}))
         assert ids(encoded.tokens) == library.encode(text).ids
@@ -170,7 +170,7 @@ def test_only_the_new_message_of_a_conversation_is_encoded(tmp_path: Path) -> No
 def test_a_tokenizer_whose_pieces_depend_on_each_other_encodes_whole_texts(tmp_path: Path) -> None:
     """Special tokens that are matched after normalization are not a place where a text may be cut."""
     model = ModelTokenizer(trained(tmp_path, normalized=True), CACHE_BYTES)
-    assert not model.shares_pieces
+    assert model._pieces is None
     text = "<|im_start|>the cat<|im_end|>"
     body = orjson.dumps({"prompt": text})
     library = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))

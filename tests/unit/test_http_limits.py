@@ -335,7 +335,7 @@ def test_filters_are_cached_by_bytes(served: LocalRouter, monkeypatch: pytest.Mo
         allowed = frozenset(WorkerId(each) for each in range(number, number + 2000))
         found = view.fleet.eligible(WorkerFilter("m", allowed=allowed))
         assert found == tuple(rank(each) for each in (1, 2) if each in allowed)
-        assert 0 < view.fleet.cached_filters_bytes <= 1_000_000
+        assert 0 < view.fleet._eligible.n_bytes <= 1_000_000
         assert found is view.fleet.eligible(WorkerFilter("m", allowed=allowed))
 
 

@@ -297,10 +297,6 @@ class FactSets:
             self._put(block, after)
         self._release(before)
 
-    def facts_of(self, block: int) -> frozenset[int]:
-        """Return the facts of a block."""
-        return self._sets[self._get(block)]
-
     def invalidate_masks(self) -> None:
         """Drop all masks, because the fleet or the meaning of facts has changed."""
         self._masks.clear()
@@ -355,10 +351,6 @@ class FactSets:
             masks.drop_set(number)
 
     # -- the map and the walks, see kernels.fact_sets ----------------------------------------------------------------
-
-    def memory_bytes(self) -> int:
-        """Return the size of the map."""
-        return sum(slots.nbytes for slots in self._slots) + self._directory.nbytes
 
     def _get(self, block: int) -> int:
         number: int = self._kernels.get_set(self.map_address, _signed(block))

@@ -322,11 +322,6 @@ class FleetView:
         self._avoided = None if len(self.avoidances) else _NO_WORKERS
         self._eligible.clear()
 
-    @property
-    def cached_filters_bytes(self) -> int:
-        """About how much memory the cached filters take."""
-        return self._eligible.n_bytes
-
     def refusals(self, worker_filter: WorkerFilter) -> dict[FilterReason, int]:
         """Count the registered ranks that each filter refuses, to explain why none is eligible."""
         with self._lock:

@@ -23,7 +23,7 @@ from streams.core.index.interface import PrefixScores
 from streams.core.index.run_columns import RunColumns
 from streams.core.index.tree_fold import TreeRunFold
 from streams.core.reducer.ordering import Health, Progress
-from streams.errors import BadRecord, IndexFull
+from streams.errors import BadRecord
 from streams.router_api.knowledge.fleet_view import FleetView
 from streams.router_api.knowledge.predictions import Predictions
 from streams.router_api.knowledge.supplementary_facts import SupplementaryFacts
@@ -37,6 +37,7 @@ from streams.tables.records import (
     decode_partition,
     decode_progress,
     decode_run,
+    encode_run,
     parse_progress_key,
     parse_run_key,
 )
@@ -108,52 +109,13 @@ class IndexView:
 
     # -- the fold ------------------------------------------------------------------------------------------------------
 
-    def fold(self, key: bytes, value: bytes | None, received_ms: int | None) -> None:
-        """Fold one record of the index changelog. A record that raises BadRecord changes nothing.
-
-        received_ms: the time; None if the record was written before this reader had reached the end of its partition.
-        """
-        if key.startswith(RUN_PREFIX):
-            self._fold_run(key, value)
-        elif key.startswith(PROGRESS_PREFIX):
-            rank = parse_progress_key(key)
-            progress = None if value is None else decode_progress(key, value)
-            with self._lock:
-                self._fold_progress(rank, progress)
-                self.changes += 1
-        elif key.startswith(PARTITION_PREFIX):
-            if value is not None:
-                self._trust.note_partition(decode_partition(key, value), received_ms)
-        elif not key.startswith(PARKED_PREFIX):  # parked chunks become runs when their restatement is complete
-            raise BadRecord("bad_key", f"{key.hex()} is not a valid key of the index")
-
-    def _fold_run(self, key: bytes, value: bytes | None) -> None:
-        run_id = parse_run_key(key)
-        run = None if value is None else decode_run(key, value)
-        with self._lock:
-            try:
-                self.runs.fold([run_id], [run])
-            except IndexFull:
-                self._note_over_capacity(run_id.rank)
-            self.changes += 1  # afterwards: requests may read the index without the lock
-            if run is None:
-                self._facts.fold_labels(key, run_id.rank, None, ())
-            elif run.moe or self._facts.has_labels_of(key):
-                labelled = [
-                    (SequenceHash(run.sequence[position]), run.moe[position])
-                    for position in run.held()
-                    if position in run.moe
-                ]
-                self._facts.fold_labels(key, run_id.rank, run.epoch, labelled)
-            if self._facts.has_labels():
-                self._facts.end_stale_labels()
-
     def fold_batch(
         self, records: Sequence[tuple[bytes, bytes | None]], received_ms: int | None
     ) -> list[tuple[int, BadRecord]]:
         """Fold records of the index changelog in order; return those that cannot be used, each with its position.
 
-        A bad record does not keep the others from being folded. received_ms: as in `fold`, for all of them.
+        A bad record changes nothing, and does not keep the others from being folded. received_ms: the time; None if
+        the records were written before this reader had reached the end of its partition.
         """
         bad: list[tuple[int, BadRecord]] = []
         columns, others = decode_runs(records)  # others: positions of records that are not decoded as columns
@@ -165,11 +127,31 @@ class IndexView:
             self._fold_runs(columns, n_folded, position, records, are_labelled)
             n_folded = position + 1
             try:
-                self.fold(*records[position], received_ms)
+                self._fold_other(*records[position], received_ms)
             except BadRecord as exc:
                 bad.append((position, exc))
         self._fold_runs(columns, n_folded, len(records), records, are_labelled)
         return bad
+
+    def _fold_other(self, key: bytes, value: bytes | None, received_ms: int | None) -> None:
+        """Fold a record that is not decoded as columns. Raises BadRecord; nothing is changed then."""
+        if key.startswith(RUN_PREFIX):
+            # Only a foreign writer's value is left to decode_run. Once it is encoded again, it becomes a column.
+            parse_run_key(key)
+            run = [(key, None if value is None else encode_run(decode_run(key, value)))]
+            columns, _ = decode_runs(run)
+            self._fold_runs(columns, 0, 1, run, bool(columns.labelled.any()))
+        elif key.startswith(PROGRESS_PREFIX):
+            rank = parse_progress_key(key)
+            progress = None if value is None else decode_progress(key, value)
+            with self._lock:
+                self._fold_progress(rank, progress)
+                self.changes += 1
+        elif key.startswith(PARTITION_PREFIX):
+            if value is not None:
+                self._trust.note_partition(decode_partition(key, value), received_ms)
+        elif not key.startswith(PARKED_PREFIX):  # parked chunks become runs when their restatement is complete
+            raise BadRecord("bad_key", f"{key.hex()} is not a valid key of the index")
 
     def _fold_runs(
         self,

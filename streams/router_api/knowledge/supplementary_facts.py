@@ -34,7 +34,6 @@ class SupplementaryFacts:
         self,
         n_partitions: int,
         schema_ids: Mapping[str, int],
-        new_sets: Callable[[], FactSets],
         epoch_of: Callable[[RankId], Epoch | None],
         holders_along: HoldersAlong,
     ) -> None:
@@ -45,8 +44,8 @@ class SupplementaryFacts:
         self._rows_lock = threading.Lock()
         self._facts_lock = threading.Lock()
         self._rows = PooledView(schema_ids)
-        self._pooled = PooledIndex(new_sets(), self._rows.pools)
-        self._labels = LabelIndex(new_sets())
+        self._pooled = PooledIndex(FactSets(), self._rows.pools)
+        self._labels = LabelIndex(FactSets())
         # Rows of pooled blocks by model and owner, which need not be registered any more, and what follows from it: the
         # owners by model, and their partitions. Both are replaced, never changed: answers read them without a lock.
         self._rows_by_owner: Counter[tuple[str, RankId]] = Counter()

@@ -14,7 +14,6 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Set
 
-from streams.core.block_facts.fact_sets import FactSets
 from streams.core.block_facts.moe_labels import MoeSelector
 from streams.core.ids import HashArray, RankId
 from streams.core.index.interface import PrefixScores
@@ -74,7 +73,7 @@ class View:
         )
         self.predictions.forget_registry()
         self.facts = SupplementaryFacts(
-            settings.partitions, settings.schema_ids, FactSets, runs.epoch_of, locked_holders(runs.holders_along, lock)
+            settings.partitions, settings.schema_ids, runs.epoch_of, locked_holders(runs.holders_along, lock)
         )
         fleet = FleetView(settings, self._now_ms, self.trust.progress, self.predictions, changes)
         self.index = IndexView(settings, runs, lock, self.trust, self.facts, fleet, self.predictions)
@@ -93,25 +92,24 @@ class View:
     # -- records -------------------------------------------------------------------------------------------------------
 
     def fold_index(self, key: bytes, value: bytes | None, live: bool = True) -> None:
-        """Fold one record of the index changelog. A record that raises BadRecord changes nothing.
-
-        live: the record was written after this reader had reached the end of its partition.
-        """
-        self.index.fold(key, value, self._now_ms() if live else None)
+        """Fold one record of the index changelog. Raises BadRecord; nothing is changed then. See `fold_index_batch`."""
+        for _, exc in self.fold_index_batch([(key, value)], live):
+            raise exc
 
     def fold_index_batch(
         self, records: Sequence[tuple[bytes, bytes | None]], live: bool = True
     ) -> list[tuple[int, BadRecord]]:
         """Fold records of the index changelog in order; return those that cannot be used, each with its position.
 
-        A bad record does not keep the others from being folded. live: as in `fold_index`, for all of them.
+        A bad record changes nothing, and does not keep the others from being folded. live: the records were written
+        after this reader had reached the end of their partition.
         """
         return self.index.fold_batch(records, self._now_ms() if live else None)
 
     def fold_worker(self, key: bytes, value: bytes | None, live: bool = True) -> None:
         """Fold one record of the registry: a worker, what belongs to one, a model or a CXL pool. Raises BadRecord.
 
-        live: as in `fold_index`.
+        live: as in `fold_index_batch`.
         """
         if key.startswith(POOL_KEY_PREFIX):
             self.facts.fold_pool(key, value)

@@ -150,11 +150,6 @@ class ExpectedTime:
         """1 for each tier whose blocks count as cached, 0 for the others."""
         return self._credits
 
-    @property
-    def pool_credit(self) -> float:
-        """1 if blocks in pools count as cached, otherwise 0."""
-        return self._pool_credit
-
     def price(self, situation: Situation) -> Prices:
         """Price a request at each candidate."""
         given, loads, timings = self.parameters, situation.loads, self.timings.of(situation.model)

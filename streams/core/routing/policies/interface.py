@@ -14,8 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
-import numpy as np
-
 from streams.core.engine_metrics import WorkerMetrics
 from streams.core.ids import Float64Array, Int64Array, RankId
 from streams.core.loads.bookings import ActiveLoads
@@ -117,8 +115,3 @@ class Policy(Protocol):
 #: Makes a policy from parameters by name, which are numbers; raises SettingsError for a name that it does not have or
 #: a value that it cannot use.
 PolicyFactory = Callable[[Mapping[str, float]], Policy]
-
-
-def no_terms(n: int) -> Float64Array:
-    """The terms of a policy that explains nothing but its costs."""
-    return np.empty((0, n))
