@@ -11,7 +11,8 @@ from typing import Any
 
 import llvmlite.ir as ir
 from numba import types
-from numba.extending import intrinsic
+
+from streams.core.kernels.instructions import instruction
 
 #: 2**64 divided by the golden ratio, as int64: its products with small numbers are far apart.
 SYNTHETIC_STEP = 0x9E3779B97F4A7C15 - (1 << 64)
@@ -34,37 +35,23 @@ def context_word(builder: Any, context: Any, word: int) -> Any:
     return builder.load(word_pointer(builder, builder.add(context, _I64(word * 8))))
 
 
-@intrinsic
-def get(typingctx: Any, context: Any, word: Any) -> Any:
+@instruction()
+def get(builder: Any, context: Any, word: Any) -> Any:
     """Read a word of the context."""
-
-    def codegen(compiler: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.load(word_pointer(builder, element(builder, args[0], args[1], 8)))
-
-    return types.int64(types.int64, types.int64), codegen
+    return builder.load(word_pointer(builder, element(builder, context, word, 8)))
 
 
-@intrinsic
-def put(typingctx: Any, context: Any, word: Any, value: Any) -> Any:
+@instruction(types.void)
+def put(builder: Any, context: Any, word: Any, value: Any) -> None:
     """Set a word of the context."""
-
-    def codegen(compiler: Any, builder: Any, signature: Any, args: Any) -> Any:
-        builder.store(args[2], word_pointer(builder, element(builder, args[0], args[1], 8)))
-        return compiler.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.int64), codegen
+    builder.store(value, word_pointer(builder, element(builder, context, word, 8)))
 
 
-@intrinsic
-def add(typingctx: Any, context: Any, word: Any, value: Any) -> Any:
+@instruction(types.void)
+def add(builder: Any, context: Any, word: Any, value: Any) -> None:
     """Add to a word of the context."""
-
-    def codegen(compiler: Any, builder: Any, signature: Any, args: Any) -> Any:
-        pointer = word_pointer(builder, element(builder, args[0], args[1], 8))
-        builder.store(builder.add(builder.load(pointer), args[2]), pointer)
-        return compiler.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.int64), codegen
+    pointer = word_pointer(builder, element(builder, context, word, 8))
+    builder.store(builder.add(builder.load(pointer), value), pointer)
 
 
 def mixed(builder: Any, key: Any) -> Any:
@@ -73,11 +60,7 @@ def mixed(builder: Any, key: Any) -> Any:
     return builder.lshr(key, _I64(32))
 
 
-@intrinsic
-def mix(typingctx: Any, key: Any) -> Any:
+@instruction()
+def mix(builder: Any, key: Any) -> Any:
     """Hash a 64-bit key to 32 bits without a salt, for small tables whose keys clients cannot choose."""
-
-    def codegen(compiler: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return mixed(builder, args[0])
-
-    return types.int64(types.int64), codegen
+    return mixed(builder, key)

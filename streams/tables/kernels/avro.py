@@ -9,9 +9,9 @@ from typing import Any
 
 import llvmlite.ir as ir
 from numba import types
-from numba.extending import intrinsic
 
 from streams.core.kernels.compiling import inlined
+from streams.core.kernels.instructions import instruction
 from streams.core.kernels.memory import load_byte, shift_right
 
 #: The marker of Avro's single-object encoding, and the fingerprint.
@@ -20,16 +20,11 @@ HEADER_BYTES = 10
 _VARINT_BITS_MAX = 70
 
 
-@intrinsic
-def store_byte(typingctx: Any, address: Any, value: Any) -> Any:
+@instruction(types.void)
+def store_byte(builder: Any, address: Any, value: Any) -> None:
     """Write the low eight bits."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        byte = ir.IntType(8)
-        builder.store(builder.trunc(args[1], byte), builder.inttoptr(args[0], byte.as_pointer()))
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64), codegen
+    byte = ir.IntType(8)
+    builder.store(builder.trunc(value, byte), builder.inttoptr(address, byte.as_pointer()))
 
 
 @inlined

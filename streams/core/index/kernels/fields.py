@@ -10,7 +10,6 @@ from typing import Any
 
 import llvmlite.ir as ir
 from numba import types
-from numba.extending import intrinsic
 
 from streams.core.index.kernels.layout import (
     INLINE_WORDS,
@@ -29,107 +28,73 @@ from streams.core.index.kernels.layout import (
     WIDE,
     WIDE_STRIDE,
 )
+from streams.core.kernels.instructions import instruction
 from streams.core.kernels.words import context_word, element, mixed, word_pointer
 
 _I32, _I64 = ir.IntType(32), ir.IntType(64)
 
 
-@intrinsic
-def run_address(typingctx: Any, context: Any, run: Any) -> Any:
+@instruction()
+def run_address(builder: Any, context: Any, run: Any) -> Any:
     """Address of a run's line."""
-
-    def codegen(compiler: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return element(builder, context_word(builder, args[0], RUNS), args[1], RUN_BYTES)
-
-    return types.int64(types.int64, types.int64), codegen
+    return element(builder, context_word(builder, context, RUNS), run, RUN_BYTES)
 
 
-def _field_pointer(builder: Any, args: Any) -> Any:
-    line = element(builder, context_word(builder, args[0], RUNS), args[1], RUN_BYTES)
-    return builder.inttoptr(builder.add(line, args[2]), _I32.as_pointer())
+def _field_pointer(builder: Any, context: Any, run: Any, offset: Any) -> Any:
+    line = element(builder, context_word(builder, context, RUNS), run, RUN_BYTES)
+    return builder.inttoptr(builder.add(line, offset), _I32.as_pointer())
 
 
-@intrinsic
-def field(typingctx: Any, context: Any, run: Any, offset: Any) -> Any:
+@instruction()
+def field(builder: Any, context: Any, run: Any, offset: Any) -> Any:
     """Read a field of a run."""
-
-    def codegen(compiler: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.sext(builder.load(_field_pointer(builder, args)), _I64)
-
-    return types.int64(types.int64, types.int64, types.int64), codegen
+    return builder.sext(builder.load(_field_pointer(builder, context, run, offset)), _I64)
 
 
-@intrinsic
-def set_field(typingctx: Any, context: Any, run: Any, offset: Any, value: Any) -> Any:
+@instruction(types.void)
+def set_field(builder: Any, context: Any, run: Any, offset: Any, value: Any) -> None:
     """Set a field of a run."""
-
-    def codegen(compiler: Any, builder: Any, signature: Any, args: Any) -> Any:
-        builder.store(builder.trunc(args[3], _I32), _field_pointer(builder, args))
-        return compiler.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.int64, types.int64), codegen
+    builder.store(builder.trunc(value, _I32), _field_pointer(builder, context, run, offset))
 
 
-@intrinsic
-def local_at(typingctx: Any, context: Any, block: Any) -> Any:
+@instruction()
+def local_at(builder: Any, context: Any, block: Any) -> Any:
     """Local hash of a block."""
-
-    def codegen(compiler: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.load(word_pointer(builder, element(builder, context_word(builder, args[0], LOCAL), args[1], 8)))
-
-    return types.int64(types.int64, types.int64), codegen
+    return builder.load(word_pointer(builder, element(builder, context_word(builder, context, LOCAL), block, 8)))
 
 
-@intrinsic
-def sequence_at(typingctx: Any, context: Any, block: Any) -> Any:
+@instruction()
+def sequence_at(builder: Any, context: Any, block: Any) -> Any:
     """Sequence hash of a block."""
-
-    def codegen(compiler: Any, builder: Any, signature: Any, args: Any) -> Any:
-        hashes = context_word(builder, args[0], SEQUENCE)
-        return builder.load(word_pointer(builder, element(builder, hashes, args[1], 8)))
-
-    return types.int64(types.int64, types.int64), codegen
+    hashes = context_word(builder, context, SEQUENCE)
+    return builder.load(word_pointer(builder, element(builder, hashes, block, 8)))
 
 
-@intrinsic
-def column_word(typingctx: Any, context: Any, which: Any, column: Any) -> Any:
+@instruction()
+def column_word(builder: Any, context: Any, which: Any, column: Any) -> Any:
     """Address of a column's word in one of the arrays with one word per column."""
-
-    def codegen(compiler: Any, builder: Any, signature: Any, args: Any) -> Any:
-        base = builder.load(word_pointer(builder, element(builder, args[0], args[1], 8)))
-        return element(builder, base, args[2], 8)
-
-    return types.int64(types.int64, types.int64, types.int64), codegen
+    base = builder.load(word_pointer(builder, element(builder, context, which, 8)))
+    return element(builder, base, column, 8)
 
 
 # -- version ---------------------------------------------------------------------------------------------------------
 
 
-@intrinsic
-def begin_change(typingctx: Any, context: Any) -> Any:
+@instruction(types.void)
+def begin_change(builder: Any, context: Any) -> None:
     """Mark the tree as changing: a query that reads it from now on will notice and start again."""
-
-    def codegen(compiler: Any, builder: Any, signature: Any, args: Any) -> Any:
-        pointer = word_pointer(builder, builder.add(args[0], _I64(VERSION * 8)))
-        builder.store_atomic(builder.or_(builder.load(pointer), _I64(1)), pointer, "release", 8)
-        builder.fence("acq_rel")
-        return compiler.get_dummy_value()
-
-    return types.void(types.int64), codegen
+    pointer = word_pointer(builder, builder.add(context, _I64(VERSION * 8)))
+    builder.store_atomic(builder.or_(builder.load(pointer), _I64(1)), pointer, "release", 8)
+    builder.fence("acq_rel")
 
 
-@intrinsic
-def end_change(typingctx: Any, context: Any) -> Any:
+@instruction(types.void)
+def end_change(builder: Any, context: Any) -> None:
     """Mark the tree as consistent again."""
-
-    def codegen(compiler: Any, builder: Any, signature: Any, args: Any) -> Any:
-        pointer = word_pointer(builder, builder.add(args[0], _I64(VERSION * 8)))
-        version = builder.load(pointer)
-        whole = builder.add(version, builder.and_(version, _I64(1)))
-        builder.store_atomic(whole, pointer, "release", 8)
-        return compiler.get_dummy_value()
-
-    return types.void(types.int64), codegen
+    pointer = word_pointer(builder, builder.add(context, _I64(VERSION * 8)))
+    version = builder.load(pointer)
+    whole = builder.add(version, builder.and_(version, _I64(1)))
+    builder.store_atomic(whole, pointer, "release", 8)
 
 
 # -- bitmaps ---------------------------------------------------------------------------------------------------------
@@ -140,39 +105,25 @@ def _bit(builder: Any, base: Any, index: Any) -> tuple[Any, Any]:
     return pointer, builder.shl(_I64(1), builder.and_(index, _I64(63)))
 
 
-@intrinsic
-def set_bit(typingctx: Any, base: Any, index: Any) -> Any:
+@instruction(types.void)
+def set_bit(builder: Any, base: Any, index: Any) -> None:
     """Set a bit of a bitmap."""
-
-    def codegen(compiler: Any, builder: Any, signature: Any, args: Any) -> Any:
-        pointer, bit = _bit(builder, *args)
-        builder.store(builder.or_(builder.load(pointer), bit), pointer)
-        return compiler.get_dummy_value()
-
-    return types.void(types.int64, types.int64), codegen
+    pointer, bit = _bit(builder, base, index)
+    builder.store(builder.or_(builder.load(pointer), bit), pointer)
 
 
-@intrinsic
-def unset_bit(typingctx: Any, base: Any, index: Any) -> Any:
+@instruction(types.void)
+def unset_bit(builder: Any, base: Any, index: Any) -> None:
     """Clear a bit of a bitmap."""
-
-    def codegen(compiler: Any, builder: Any, signature: Any, args: Any) -> Any:
-        pointer, bit = _bit(builder, *args)
-        builder.store(builder.and_(builder.load(pointer), builder.not_(bit)), pointer)
-        return compiler.get_dummy_value()
-
-    return types.void(types.int64, types.int64), codegen
+    pointer, bit = _bit(builder, base, index)
+    builder.store(builder.and_(builder.load(pointer), builder.not_(bit)), pointer)
 
 
-@intrinsic
-def test_bit(typingctx: Any, base: Any, index: Any) -> Any:
+@instruction(types.boolean, types.int64, types.int64)
+def test_bit(builder: Any, base: Any, index: Any) -> Any:
     """Whether a bit is set."""
-
-    def codegen(compiler: Any, builder: Any, signature: Any, args: Any) -> Any:
-        pointer, bit = _bit(builder, *args)
-        return builder.icmp_unsigned("!=", builder.and_(builder.load(pointer), bit), _I64(0))
-
-    return types.boolean(types.int64, types.int64), codegen
+    pointer, bit = _bit(builder, base, index)
+    return builder.icmp_unsigned("!=", builder.and_(builder.load(pointer), bit), _I64(0))
 
 
 # -- coverage --------------------------------------------------------------------------------------------------------
@@ -187,70 +138,48 @@ def _coverage(builder: Any, context: Any, run: Any, word: Any) -> Any:
     return builder.select(builder.icmp_signed("<", word, _I64(INLINE_WORDS)), near, far)
 
 
-def _column(builder: Any, args: Any) -> tuple[Any, Any]:
-    address = _coverage(builder, args[0], args[1], builder.lshr(args[2], _I64(6)))
-    return word_pointer(builder, address), builder.shl(_I64(1), builder.and_(args[2], _I64(63)))
+def _column(builder: Any, context: Any, run: Any, column: Any) -> tuple[Any, Any]:
+    address = _coverage(builder, context, run, builder.lshr(column, _I64(6)))
+    return word_pointer(builder, address), builder.shl(_I64(1), builder.and_(column, _I64(63)))
 
 
-@intrinsic
-def coverage_address(typingctx: Any, context: Any, run: Any, word: Any) -> Any:
+@instruction()
+def coverage_address(builder: Any, context: Any, run: Any, word: Any) -> Any:
     """Address of one of a run's coverage words."""
-
-    def codegen(compiler: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return _coverage(builder, *args)
-
-    return types.int64(types.int64, types.int64, types.int64), codegen
+    return _coverage(builder, context, run, word)
 
 
-@intrinsic
-def covers(typingctx: Any, context: Any, run: Any, column: Any) -> Any:
+@instruction(types.boolean, types.int64, types.int64, types.int64)
+def covers(builder: Any, context: Any, run: Any, column: Any) -> Any:
     """Whether a column holds a run."""
-
-    def codegen(compiler: Any, builder: Any, signature: Any, args: Any) -> Any:
-        pointer, bit = _column(builder, args)
-        return builder.icmp_unsigned("!=", builder.and_(builder.load(pointer), bit), _I64(0))
-
-    return types.boolean(types.int64, types.int64, types.int64), codegen
+    pointer, bit = _column(builder, context, run, column)
+    return builder.icmp_unsigned("!=", builder.and_(builder.load(pointer), bit), _I64(0))
 
 
-@intrinsic
-def set_cover(typingctx: Any, context: Any, run: Any, column: Any) -> Any:
+@instruction(types.void)
+def set_cover(builder: Any, context: Any, run: Any, column: Any) -> None:
     """Add a column to the holders of a run."""
-
-    def codegen(compiler: Any, builder: Any, signature: Any, args: Any) -> Any:
-        pointer, bit = _column(builder, args)
-        builder.store(builder.or_(builder.load(pointer), bit), pointer)
-        return compiler.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.int64), codegen
+    pointer, bit = _column(builder, context, run, column)
+    builder.store(builder.or_(builder.load(pointer), bit), pointer)
 
 
-@intrinsic
-def unset_cover(typingctx: Any, context: Any, run: Any, column: Any) -> Any:
+@instruction(types.void)
+def unset_cover(builder: Any, context: Any, run: Any, column: Any) -> None:
     """Remove a column from the holders of a run."""
-
-    def codegen(compiler: Any, builder: Any, signature: Any, args: Any) -> Any:
-        pointer, bit = _column(builder, args)
-        builder.store(builder.and_(builder.load(pointer), builder.not_(bit)), pointer)
-        return compiler.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.int64), codegen
+    pointer, bit = _column(builder, context, run, column)
+    builder.store(builder.and_(builder.load(pointer), builder.not_(bit)), pointer)
 
 
 # -- maps ------------------------------------------------------------------------------------------------------------
 
 
-@intrinsic
-def tag_of(typingctx: Any, context: Any, key: Any) -> Any:
+@instruction()
+def tag_of(builder: Any, context: Any, key: Any) -> Any:
     """Hash a 64-bit key to 32 bits. Keys may be any numbers, including consecutive small ones.
 
     Each tree has its own salt, so that a client cannot choose prompts whose blocks all fall into one segment.
     """
-
-    def codegen(compiler: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return mixed(builder, builder.xor(args[1], context_word(builder, args[0], SALT)))
-
-    return types.int64(types.int64, types.int64), codegen
+    return mixed(builder, builder.xor(key, context_word(builder, context, SALT)))
 
 
 def _segment(builder: Any, context: Any, which: Any, tag: Any) -> Any:
@@ -263,21 +192,13 @@ def _segment(builder: Any, context: Any, which: Any, tag: Any) -> Any:
     return builder.add(first, builder.shl(builder.sext(number, _I64), _I64(SEGMENT_SHIFT)))
 
 
-@intrinsic
-def segment_of(typingctx: Any, context: Any, which: Any, tag: Any) -> Any:
+@instruction()
+def segment_of(builder: Any, context: Any, which: Any, tag: Any) -> Any:
     """Address of the segment to which a tag belongs."""
-
-    def codegen(compiler: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return _segment(builder, *args)
-
-    return types.int64(types.int64, types.int64, types.int64), codegen
+    return _segment(builder, context, which, tag)
 
 
-@intrinsic
-def home_address(typingctx: Any, context: Any, which: Any, tag: Any) -> Any:
+@instruction()
+def home_address(builder: Any, context: Any, which: Any, tag: Any) -> Any:
     """Address of the slot at which probing for a tag begins, for prefetching."""
-
-    def codegen(compiler: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return element(builder, _segment(builder, *args), builder.and_(args[2], _I64(SEGMENT_SLOTS - 1)), 8)
-
-    return types.int64(types.int64, types.int64, types.int64), codegen
+    return element(builder, _segment(builder, context, which, tag), builder.and_(tag, _I64(SEGMENT_SLOTS - 1)), 8)
