@@ -32,7 +32,6 @@ import aiohttp
 import numpy as np
 import orjson
 
-from streams.core.request_trace import TraceRequest
 from streams.kafka.clients import ensure_topics
 from streams.lab.engines.engine_messages import hash_prompt
 from streams.lab.engines.journal import CacheHistory
@@ -41,7 +40,7 @@ from streams.lab.kafka.broker import LocalKafka, LocalKafkaConfig
 from streams.lab.kafka.ports import free_port
 from streams.lab.processes import Child, Children
 from streams.lab.stack import READY_TIMEOUT_S, RouterProcess, Stack, is_ready, wait_workers
-from streams.lab.trace import ChatShape, generate, tokens_for
+from streams.lab.trace import ChatShape, TraceRequest, generate, tokens_for
 from streams.process.waiting import wait_for
 from streams.settings import Settings, as_environ
 from streams.topics import topics

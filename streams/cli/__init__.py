@@ -15,7 +15,7 @@ import click
 from streams import __version__
 from streams.cli import cxl, decisions, doctor, front, metrics, scope, serving, top
 from streams.errors import KvStreamsError
-from streams.lab.commands import compare, demo, kafka, sim, simulate
+from streams.lab.commands import compare, demo, kafka, replay, sim, simulate
 from streams.process.options import ESSENTIAL, GroupedGroup
 from streams.settings import unknown_variables
 
@@ -31,7 +31,22 @@ def cli() -> None:
         del os.environ[name]  # child processes would print the same warning again
 
 
-for _module in (serving, front, scope, cxl, kafka, demo, sim, simulate, compare, decisions, metrics, doctor, top):
+for _module in (
+    serving,
+    front,
+    scope,
+    cxl,
+    kafka,
+    demo,
+    sim,
+    simulate,
+    compare,
+    decisions,
+    replay,
+    metrics,
+    doctor,
+    top,
+):
     for _command in _module.COMMANDS:
         cli.add_command(_command)
 

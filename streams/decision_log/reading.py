@@ -32,6 +32,11 @@ class ReadLog:
     first_ms: int = 0
     last_ms: int = 0
 
+    @property
+    def warning(self) -> str:
+        """What people have to know about the records that cannot be read; empty without any."""
+        return f"{self.n_bad} records of the decision log cannot be read and are left out" if self.n_bad else ""
+
 
 def read_log(settings: Settings, since_ms: int, wanted: Callable[[bytes], bool] = lambda _: True) -> ReadLog:
     """Read every record that may contain decisions since a time. wanted: whether a value is to be decoded.
@@ -74,3 +79,11 @@ def _starts(settings: Settings, topic: str, n_partitions: int, since_ms: int) ->
         raise NotReady(f"{topic} cannot be read: {exc.args[0].str()}") from exc
     finally:
         consumer.close()
+
+
+def nothing_recorded(since: str) -> str:
+    """Explain to people why there are no records since a time."""
+    return (
+        f"no router of this scope has recorded anything since {since}: the decision log is off by default. "
+        "Set decision_log=on (KVSTREAMS_DECISION_LOG=on) for its routers"
+    )

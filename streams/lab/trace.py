@@ -20,7 +20,6 @@ from itertools import count
 import numpy as np
 import numpy.typing as npt
 
-from streams.core.request_trace import HASH_IDS_MAX, TraceRequest
 from streams.errors import InvalidRequest
 from streams.lab.engines.synthetic_tokens import mix64
 
@@ -29,6 +28,19 @@ TRACE_BLOCK_TOKENS = 512
 
 #: A Llama-3-sized vocabulary (128,256) rounded up, so that tokens look like a real tokenizer's on the wire.
 TOKEN_VALUES_DISTINCT = 1 << 17
+
+#: A prompt of 10 million tokens, longer than any engine accepts. The longest line of Mooncake's real trace is 2 kB.
+HASH_IDS_MAX = 20_000
+
+
+@dataclass(frozen=True, slots=True)
+class TraceRequest:
+    """One request of a trace. input_length, output_length: tokens. hash_ids: one per block; the last may be partial."""
+
+    timestamp_ms: float
+    input_length: int
+    output_length: int
+    hash_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,10 @@ value that is not given on the command line comes from `KVSTREAMS_*`, then from 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection
 from dataclasses import fields
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -46,6 +48,11 @@ _SECTIONS = (
 #: others. The other ones are switches.
 _WITH_VALUE = ("router_snapshot_threshold", "event_plane")
 _WITH_OR_WITHOUT_VALUE = "enable_local_indexer"
+
+_UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
+_AGO = re.compile(r"(\d+(?:\.\d+)?)([smhd])")
+#: Help of an option that is read by `time_ms`.
+SINCE_HELP = "how far back, for example 90s, 15m, 1h or 2d, or a time such as 2026-01-31T14:00 (UTC)"
 
 #: Prefix of the parameters that carry settings: an option of a command may have a setting's name.
 _SETTING_PARAM = "setting_"
@@ -150,3 +157,15 @@ def key_and_value(text: str) -> tuple[str, str]:
     if not equals:
         raise SettingsError(f"--set {text!r} is not KEY=VALUE")
     return key, value
+
+
+def time_ms(text: str, now_ms: int) -> int:
+    """Read a time of the past, as a duration or as ISO 8601; raises SettingsError."""
+    ago = _AGO.fullmatch(text)
+    if ago is not None:
+        return now_ms - round(float(ago[1]) * _UNITS_S[ago[2]] * 1000.0)
+    try:
+        at = datetime.fromisoformat(text)
+    except ValueError as exc:
+        raise SettingsError(f"{text!r} is neither a duration such as 15m nor a time such as 2026-01-31T14:00") from exc
+    return round((at if at.tzinfo else at.replace(tzinfo=UTC)).timestamp() * 1000.0)

@@ -12,7 +12,6 @@ from streams.core.hashing import pack_hashes
 from streams.core.ids import DpRank, RankId, WorkerId
 from streams.core.index.interface import PrefixScores
 from streams.core.loads.bookings import ActiveLoads, BookingId
-from streams.core.request_trace import TraceRequest
 from streams.core.routing.decision import Chooser
 from streams.core.routing.request import Matches, PromptBlocks, RoutePolicy, RoutingRequest
 from streams.core.routing.selection import Rng
@@ -20,7 +19,7 @@ from streams.lab.engines.engine_config import EngineConfig
 from streams.lab.engines.engine_messages import Finished, FirstToken, ModelRequest, PromptHashes, hash_prompt
 from streams.lab.engines.model import EngineModel
 from streams.lab.simulation.results import RequestOutcome
-from streams.lab.trace import tokens_for
+from streams.lab.trace import TraceRequest, tokens_for
 
 
 class NaiveFleet:

@@ -24,9 +24,9 @@ from streams.decision_log import words
 from streams.decision_log.families import FAMILIES_MAX, FAMILY_BITS, family_keys, family_positions, salted
 from streams.decision_log.noted import COST_TERMS, listed_candidates
 from streams.decision_log.records import FleetSize, LoggedBatch, LoggedDecision, OutcomeReport, decode_batch
-from streams.decision_log.trace import OUTPUT_TOKENS_DEFAULT, recording_of
 from streams.errors import BadRecord, InvalidRequest, SettingsError
 from streams.kafka.avro_frames import codec
+from streams.lab.simulation.decisions import OUTPUT_TOKENS_DEFAULT, recording_of
 from streams.lab.simulation.experiment import load_workload, run_policy
 from streams.lab.simulation.fleet import FleetConfig
 from streams.lab.simulation.lab_engine_config import default_engine

@@ -9,7 +9,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from streams.core.request_trace import TraceRequest
 from streams.core.routing.decision import RoutePolicy
 from streams.core.routing.selection import RouterMode
 from streams.errors import SettingsError
@@ -21,7 +20,7 @@ from streams.lab.simulation.lab_pool import LabPoolConfig
 from streams.lab.simulation.recorded import replay
 from streams.lab.simulation.results import RequestOutcome
 from streams.lab.simulation.trace_runs import LiveRun, LiveTimes, repeat_choices, simulate, workload_of
-from streams.lab.trace import generate, infinite_cache_hit_share
+from streams.lab.trace import TraceRequest, generate, infinite_cache_hit_share
 from tests.helpers.naive_fleet import simulate_naively
 
 #: Small caches, so that blocks are evicted.

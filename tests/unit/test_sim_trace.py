@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streams.core.request_trace import TraceRequest
 from streams.errors import InvalidRequest
 from streams.lab.engines.engine_config import EngineConfig
 from streams.lab.engines.engine_messages import ModelRequest
 from streams.lab.engines.model import EngineModel
 from streams.lab.trace import (
     TOKEN_VALUES_DISTINCT,
+    TraceRequest,
     dump,
     generate,
     infinite_cache_hit_share,

@@ -1,7 +1,7 @@
 """Run records folded into a run tree by compiled kernels: the state that a router builds from the index changelog.
 
 What lives here: epochs, known holders, and which records are folded. What must not: bytes, records as columns
-(run_columns), what a record changes in the tree (kernels/fold), and locks (router_api.index_view).
+(run_columns), what a record changes in the tree (kernels/fold), and locks (router_api.knowledge.index_view).
 
 Records arrive in any order that compaction leaves: children before parents, runs before their progress, a key's older
 values missing. A rank's epoch is the greatest in any of its records; runs of an older epoch are dropped, and ignored

@@ -25,12 +25,11 @@ from streams.client.booking import Booking
 from streams.client.engine import RANK_HEADER, EngineOptions, EventSplitter
 from streams.client.http import KvRouterClient
 from streams.client.payloads import unpack_tokens
-from streams.core.request_trace import TraceRequest
 from streams.errors import EngineFailed, KvStreamsError, SettingsError
 from streams.lab.compare.estimates import ComparedRequest
 from streams.lab.compare.plan import Plan, Turn
 from streams.lab.compare.variants import Variant
-from streams.lab.trace import tokens_for
+from streams.lab.trace import TraceRequest, tokens_for
 
 #: Requests at the same time. If more arrive, the fleet does not keep up, and requests wait in this process.
 IN_FLIGHT_MAX = 2048

@@ -20,12 +20,11 @@ from typing import Any
 import orjson
 
 from streams.client.plain_http import PlainHttp
-from streams.core.request_trace import TraceRequest
 from streams.errors import KvStreamsError
 from streams.lab.simulation.results import RequestOutcome
 from streams.lab.simulation.trace_runs import LiveTimes
 from streams.lab.stack import bearer
-from streams.lab.trace import tokens_for
+from streams.lab.trace import TraceRequest, tokens_for
 
 #: Concurrent requests. If a trace needs more, its requests arrive faster than any fleet on one machine can serve them.
 IN_FLIGHT_MAX = 512

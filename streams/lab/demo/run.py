@@ -32,7 +32,6 @@ import numpy as np
 import uvloop
 from rich.console import Console
 
-from streams.core.request_trace import TraceRequest
 from streams.core.routing.selection import RouterMode
 from streams.errors import LocalKafkaError, ProcessError, SettingsError
 from streams.kafka.clients import delete_topics
@@ -45,7 +44,7 @@ from streams.lab.engines.synthetic_tokens import greedy_tokens, unpack_tokens
 from streams.lab.processes import Children
 from streams.lab.simulation.trace_runs import LiveRun, repeat_choices, simulate
 from streams.lab.stack import Engine, RouterProcess, Stack, bearer, get_json, held_blocks, known_blocks, wait_workers
-from streams.lab.trace import generate, infinite_cache_hit_share, parse_trace, tokens_for
+from streams.lab.trace import TraceRequest, generate, infinite_cache_hit_share, parse_trace, tokens_for
 from streams.process.interpreter import exempt_from_collection
 from streams.process.progress import shown
 from streams.process.waiting import wait_for

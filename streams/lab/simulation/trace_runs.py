@@ -20,7 +20,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from streams.core.ids import Float64Array
-from streams.core.request_trace import TraceRequest
 from streams.lab.engines.engine_config import EngineConfig
 from streams.lab.simulation.experiment import run_policy
 from streams.lab.simulation.fleet import FleetConfig, Lateness
@@ -28,7 +27,7 @@ from streams.lab.simulation.lab_pool import LabPoolConfig
 from streams.lab.simulation.recorded import replay
 from streams.lab.simulation.results import RequestOutcome, RunResult
 from streams.lab.simulation.workload import RawRequest, Workload, build
-from streams.lab.trace import TRACE_BLOCK_TOKENS
+from streams.lab.trace import TRACE_BLOCK_TOKENS, TraceRequest
 
 
 @dataclass(frozen=True, slots=True)

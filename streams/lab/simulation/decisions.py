@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from streams.core.ids import RankId
-from streams.core.request_trace import HASH_IDS_MAX, TraceRequest
 from streams.core.workers import Role
 from streams.decision_log.families import FAMILY_BITS, FAMILY_TOKENS
 from streams.decision_log.records import FleetSize, LoggedBatch, LoggedDecision, OutcomeReport
 from streams.errors import InvalidRequest
+from streams.lab.trace import HASH_IDS_MAX, TraceRequest
 
 #: Output of a request if neither its client nor any other reported any: the mean of the published conversation trace.
 OUTPUT_TOKENS_DEFAULT = 343
