@@ -6,10 +6,28 @@ What lives here: the formula of mode kv (`price_terms`), its prices (`price_in_n
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from streams.core.ids import Float64Array, Int64Array
-from streams.core.routing.policies.expected_time import Numbers
+
+
+class Numbers(NamedTuple):
+    """What the formula needs in addition to columns, before the popular runs (`popular_runs`).
+
+    decode_per_block: of a step, for each block in use.
+    """
+
+    now_ms: float
+    prefill_base: float
+    prefill_per_token: float
+    decode_base: float
+    decode_per_block: float
+    output_tokens: float
+    uncached_weight: float
+    decode_weight: float
+    room_share: float
 
 
 def price_terms(

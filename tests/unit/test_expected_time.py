@@ -17,7 +17,7 @@ from streams.core.hashing import pack_hashes
 from streams.core.ids import DpRank, Float64Array, RankId, WorkerId
 from streams.core.loads.bookings import ActiveLoads, Booking, BookingId
 from streams.core.loads.observations import NO_FORECAST, Forecast, OutputObserved, PrefillObserved, Unreported
-from streams.core.routing.policies import expected_time
+from streams.core.routing.kernels.price_times import price_times
 from streams.core.routing.policies.expected_time import NAMES, ExpectedTime, ExpectedTimeParameters
 from streams.core.routing.policies.expected_time_defaults import UNCACHED_WEIGHT
 from streams.core.routing.policies.interface import Prices, Situation
@@ -212,7 +212,7 @@ def test_the_kernel_and_numpy_return_the_same_bits(seed: int) -> None:
         np.array([2000.0, 20.0, 0.02, 8.0, 6e-4, 300.0, 1.0, 0.01, 0.95, *runs.ravel()]),
     )
     mine, theirs = np.empty((len(NAMES) + 1, n)), np.empty((len(NAMES) + 1, n))
-    assert price_times_in_numpy(*given, mine) == expected_time.price_times(*given, theirs)
+    assert price_times_in_numpy(*given, mine) == price_times(*given, theirs)
     assert mine.tobytes() == theirs.tobytes()
 
 

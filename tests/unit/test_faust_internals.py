@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from packaging.requirements import Requirement
 
-from streams.kafka.faust_internals import INTERNALS, Internal
+from tests.helpers.faust_internals import INTERNALS, Internal
 from tests.helpers.pages import ROOT
 
 #: Packages whose private parts are used, by the name under which they are imported.

@@ -22,7 +22,7 @@ from streams.core.loads.bookings import ActiveLoads, Booking, BookingId
 from streams.core.routing import unreported as unreported_module
 from streams.core.routing.busy import BusyThresholds, idle_ranks, reported_blocks
 from streams.core.routing.decision import Chooser
-from streams.core.routing.policies import hit_rates, hit_usage_waiting, load_deviation
+from streams.core.routing.policies.engine_reports import hit_rates, hit_usage_waiting, load_deviation
 from streams.core.routing.request import FleetState, RoutePolicy
 from streams.core.routing.selection import (
     RouterMode,

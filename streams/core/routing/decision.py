@@ -21,7 +21,7 @@ from streams.core.routing.by_policy import PolicyColumns, price_by
 from streams.core.routing.candidate_columns import ColumnsCache, SelectedColumns
 from streams.core.routing.cost import RankTerms, TermColumns, prefill_tokens
 from streams.core.routing.eligibility import RankSelection, base_of
-from streams.core.routing.policies import hit_rates, hit_usage_waiting, load_deviation
+from streams.core.routing.policies.engine_reports import hit_rates, hit_usage_waiting, load_deviation
 from streams.core.routing.policies.interface import Policy
 from streams.core.routing.policies.registry import built_in_policy
 from streams.core.routing.pricing import Priced, held_blocks, price

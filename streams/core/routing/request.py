@@ -16,7 +16,7 @@ from streams.core.ids import RankId, WorkerId
 from streams.core.index.interface import PrefixScores
 from streams.core.routing.busy import BlocksOf
 from streams.core.routing.cost import CXL_SCORE_WEIGHT, MOE_SCORE_WEIGHT, TIER_WEIGHTS
-from streams.core.routing.policies import MODES as POLICY_MODES
+from streams.core.routing.policies.engine_reports import MODES as POLICY_MODES
 from streams.core.routing.selection import CUDA_TO_CPU_RATIO, NAMED_MODES, RouterMode
 from streams.core.routing.supplementary import SupplementaryMatches
 from streams.core.routing.trust import TrustSnapshot

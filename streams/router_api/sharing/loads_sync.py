@@ -25,7 +25,7 @@ from streams.core.loads.bookings import (
     Renewal,
     with_output,
 )
-from streams.core.routing.policies import MODES as POLICY_MODES
+from streams.core.routing.policies.engine_reports import MODES as POLICY_MODES
 from streams.core.routing.selection import NAMED_MODES
 from streams.core.routing.unreported import UnreportedBookings, UnreportedLoad
 from streams.errors import BadRecord, BookingConflict

@@ -56,9 +56,10 @@ def price_times(
 
     table, times: of ActiveLoads. rows: int64[n]. shared: int64[n_rows], how many of the request's full_blocks each row
     has in use. cached, load_ms: float64[n], blocks that each candidate has, and how long it loads them; either may have
-    length 0 for none. capacity: int64[n], 0 where it is not known, or int64[0]. numbers: float64[9 + 2 * n_runs], as of
-    expected_time.Numbers, and then what expected_time.popular_runs returns. terms: float64[11, n], the output, in the
-    order of expected_time.NAMES and then the cost.
+    length 0 for none. capacity: int64[n], 0 where it is not known, or int64[0]. numbers: float64[9 + 2 * n_runs]: the
+    time; base and slope of prefill by token and of a step of decoding by block in use; the expected output; the
+    weights; the share of a cache that is used; and then what expected_time.popular_runs returns. terms: float64[11, n],
+    the output, in the order of expected_time.NAMES and then the cost.
     """
     now_ms, a, b, c, d, output, uncached_weight, decode_weight, room = (
         numbers[0],

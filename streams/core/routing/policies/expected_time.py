@@ -18,7 +18,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import NamedTuple
 
 import numpy as np
 
@@ -85,25 +84,8 @@ class ExpectedTimeParameters:
     decode_ms_per_token: float = DECODE_DEFAULT.slope
 
 
-class Numbers(NamedTuple):
-    """What the formula needs in addition to columns, before the popular runs (`popular_runs`).
-
-    decode_per_block: of a step, for each block in use.
-    """
-
-    now_ms: float
-    prefill_base: float
-    prefill_per_token: float
-    decode_base: float
-    decode_per_block: float
-    output_tokens: float
-    uncached_weight: float
-    decode_weight: float
-    room_share: float
-
-
 def popular_runs(users: Sequence[tuple[int, int, int]]) -> list[float]:
-    """Turn the users of a prompt's leading blocks into what follows the Numbers in what the kernel takes.
+    """Turn the users of a prompt's leading blocks into the last numbers that the kernel takes.
 
     users: as in Situation. Returns, one after the other, the blocks up to the end of each run, and the share of its
     tokens that this request is not charged for: if n requests use the run on k ranks, a rank that computes it as well
@@ -113,17 +95,6 @@ def popular_runs(users: Sequence[tuple[int, int, int]]) -> list[float]:
     for end, n_requests, n_ranks in users:
         runs += (end, n_requests / (n_requests + n_ranks + 1.0))
     return runs
-
-
-__all__ = [
-    "NAMES",
-    "ExpectedTime",
-    "ExpectedTimeParameters",
-    "Numbers",
-    "expected_time",
-    "popular_runs",
-    "price_times",
-]
 
 
 class ExpectedTime:
