@@ -79,7 +79,7 @@ def ask(router: Router, name: str, tokens: list[int], **fields: Any) -> dict[str
     [
         {},
         {"router_mode": RouterMode.EXPECTED_TIME},
-        {"router_mode": RouterMode.POLICY, "router_policy": "lmetric"},
+        {"router_mode": RouterMode.POLICY, "router_policy": "dynamo-default"},
         {"router_mode": RouterMode.ROUND_ROBIN},
         {"kv_events": False},
     ],
@@ -376,13 +376,13 @@ def test_arrays_of_a_foreign_policy_are_converted_or_refused(
     change: Callable[[Prices], Prices], is_recorded: bool, producer: RecordingProducer
 ) -> None:
     """A decision whose terms are numbers is recorded; one whose terms are not what it names is dropped and counted."""
-    router = router_of(4, decision_log=True, router_mode=RouterMode.POLICY, router_policy="lmetric")
+    router = router_of(4, decision_log=True, router_mode=RouterMode.POLICY, router_policy="dynamo-default")
     chooser = router._chooser
-    chooser._policies["lmetric"] = ForeignPolicy(chooser.policy("lmetric"), change)
+    chooser._policies["dynamo-default"] = ForeignPolicy(chooser.policy("dynamo-default"), change)
     router.route(parse_route_query({"request_id": "r"}), packed(PROMPT))
     found = [each for batch in written(router, producer) for each in batch.decisions()]
     assert (len(found), recorder_of(router).dropped) == ((1, 0) if is_recorded else (0, 1))
-    del chooser._policies["lmetric"]
+    del chooser._policies["dynamo-default"]
     ask(router, "later", PROMPT)
     *_, later = (each for batch in written(router, producer) for each in batch.decisions())
     assert later.request_id == "later" and all(len(each.terms) == len(later.term_names) for each in later.candidates)

@@ -6,6 +6,8 @@ import json
 import os
 import subprocess
 import sys
+import tomllib
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +17,7 @@ from streams.core.ids import DpRank, RankId, WorkerId
 from streams.core.loads.bookings import ActiveLoads, Booking, BookingId
 from streams.core.routing.policies.interface import Policy, Situation
 from streams.errors import SettingsError
-from streams.policy_plugins import find_policy, policy_names
+from streams.lab.simulation.peers import POLICIES, find_policy, policy_names
 
 ROOT = Path(__file__).parents[2]
 RANKS = tuple(RankId(WorkerId(number), DpRank(0)) for number in (1, 2, 3))
@@ -108,6 +110,12 @@ def test_an_unknown_name_is_refused_with_those_that_exist() -> None:
     with pytest.raises(SettingsError, match="dynamo-agentic"):
         find_policy("no-such-policy")
     assert {"lmetric", "llm-d-affinity", "dynamo-default"} <= set(policy_names())
+
+
+def test_policies_of_the_laboratory_are_entry_points_of_the_distribution() -> None:
+    """A live router finds them as it finds those of other packages, by the names that the laboratory has for them."""
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]["kvstreams.policies"]
+    assert {name: EntryPoint(name, target, "").load() for name, target in declared.items()} == dict(POLICIES)
 
 
 def test_the_example_package_is_found_by_its_entry_point(tmp_path: Path) -> None:

@@ -19,8 +19,8 @@ from streams.core.ids import HashArray, Tier, WorkerId
 from streams.core.loads.bookings import Booking, BookingId, BookingPhase
 from streams.core.reducer.ordering import Health
 from streams.core.routing.eligibility import WorkerFilter
+from streams.core.routing.policies.dynamo import DynamoCost, DynamoWeights
 from streams.core.routing.policies.interface import Prices, Situation
-from streams.core.routing.policies.peers import LMetric
 from streams.core.routing.selection import RouterMode
 from streams.core.workers import Role, WorkerState
 from streams.errors import AllWorkersBusy, InvalidRequest, NoEligibleWorker, NotReady, SettingsError
@@ -724,10 +724,11 @@ def test_a_request_with_a_parameter_of_kv_is_decided_by_kv(
     assert {counted for counted, _, _ in router.decisions.by_reason} == {decides}
 
 
-class _Watching(LMetric):
+class _Watching(DynamoCost):
     """A policy that keeps the engines' reports that it is given."""
 
     def __init__(self) -> None:
+        super().__init__(DynamoWeights())
         self.given: list[int] = []
 
     def price(self, situation: Situation) -> Prices:
@@ -737,8 +738,8 @@ class _Watching(LMetric):
 
 def test_a_policy_of_another_package_gets_what_engines_report() -> None:
     """Situation.metrics has the last report of each rank that has one."""
-    router = router_of(2, router_mode=RouterMode.POLICY, router_policy="lmetric")
-    watching = router._chooser._policies["lmetric"] = _Watching()
+    router = router_of(2, router_mode=RouterMode.POLICY, router_policy="dynamo-default")
+    watching = router._chooser._policies["dynamo-default"] = _Watching()
     report(router.view, rank(1), num_requests_waiting=7)
     ask(router)
     assert watching.given == [7]

@@ -24,11 +24,11 @@ from streams.lab.engines.engine_config import EngineConfig
 from streams.lab.simulation import generators
 from streams.lab.simulation.fleet import FleetConfig, run
 from streams.lab.simulation.lab_engine_config import LabEngineConfig
+from streams.lab.simulation.peers import find_policy, policy_names
 from streams.lab.simulation.results import Figures, RunResult
 from streams.lab.simulation.router import LabQueue, LabRouter
 from streams.lab.simulation.trace_files import read_workload
 from streams.lab.simulation.workload import Workload
-from streams.policy_plugins import find_policy, policy_names
 
 #: Modes of the live router that need nothing but bookings and the index.
 MODES = (

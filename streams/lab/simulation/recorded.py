@@ -23,9 +23,9 @@ from streams.core.routing.request import RoutePolicy
 from streams.core.routing.selection import Rng, RouterMode
 from streams.lab.simulation.experiment import MODES, WITH_QUEUE, Row, check_policy, split_name
 from streams.lab.simulation.fleet import FleetConfig, run
+from streams.lab.simulation.peers import find_policy, policy_names
 from streams.lab.simulation.router import LabRouter, RoutedRequest
 from streams.lab.simulation.workload import Workload
-from streams.policy_plugins import find_policy, policy_names
 
 #: The name of the run that follows the record.
 RECORDED = "as recorded"

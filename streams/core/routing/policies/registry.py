@@ -12,17 +12,10 @@ from types import MappingProxyType
 from streams.core.routing.policies.dynamo import POLICIES as DYNAMO_POLICIES
 from streams.core.routing.policies.expected_time import expected_time
 from streams.core.routing.policies.interface import Policy, PolicyFactory
-from streams.core.routing.policies.peers import POLICIES as PEERS_POLICIES
 from streams.errors import SettingsError
 
 #: Factories by name. A name is written as users write it, in lower case with hyphens.
-BUILT_IN: Mapping[str, PolicyFactory] = MappingProxyType(
-    {
-        "expected-time": expected_time,
-        **DYNAMO_POLICIES,
-        **PEERS_POLICIES,
-    }
-)
+BUILT_IN: Mapping[str, PolicyFactory] = MappingProxyType({"expected-time": expected_time, **DYNAMO_POLICIES})
 
 
 def built_in_policy(name: str) -> Policy:

@@ -1,6 +1,7 @@
 """Policies of other projects, for comparison: LMetric's product, and llm-d's filter by affinity (docs/quality.md).
 
-What lives here: their formulas. What must not: Dynamo's cost (dynamo).
+What lives here: their formulas. What must not: Dynamo's cost (core.routing.policies.dynamo). The distribution names
+them as entry points, so that a live router has them as it has those of other packages.
 
     lmetric         (tokens that wait for prefill there + uncached tokens of the request) * (requests there + 1)
     llm-d-affinity  the candidates that hold at least `threshold` of the prompt, unless the best of them has
@@ -16,9 +17,10 @@ from types import MappingProxyType
 
 import numpy as np
 
+from streams import policy_plugins
 from streams.core.ids import Float64Array
 from streams.core.loads.observations import NO_FORECAST, Forecast, Observation
-from streams.core.routing.policies.interface import PolicyFactory, Prices, Situation
+from streams.core.routing.policies.interface import Policy, PolicyFactory, Prices, Situation
 from streams.errors import SettingsError
 
 #: Every copy of a block counts as cached, whatever its tier.
@@ -78,13 +80,15 @@ class LlmdAffinity(_Unlearning):
 _AFFINITY: Mapping[str, float] = MappingProxyType({"threshold": 0.8, "penalty_tokens": 300_000.0})
 
 
-def _lmetric(parameters: Mapping[str, float]) -> LMetric:
+def lmetric(parameters: Mapping[str, float]) -> LMetric:
+    """Make LMetric's policy, which has no parameters. Raises SettingsError."""
     if parameters:
         raise SettingsError(f"policy lmetric has no parameter {next(iter(parameters))!r}")
     return LMetric()
 
 
-def _llmd_affinity(parameters: Mapping[str, float]) -> LlmdAffinity:
+def llmd_affinity(parameters: Mapping[str, float]) -> LlmdAffinity:
+    """Make llm-d's policy. Raises SettingsError."""
     for name, value in parameters.items():
         if name not in _AFFINITY:
             raise SettingsError(f"policy llm-d-affinity has no parameter {name!r}; it has {', '.join(_AFFINITY)}")
@@ -94,4 +98,16 @@ def _llmd_affinity(parameters: Mapping[str, float]) -> LlmdAffinity:
 
 
 #: Factories by name.
-POLICIES: Mapping[str, PolicyFactory] = MappingProxyType({"lmetric": _lmetric, "llm-d-affinity": _llmd_affinity})
+POLICIES: Mapping[str, PolicyFactory] = MappingProxyType({"lmetric": lmetric, "llm-d-affinity": llmd_affinity})
+
+
+def policy_names() -> list[str]:
+    """The names of all policies that the laboratory has, sorted."""
+    return sorted({*POLICIES, *policy_plugins.policy_names()})
+
+
+def find_policy(name: str, parameters: Mapping[str, float] | None = None) -> Policy:
+    """Make the policy of this name; raises SettingsError. One of this module is found without being installed."""
+    if name in POLICIES:
+        return POLICIES[name](parameters or {})
+    return policy_plugins.find_policy(name, parameters)
