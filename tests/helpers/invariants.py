@@ -87,13 +87,13 @@ def check_tree(fold: TreeRunFold) -> None:
 @check.register
 def check_predictions(index: PredictedPrefixIndex) -> None:
     """Check the held blocks, and the times of predictions."""
-    sets, times = index._sets, list(index._predicted.values())
+    times = list(index._predicted.values())
     assert index._predicted.keys() == predicted(index), "the held blocks are the predicted blocks"
     masks: dict[int, int] = {}
     for rank, block in predicted(index):
-        masks[block] = masks.get(block, 0) | 1 << sets._bit_of[rank]
-    assert masks == sets._holders, "the masks of holders are those of what the ranks hold"
-    assert {rank: bit for bit, rank in enumerate(sets._rank_at) if rank is not None} == sets._bit_of
+        masks[block] = masks.get(block, 0) | 1 << index._bit_of[rank]
+    assert masks == index._holders, "the masks of holders are those of what the ranks hold"
+    assert {rank: bit for bit, rank in enumerate(index._rank_at) if rank is not None} == index._bit_of
     assert times == sorted(times), "predictions are in order"
     if times:
         assert index._now_s - times[0] < index._ttl_s, "no prediction has expired"
@@ -103,7 +103,7 @@ def check_predictions(index: PredictedPrefixIndex) -> None:
 
 def predicted(index: PredictedPrefixIndex) -> set[tuple[RankId, int]]:
     """The ranks and sequence hashes of all predicted blocks."""
-    return {(rank, block) for rank, held in index._sets._held.items() for block in held}
+    return {(rank, block) for rank, held in index._held.items() for block in held}
 
 
 # -- the agents' store of runs -----------------------------------------------------------------------------------------

@@ -74,7 +74,7 @@ def test_random_predictions_agree_with_the_reference(seed: int) -> None:
         elif action < 0.95:
             assert index.expire(now_s) == reference.expire(now_s)
         else:
-            rng.choice((index.clear, index.remove_rank))(rank)
+            index.clear(rank)
             reference.remove_rank(rank)
         check(index)
         facts = reference.members()
@@ -192,10 +192,9 @@ def test_invalid_limits_are_refused(name: str, values: tuple[Any, ...]) -> None:
 
 @pytest.mark.parametrize("rank", [(1, 0), 1, None, RankId(WorkerId(-1), DpRank(0))], ids=str)
 def test_only_a_rank_can_be_cleared(rank: Any) -> None:
-    """Clearing or removing anything but a valid RankId raises InvalidEvent."""
+    """Clearing anything but a valid RankId raises InvalidEvent."""
     index = PredictedPrefixIndex()
     index.predict(A, u64(5), 0.0)
-    for end in (index.clear, index.remove_rank):
-        with pytest.raises(InvalidEvent):
-            end(rank)
+    with pytest.raises(InvalidEvent):
+        index.clear(rank)
     assert len(index) == 1

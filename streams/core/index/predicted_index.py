@@ -1,7 +1,8 @@
 """An index of predictions: it assumes that a rank holds the blocks of each request sent to it, for a limited time.
 
-What lives here: predictions, their expiry and their limit. What must not: clocks (time is an argument), and events. It
-is used for engines that send no events, and until the events of a routed request arrive.
+What lives here: predictions, their expiry and their limit, and queries. What must not: clocks (time is an argument),
+events, run records and tiers (tree_fold). It is used for engines that send no events, and until the events of a routed
+request arrive.
 
 Owner of the state: the router, under its lock. An answer based on predictions is `approximate` (docs/http.md).
 """
@@ -10,13 +11,13 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
+from collections.abc import Iterable
 
 import numpy as np
 
 from streams.core.hashing import sequence_hashes
 from streams.core.ids import HashArray, RankId
 from streams.core.index.interface import PrefixScores, check_hashes, check_query, check_rank
-from streams.core.index.plain_index import HolderSets
 from streams.errors import InvalidEvent, SettingsError
 
 #: Seconds for which a prediction is valid; NVIDIA Dynamo's default. An engine under load replaces its cache within
@@ -43,7 +44,8 @@ class PredictedPrefixIndex:
     oldest. A prediction that contains a block contains all blocks before it, so an extension is always older than its
     prefix. Expiry and pruning remove the oldest blocks first, and therefore leave no holes.
 
-    Adding, expiring and pruning take amortised constant time per block. Raises SettingsError.
+    Adding, expiring and pruning take amortised constant time per block. A query intersects the holders of one block
+    after the other, as bits of integers. Raises SettingsError.
     """
 
     def __init__(self, ttl_s: float = TTL_S, blocks_max: int = BLOCKS_MAX, prune_target: float = PRUNE_TARGET) -> None:
@@ -56,7 +58,11 @@ class PredictedPrefixIndex:
         self._ttl_s = ttl_s
         self._blocks_max = blocks_max
         self._blocks_kept = max(1, int(blocks_max * prune_target))
-        self._sets = HolderSets()
+        self._holders: dict[int, int] = {}  # by block: a bit for each rank
+        self._held: dict[RankId, set[int]] = {}
+        self._bit_of: dict[RankId, int] = {}
+        self._rank_at: list[RankId | None] = []
+        self._free_bits: list[int] = []
         # Oldest first, with the time of the last prediction, which never decreases from one entry to the next.
         self._predicted: OrderedDict[tuple[RankId, int], float] = OrderedDict()
         self._now_s = -math.inf
@@ -70,8 +76,12 @@ class PredictedPrefixIndex:
         check_hashes("local hashes", local)
         self.expire(now_s)
         chain: list[int] = sequence_hashes(local).tolist()
-        self._sets.hold(rank, chain)
+        if not chain:
+            return
+        mask = 1 << self._bit(rank)
+        self._held.setdefault(rank, set()).update(chain)
         for block in reversed(chain):
+            self._holders[block] = self._holders.get(block, 0) | mask
             entry = rank, block
             self._predicted[entry] = self._now_s
             self._predicted.move_to_end(entry)
@@ -98,13 +108,14 @@ class PredictedPrefixIndex:
     def clear(self, rank: RankId) -> None:
         """Remove all predictions for a rank. Raises InvalidEvent."""
         check_rank(rank)
-        for block in self._sets.holds(rank):
+        if rank not in self._bit_of:
+            return
+        for block in self._held[rank]:
             del self._predicted[rank, block]
-        self._sets.drop_rank(rank)
-
-    def remove_rank(self, rank: RankId) -> None:
-        """Remove all predictions for a rank, like `clear`, since the index has nothing else of it."""
-        self.clear(rank)
+        self._drop(rank, self._held.pop(rank))
+        bit = self._bit_of.pop(rank)
+        self._rank_at[bit] = None
+        self._free_bits.append(bit)
 
     def find_matches(self, local: HashArray) -> PrefixScores:
         """Score every rank for a request, as of the latest time passed to `predict` or `expire`.
@@ -112,7 +123,18 @@ class PredictedPrefixIndex:
         local: uint64[n_blocks] from the root. Raises InvalidRequest.
         """
         check_query(local)
-        return self._sets.find_matches(local)
+        scores: dict[RankId, int] = {}
+        chain: list[int] = sequence_hashes(local).tolist()
+        active = self._holders.get(chain[0], 0) if chain else 0
+        for position, block in enumerate(chain):
+            holding = self._holders.get(block, 0)
+            if active & ~holding:
+                self._score(scores, active & ~holding, position)
+                active &= holding
+            if not active:
+                break
+        self._score(scores, active, len(chain))
+        return PrefixScores(scores)
 
     def __len__(self) -> int:
         return len(self._predicted)
@@ -123,4 +145,35 @@ class PredictedPrefixIndex:
             (rank, block), _ = self._predicted.popitem(last=False)
             gone.setdefault(rank, []).append(block)
         for rank, blocks in gone.items():
-            self._sets.drop(rank, blocks)
+            self._held[rank].difference_update(blocks)
+            self._drop(rank, blocks)
+
+    def _drop(self, rank: RankId, blocks: Iterable[int]) -> None:
+        """Remove a rank from the holders of blocks that it holds."""
+        keep = ~(1 << self._bit_of[rank])
+        for block in blocks:
+            left = self._holders[block] & keep
+            if left:
+                self._holders[block] = left
+            else:
+                del self._holders[block]
+
+    def _bit(self, rank: RankId) -> int:
+        bit = self._bit_of.get(rank)
+        if bit is None:
+            if self._free_bits:
+                bit = self._free_bits.pop()
+                self._rank_at[bit] = rank
+            else:
+                bit = len(self._rank_at)
+                self._rank_at.append(rank)
+            self._bit_of[rank] = bit
+        return bit
+
+    def _score(self, scores: dict[RankId, int], mask: int, blocks: int) -> None:
+        while mask:
+            lowest = mask & -mask
+            rank = self._rank_at[lowest.bit_length() - 1]
+            assert rank is not None  # a freed bit is cleared from every mask before it is reused
+            scores[rank] = blocks
+            mask ^= lowest
