@@ -488,11 +488,14 @@ class HttpAnswer:
         self._connection.resume()
         return data
 
-    async def read(self) -> bytes:
-        """Return the rest of the body."""
-        parts = []
+    async def read(self, bytes_max: int | None = None) -> bytes:
+        """Return the rest of the body; more than bytes_max bytes of it if it is longer than that."""
+        parts, n_bytes = [], 0
         while data := await self.readany():
             parts.append(data)
+            n_bytes += len(data)
+            if bytes_max is not None and n_bytes > bytes_max:
+                break
         return b"".join(parts)
 
     async def pump(self, take: Callable[[bytes], bool]) -> None:

@@ -14,7 +14,6 @@ import contextlib
 from array import array
 from collections.abc import Callable, Mapping
 
-import aiohttp
 import orjson
 
 from streams.client.booking import Booking
@@ -72,7 +71,7 @@ _CHANGE_THE_PROMPT = ("chat_template", "truncate_prompt_tokens")
 _BY_TEXT = b": resumed from text, since the engine reports no token ids\n\n"
 
 #: How a connection to an engine fails.
-ENGINE_FAILURES = (aiohttp.ClientError, TimeoutError, OSError)
+ENGINE_FAILURES = (TimeoutError, OSError)
 
 
 class StreamMigrator:
@@ -85,11 +84,10 @@ class StreamMigrator:
         fleet: Fleet,
         counts: FrontCounts,
         spans: Spans,
-        session: Callable[[], aiohttp.ClientSession],
         http: PlainHttp,
         note_failed: Callable[[int], None] = lambda _: None,
     ) -> None:
-        """session, http: for calls of engines' `/tokenize`, and for the requests themselves.
+        """http: for the requests, and for calls of engines' `/tokenize`.
 
         note_failed: is called with each worker whose engine failed.
         """
@@ -98,7 +96,6 @@ class StreamMigrator:
         self._fleet = fleet
         self._counts = counts
         self._spans = spans
-        self._session = session
         self._http = http
         self._note_failed = note_failed
         self._without_ids: set[str] = set()  # URLs of engines
@@ -274,7 +271,7 @@ class StreamMigrator:
             engine = self._fleet.engine(stream.model)
             if engine is not None and failed_url is not None and engine == failed_url.rstrip("/"):
                 engine = self._fleet.engine(stream.model)
-            packed = await self._tokenizing.text(text, stream.model, engine, self._session(), key)
+            packed = await self._tokenizing.text(text, stream.model, engine, self._http, key)
             if packed is not None:
                 return token_array(packed)
         return None

@@ -17,10 +17,10 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import aiohttp
 import orjson
 
 from streams.client.http import KvRouterClient
+from streams.client.plain_http import PlainHttp
 from streams.core.workers import RenderOutcome, RenderPart, RenderReason, RenderResult
 from streams.errors import InvalidRequest, KvStreamsError
 from streams.frontend.metrics import FrontCounts
@@ -37,6 +37,9 @@ PENDING_MAX = 256
 
 #: Time for one probe. An engine that loads its model may hold connections for longer, and is asked again.
 PROBE_TIMEOUT_S = 10.0
+
+#: Connections are kept for the calls of one probe.
+KEEPALIVE_S = 5.0
 
 #: Pause after a probe without a result, doubled each time up to the second value.
 RETRY_S_MIN, RETRY_S_MAX = 10.0, 600.0
@@ -104,7 +107,8 @@ class ParityProbes:
         self._router = router
         self._tokenizing = tokenizing
         self._key_of = key_of
-        self._engines: aiohttp.ClientSession | None = None
+        # Apart from the connections of requests.
+        self._http = PlainHttp(keepalive_s=KEEPALIVE_S, connect_timeout_s=PROBE_TIMEOUT_S)
         self._counts = counts
         self._clock = clock
         self._name = f"front {os.uname().nodename}:{os.getpid()}"  # for people who look at the registry
@@ -112,12 +116,6 @@ class ParityProbes:
         self._turns = asyncio.Semaphore(PROBES_AT_ONCE)
         self._tasks: set[asyncio.Task[None]] = set()
         self._warned: set[tuple[str, RenderPart | None]] = set()
-
-    async def start(self) -> None:
-        """Open a session on the running loop, apart from that of requests."""
-        self._engines = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=PROBES_AT_ONCE), cookie_jar=aiohttp.DummyCookieJar()
-        )
 
     def __len__(self) -> int:
         """Probes that run or wait."""
@@ -208,7 +206,7 @@ class ParityProbes:
             reason = RenderReason.FRONT_FAILED
         except _NoTokenize:
             reason = RenderReason.NO_TOKENIZE
-        except (_EngineFailed, TimeoutError, aiohttp.ClientError, OSError, ValueError) as exc:
+        except (_EngineFailed, TimeoutError, OSError, ValueError) as exc:
             log.debug("the engine at %s could not be probed: %s", target.url, type(exc).__name__)
         return RenderResult(RenderOutcome.UNKNOWN, reason)
 
@@ -229,14 +227,14 @@ class ParityProbes:
         headers, key = {"Content-Type": "application/json"}, self._key_of(target.model)
         if key is not None:
             headers["Authorization"] = f"Bearer {key}"
-        url = f"{target.url.rstrip('/')}/tokenize"
-        assert self._engines is not None  # start() was called
-        async with self._engines.post(url, data=raw, headers=headers, allow_redirects=False) as response:
-            answer = bytearray()
-            while data := await response.content.readany():
-                answer += data
-                if len(answer) > ANSWER_BYTES_MAX:
-                    raise _EngineFailed
+        url, timeout_s = target.url, PROBE_TIMEOUT_S
+        response = await self._http.request("POST", url, "/tokenize", headers, raw, timeout_s, is_short=True)
+        try:
+            answer = await response.read(ANSWER_BYTES_MAX)
+        finally:
+            response.close()
+        if len(answer) > ANSWER_BYTES_MAX:
+            raise _EngineFailed
         if response.status in (404, 405, 501):
             raise _NoTokenize
         if response.status in (400, 422):
@@ -272,9 +270,7 @@ class ParityProbes:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        if self._engines is not None:
-            await self._engines.close()
-            self._engines = None
+        self._http.close()
 
 
 #: What to do about a difference, by whether texts without a chat template differ as well.

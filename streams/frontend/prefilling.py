@@ -14,12 +14,11 @@ from array import array
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, TypeVar, cast
 
-import aiohttp
-
 from streams.client.booking import Booking
 from streams.client.engine import RANK_HEADER
 from streams.client.http import KvRouterClient
 from streams.client.payloads import RouteOptions
+from streams.client.plain_http import PlainHttp
 from streams.client.reports import BookingKey, OutstandingReport
 from streams.errors import AllWorkersBusy, KvStreamsError, NoEligibleWorker
 from streams.frontend.disaggregation import (
@@ -104,13 +103,15 @@ class Prefilling:
         router: KvRouterClient,
         fleet: Fleet,
         counts: FrontCounts,
+        http: PlainHttp,
         note_failed: Callable[[int], None],
     ) -> None:
-        """note_failed: called with the id of a worker whose engine failed."""
+        """http: for calls of engines. note_failed: called with the id of a worker whose engine failed."""
         self._settings = settings
         self._router = router
         self._fleet = fleet
         self._counts = counts
+        self._http = http
         self._note_failed = note_failed
         self._warned = False
         self._limits = SplitLimits(settings.front_remote_prefill_tokens_min, settings.front_prefill_backlog_tokens_max)
@@ -123,7 +124,6 @@ class Prefilling:
     async def begin(
         self,
         booking: Booking,
-        session: aiohttp.ClientSession,
         path: str,
         body: bytes,
         tokens: bytes | None,
@@ -135,7 +135,7 @@ class Prefilling:
         booking: of the decode worker, which may be reassigned to one that reaches the blocks. tokens: of the prompt,
         None if they are not known. options: of the route request. headers: for engines.
         """
-        split, remote = await self._begun(booking, session, path, body, tokens, options, headers)
+        split, remote = await self._begun(booking, path, body, tokens, options, headers)
         if split is not None:
             self._counts.splits[split] += 1
         if remote is None:
@@ -145,7 +145,6 @@ class Prefilling:
     async def _begun(
         self,
         booking: Booking,
-        session: aiohttp.ClientSession,
         path: str,
         body: bytes,
         tokens: bytes | None,
@@ -180,8 +179,8 @@ class Prefilling:
             bootstrap = bootstrap_fields(prefill.url, port, random.randrange(BOOTSTRAP_ROOMS))
         sent = prefill_body(fields, transfer, bootstrap)
         if bootstrap is not None:
-            return None, RemotePrefill(bootstrap, worker, lambda: self._succeeds(prefill, session, path, sent, headers))
-        answer = await self._compute(prefill, session, path, sent, headers)
+            return None, RemotePrefill(bootstrap, worker, lambda: self._succeeds(prefill, path, sent, headers))
+        answer = await self._compute(prefill, path, sent, headers)
         if answer is None:
             return Split.FAILED, None
         if transfer is KvTransfer.POOL:
@@ -232,40 +231,28 @@ class Prefilling:
                 return Split.FAILED
             raise
 
-    async def _compute(
-        self, prefill: Booking, session: aiohttp.ClientSession, path: str, body: bytes, headers: Mapping[str, str]
-    ) -> bytes | None:
+    async def _compute(self, prefill: Booking, path: str, body: bytes, headers: Mapping[str, str]) -> bytes | None:
         """Let a prefill worker compute a prompt; returns its answer, None if it failed. The booking ends with it."""
         assert prefill.url is not None
-        timeout = aiohttp.ClientTimeout(
-            total=self._settings.front_silence_timeout_s, sock_connect=session.timeout.sock_connect
-        )
+        headers = {**headers, "Accept": "application/json", RANK_HEADER: str(prefill.dp_rank)}
+        timeout_s = self._settings.front_silence_timeout_s
         try:
-            async with session.post(
-                f"{prefill.url.rstrip('/')}{path}",
-                data=body,
-                headers={**headers, "Accept": "application/json", RANK_HEADER: str(prefill.dp_rank)},
-                timeout=timeout,
-                allow_redirects=False,
-            ) as response:
-                answer = bytearray()
-                while data := await response.content.readany():
-                    answer += data
-                    if len(answer) > ANSWER_BYTES_MAX:
-                        return None
+            response = await self._http.request("POST", prefill.url, path, headers, body, timeout_s, is_short=True)
+            try:
+                answer = await response.read(ANSWER_BYTES_MAX)
+            finally:
+                response.close()
         except ENGINE_FAILURES as exc:
             log.debug("the prefill of worker %d failed: %r", prefill.worker_id, exc)
             self._note_failed(prefill.worker_id)
             return None
         finally:
             prefill.end()
-        return bytes(answer) if response.status == 200 else None
+        return answer if response.status == 200 and len(answer) <= ANSWER_BYTES_MAX else None
 
-    async def _succeeds(
-        self, prefill: Booking, session: aiohttp.ClientSession, path: str, body: bytes, headers: Mapping[str, str]
-    ) -> bool:
+    async def _succeeds(self, prefill: Booking, path: str, body: bytes, headers: Mapping[str, str]) -> bool:
         """Let a prefill worker compute a prompt; returns whether it did."""
-        succeeded = await self._compute(prefill, session, path, body, headers) is not None
+        succeeded = await self._compute(prefill, path, body, headers) is not None
         self._counts.splits[Split.REMOTE if succeeded else Split.FAILED] += 1
         return succeeded
 

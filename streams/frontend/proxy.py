@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
-import aiohttp
 from aiohttp import web
 
 from streams.client.booking import Booking
@@ -106,32 +105,16 @@ class Proxy:
         self._key_of = key_of
         self.counts = counts
         self._failed_engines = FailedEngines(router)
-        self._prefilling = Prefilling(settings, router, fleet, counts, self._failed_engines.note)
-        self._live: set[Exchange] = set()
-        self._engines: aiohttp.ClientSession | None = None
         self._http = PlainHttp(keepalive_s=KEEPALIVE_S, connect_timeout_s=CONNECT_TIMEOUT_S, keeps_spares=True)
         note_failed = self._failed_engines.note
-        self._migrator = StreamMigrator(
-            settings, tokenizing, fleet, counts, spans, self._session, self._http, note_failed
-        )
-
-    async def start(self) -> None:
-        """Open the session for the calls of engines that are not streams, on the running loop."""
-        self._engines = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S),
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
-            auto_decompress=False,
-            cookie_jar=aiohttp.DummyCookieJar(),
-            skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding"),
-        )
+        self._prefilling = Prefilling(settings, router, fleet, counts, self._http, note_failed)
+        self._live: set[Exchange] = set()
+        self._migrator = StreamMigrator(settings, tokenizing, fleet, counts, spans, self._http, note_failed)
 
     async def close(self) -> None:
         """Close all connections to engines."""
         await self._failed_engines.close()
         self._http.close()
-        if self._engines is not None:
-            await self._engines.close()
-            self._engines = None
 
     def __len__(self) -> int:
         return len(self._live)
@@ -192,7 +175,7 @@ class Proxy:
         key = self._key_of(model)
         at_s = time.perf_counter()  # the loop's time stands still while the loop tokenizes
         engine = self._fleet.engine(model)
-        prompt = await self._tokenizing.prompt(request, body, model, engine, self._session(), key)
+        prompt = await self._tokenizing.prompt(request, body, model, engine, self._http, key)
         self.counts.tokenize_seconds.observe(time.perf_counter() - at_s)
         self.counts.prompt_tokens += len(prompt.tokens) // 4
         if self._prefilling.splits(options.get("model")):
@@ -207,7 +190,7 @@ class Proxy:
         remote: RemotePrefill | None = None
         known = None if prompt.source == NONE else prompt.tokens
         if booking.phase is not None:
-            remote = await self._prefilling.begin(booking, self._session(), request.kind, body, known, options, sent)
+            remote = await self._prefilling.begin(booking, request.kind, body, known, options, sent)
         if self._settings.front_migration and request.stream:
             exchange.migrating = MigratingStream(
                 request.kind, body, sent, model, prompt.tokens if prompt.whole else None
@@ -462,10 +445,6 @@ class Proxy:
             if exchange.prefilled_on is not None:
                 response.headers["X-Kvstreams-Prefill-Worker"] = exchange.prefilled_on
         return response
-
-    def _session(self) -> aiohttp.ClientSession:
-        assert self._engines is not None  # start() was called
-        return self._engines
 
 
 def _may_be_replaced(watch: StreamWatch) -> bool:

@@ -152,8 +152,6 @@ class Front:
         """Load the tokenizers and begin to read the registry. Raises SettingsError."""
         await self.tokenizing.start()
         await self.router.start()
-        await self.proxy.start()
-        await self.parity.start()
         await self.fleet.poll()
         for background in (self.fleet.poll_forever(), self._secrets.check_forever(), self._check_forever()):
             self.in_background(background)

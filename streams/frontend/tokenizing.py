@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import aiohttp
 import orjson
 
 from streams.client.payloads import pack_tokens, unpack_tokens
+from streams.client.plain_http import PlainHttp
 from streams.errors import InvalidRequest, KvStreamsError, SettingsError
 from streams.frontend.requests import FrontRequest, Kind
 from streams.frontend.tokenizer_process import PackedTokens, TokenizerEnded, TokenizerProcess, packed_ids
@@ -128,7 +128,7 @@ class Tokenizing:
         body: bytes,
         model: str | None,
         engine: str | None,
-        http: aiohttp.ClientSession,
+        http: PlainHttp,
         key: str | None,
     ) -> Prompt:
         """Return a request's tokens. model: whose tokenizer it is. engine: URL of one that serves it. key: its API key.
@@ -141,7 +141,7 @@ class Tokenizing:
         return prompt
 
     async def text(
-        self, text: str, model: str | None, engine: str | None, http: aiohttp.ClientSession, key: str | None
+        self, text: str, model: str | None, engine: str | None, http: PlainHttp, key: str | None
     ) -> bytes | None:
         """Return the tokens of a text that continues another one, as u32 LE; None if that is not possible."""
         body = {"prompt": text, "add_special_tokens": False, **({} if model is None else {"model": model})}
@@ -156,7 +156,7 @@ class Tokenizing:
         body: bytes,
         model: str | None,
         engine: str | None,
-        http: aiohttp.ClientSession,
+        http: PlainHttp,
         key: str | None,
     ) -> Prompt | None:
         try:
@@ -174,7 +174,7 @@ class Tokenizing:
                 return _known(await self._by_engine(request, body, engine, http, key), ENGINE)
         except InvalidRequest:
             return None  # the engine says what is wrong
-        except (TokenizerEnded, TimeoutError, aiohttp.ClientError, OSError, _TooMany) as exc:
+        except (TokenizerEnded, TimeoutError, OSError, _TooMany) as exc:
             self._log_once(type(exc).__name__, "requests are routed by load, since tokenizing failed: %s", repr(exc))
         return None
 
@@ -224,17 +224,17 @@ class Tokenizing:
             self._waiting -= 1
 
     async def _by_engine(
-        self, request: FrontRequest, body: bytes, engine: str, http: aiohttp.ClientSession, key: str | None
+        self, request: FrontRequest, body: bytes, engine: str, http: PlainHttp, key: str | None
     ) -> bytes:
         """Ask an engine. It gets the request's own body, whose other fields it ignores."""
         headers = {"Content-Type": "application/json"}
         if key is not None:
             headers["Authorization"] = f"Bearer {key}"
-        timeout = aiohttp.ClientTimeout(total=TOKENIZE_TIMEOUT_S)
-        async with http.post(f"{engine}/tokenize", data=body, headers=headers, timeout=timeout) as response:
-            raw = await response.content.read(TOKENIZED_BYTES_MAX)
-            while not response.content.at_eof() and len(raw) < TOKENIZED_BYTES_MAX:
-                raw += await response.content.read(TOKENIZED_BYTES_MAX - len(raw))
+        response = await http.request("POST", engine, "/tokenize", headers, body, TOKENIZE_TIMEOUT_S, is_short=True)
+        try:
+            raw = await response.read(TOKENIZED_BYTES_MAX)
+        finally:
+            response.close()
         try:
             if response.status == 200:
                 return pack_tokens(orjson.loads(raw)["tokens"])

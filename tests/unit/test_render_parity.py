@@ -356,7 +356,6 @@ def probing(
         tokenizing = Tokenizing(paths, 1, 1 << 20)
         await tokenizing.start()
         probes = ParityProbes(router, tokenizing, lambda _: None, counts, clock)  # type: ignore[arg-type]  # a stand-in
-        await probes.start()
         try:
             async with asyncio.timeout(30):
                 await scenario(probes, router)
