@@ -36,23 +36,29 @@ NOT_INDEXED = "not_indexed:"
 
 
 @dataclass(slots=True)
-class FeedCounters:
+class GapCounters:
+    """What gap filling counts."""
+
+    gaps: int = 0
+    gap_batches_filled: int = 0
+    gap_batches_lost: int = 0
+    replays: int = 0  # requests to the engine's replay socket
+    replays_unanswered: int = 0
+    batches_foreign: int = 0  # dropped because they belong to another incarnation than the one that is running
+
+
+@dataclass(slots=True)
+class FeedCounters(GapCounters):
     """Totals since the bridge started. None ever decreases, so that each can be exported as a counter."""
 
     batches_published: int = 0
     batches_repeated: int = 0  # received a second time, for example from the replay socket and then live
-    batches_foreign: int = 0  # dropped because they belong to another incarnation than the one that is running
     batches_of_wrong_block_size: int = 0  # of these, only the first one of an incarnation is a dead letter
     dead_letters: int = 0
     events_unusable: int = 0  # in these dead letters
     events_ignored: int = 0  # they cannot matter, for example the beginning of a block
     blocks_unindexed: int = 0  # reported, and not represented by the index, or not exactly
     not_indexed: Counter[str] = field(default_factory=Counter)  # blocks and events, by reason; none of them is unusual
-    gaps: int = 0
-    gap_batches_filled: int = 0
-    gap_batches_lost: int = 0
-    replays: int = 0  # requests to the engine's replay socket
-    replays_unanswered: int = 0
     incarnations: int = 0  # incarnations of the engine that this bridge began to feed from their start
     resumed: int = 0  # incarnations that this bridge continued after an earlier holder of the lease
     resumed_from_table: int = 0  # of these, the ones whose ledger came from the table and not from the engine

@@ -27,7 +27,7 @@ import zmq.asyncio
 
 from streams.core.events import BEFORE_FIRST
 from streams.core.ids import RankId
-from streams.engines.feed_counters import FeedCounters
+from streams.engines.feed_counters import GapCounters
 from streams.engines.replay import (
     FILL_BACKOFF_S,
     REPLAY_TIMEOUT_S,
@@ -147,7 +147,7 @@ class GapFiller:
         context: zmq.asyncio.Context,
         replay_address: str | None,
         rank: RankId,
-        counters: FeedCounters,
+        counters: GapCounters,
         outage: Outage | None = None,
     ) -> None:
         """outage: of the engine's replay socket, which outlives an incarnation."""

@@ -12,7 +12,7 @@ import zmq.asyncio
 
 from streams.core.ids import DpRank, RankId, WorkerId
 from streams.engines import gap_filling
-from streams.engines.feed_counters import FeedCounters
+from streams.engines.feed_counters import GapCounters
 from streams.engines.gap_filling import GapFiller, ReplayFinding
 from streams.engines.replay import Batch
 from tests.helpers.engine_double import EngineDouble
@@ -41,11 +41,11 @@ class Sink:
 
 
 def with_filler(
-    replay_address: str | None, act: Callable[[GapFiller], Awaitable[None]], counters: FeedCounters | None = None
+    replay_address: str | None, act: Callable[[GapFiller], Awaitable[None]], counters: GapCounters | None = None
 ) -> Sink:
     async def main() -> Sink:
         context, sink = zmq.asyncio.Context(), Sink()
-        sink.filler = GapFiller(sink, context, replay_address, RANK, counters or FeedCounters())
+        sink.filler = GapFiller(sink, context, replay_address, RANK, counters or GapCounters())
         await act(sink.filler)
         context.destroy(linger=0)
         return sink
@@ -83,7 +83,7 @@ def test_only_the_next_batch_of_a_stream_without_a_gap_may_be_passed_on() -> Non
 
 def test_missing_batches_are_requested_and_published_before_the_buffered_one() -> None:
     """A gap is filled from the replay socket, and the batch that was buffered after it follows."""
-    counters = FeedCounters()
+    counters = GapCounters()
     with EngineDouble() as engine:
         for sequence in range(4):
             engine.send(payload(sequence))
@@ -104,7 +104,7 @@ def test_missing_batches_are_requested_and_published_before_the_buffered_one() -
 
 def test_batches_that_the_engine_no_longer_keeps_are_lost() -> None:
     """The batches before the first one kept are given up, and the others are published."""
-    counters = FeedCounters()
+    counters = GapCounters()
     with EngineDouble(kept=2) as engine:
         for sequence in range(5):
             engine.send(payload(sequence))
@@ -120,7 +120,7 @@ def test_batches_that_the_engine_no_longer_keeps_are_lost() -> None:
 
 def test_without_a_replay_socket_a_gap_is_given_up_at_once() -> None:
     """An engine without a replay socket cannot fill a gap, so the buffered batch is published without waiting."""
-    counters = FeedCounters()
+    counters = GapCounters()
 
     async def act(filler: GapFiller) -> None:
         await filler.offer(Batch(2, payload(2)))
@@ -134,7 +134,7 @@ def test_without_a_replay_socket_a_gap_is_given_up_at_once() -> None:
 
 def test_a_silent_replay_socket_is_given_up_after_the_hold_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """The feed continues while the answer is awaited and the next attempt is not due, and is behind all that time."""
-    counters = FeedCounters()
+    counters = GapCounters()
     monkeypatch.setattr(gap_filling, "REPLAY_TIMEOUT_S", 0.1)
 
     async def act(filler: GapFiller) -> None:
@@ -199,7 +199,7 @@ def test_live_batches_wait_while_a_replay_brings_what_precedes_them() -> None:
 
 def test_a_batch_beyond_the_engines_numbers_is_foreign_and_dropped() -> None:
     """A batch with a number that the engine has not reached yet comes from an older incarnation."""
-    counters = FeedCounters()
+    counters = GapCounters()
     with EngineDouble() as engine:
         engine.send(payload(0))
 
