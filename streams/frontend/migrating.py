@@ -295,7 +295,8 @@ class StreamMigrator:
         assert relay is not None and booking is not None and prompt is not None
         loop, migration = asyncio.get_running_loop(), relay.migration
         token_ids = prompt + migration.shown.token_ids[: choose.n_kept]
-        expected = None if relay.tokens_max is None else relay.tokens_max - choose.n_kept
+        tokens_max = relay.options.tokens_max
+        expected = None if tokens_max is None else tokens_max - choose.n_kept
         for worker_id, failed in list(stream.failed.items()):
             now = self._fleet.incarnation(worker_id)
             if failed is not None and now is not None and now > failed:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -114,6 +115,48 @@ class _Fields(msgspec.Struct):
 _DECODER = msgspec.json.Decoder(_Fields)
 
 
+@dataclass(frozen=True, slots=True)
+class AnswerOptions:
+    """What a request says about its answer.
+
+    wants_usage_so_far: with every event. is_greedy: tokens that are dropped are generated again just the same.
+    is_several: there are several answers. tokens_max: None without a limit, and for several answers. stops: the fields
+    of the request that name stop strings.
+    """
+
+    is_chat: bool
+    wants_ids: bool
+    wants_usage: bool
+    wants_usage_so_far: bool
+    is_greedy: bool
+    is_several: bool
+    tokens_max: int | None
+    tokens_min: int
+    stops: Mapping[str, Any]
+
+
+def answer_options(kind: Kind, body: bytes) -> AnswerOptions:
+    """Parse a request. body: a JSON object."""
+    fields = _DECODER.decode(body)
+    usage = fields.stream_options if isinstance(fields.stream_options, dict) else {}
+    wants_usage = usage.get("include_usage") is True
+    is_several = any((number or 1) != 1 for number in (fields.n, fields.best_of))
+    limit = fields.max_tokens if fields.max_completion_tokens is None else fields.max_completion_tokens
+    if limit is None and kind is not Kind.CHAT:
+        limit = COMPLETION_TOKENS_DEFAULT
+    return AnswerOptions(
+        is_chat=kind is Kind.CHAT,
+        wants_ids=fields.return_token_ids is True,
+        wants_usage=wants_usage,
+        wants_usage_so_far=wants_usage and usage.get("continuous_usage_stats") is True,
+        is_greedy=fields.temperature == 0,
+        is_several=is_several,
+        tokens_max=limit if type(limit) is int and not is_several else None,
+        tokens_min=fields.min_tokens if type(fields.min_tokens) is int else 0,
+        stops={"stop": fields.stop, "include_stop_str_in_output": fields.include_stop_str_in_output},
+    )
+
+
 def asking_for_ids(body: bytes) -> bytes:
     """Return a request that asks for token ids too. Its bytes stay; of a repeated field, the last one counts."""
     end = body.rindex(b"}")
@@ -142,32 +185,19 @@ class StreamRelay:
     finished: the finish reason was passed on. done: the engine's mark of the end came. refusal: the message of an error
     event, which is withheld, since another engine may go on. by_text: an engine reported text without token ids.
     prompt_ids: the prompt as the first engine had it, None if it did not report it. n_tokens: passed on so far; without
-    ids, events are counted. tokens_max: of the whole answer.
+    ids, events are counted.
     """
 
     def __init__(self, kind: Kind, body: bytes, worker_id: int, limits: MigrationLimits) -> None:
         """body: the client's request, a JSON object. worker_id: of the engine that answers first."""
-        fields = _DECODER.decode(body)
-        self._is_chat = kind is Kind.CHAT
-        self._wants_ids = fields.return_token_ids is True
-        options = fields.stream_options
-        self.wants_usage = isinstance(options, dict) and options.get("include_usage") is True
-        self._wants_usage_so_far = self.wants_usage and options.get("continuous_usage_stats") is True
-        # With greedy decoding, tokens that are dropped are generated again just the same.
-        self._is_greedy = fields.temperature == 0
-        self._is_several = any((each or 1) != 1 for each in (fields.n, fields.best_of))
-        limit = fields.max_tokens if fields.max_completion_tokens is None else fields.max_completion_tokens
-        if limit is None and not self._is_chat:
-            limit = COMPLETION_TOKENS_DEFAULT
-        stops = {"stop": fields.stop, "include_stop_str_in_output": fields.include_stop_str_in_output}
-        self.tokens_max = limit if type(limit) is int and not self._is_several else None
+        self.options = options = answer_options(kind, body)
         self.migration = Migration(
             worker_id,
             0,
-            max_tokens=self.tokens_max,
-            min_tokens=fields.min_tokens if type(fields.min_tokens) is int else 0,
-            held_back=held_back_characters(stops),
-            rewound=rewound_characters(stops),
+            max_tokens=options.tokens_max,
+            min_tokens=options.tokens_min,
+            held_back=held_back_characters(options.stops),
+            rewound=rewound_characters(options.stops),
             limits=limits,
         )
         self.finished = False
@@ -180,10 +210,9 @@ class StreamRelay:
         self._rest = b""
         self._frame: dict[str, Any] = {}
         self._usage_sent = False
-        self._is_resumed = False
+        self._resume: Resume | None = None  # None as long as the first engine answers
         self._is_computed = False  # what the engine that resumed found of the prompt is known
         self._known = KnownPart()
-        self._n_kept = 0
 
     @property
     def n_tokens(self) -> int:
@@ -227,13 +256,13 @@ class StreamRelay:
             page = orjson.loads(data)
             if page.get("error"):
                 self._error(page["error"], data, out)
-            elif self._is_resumed:
+            elif self._resume is not None:
                 self._resumed(page, at_s, out)
             else:
                 self._first(page, at_s, out)
         except (orjson.JSONDecodeError, AttributeError, KeyError, TypeError, ValueError, OverflowError):
             # Not a chunk as the front knows it. From the first engine, it is the client's.
-            if not self._is_resumed:
+            if self._resume is None:
                 self.migration.note_obstacle("the engine sent an event that the front does not understand")
                 out.append(b"data: " + data + b"\n\n")
 
@@ -255,10 +284,10 @@ class StreamRelay:
             prompt_ids = self._without(choice, "prompt_token_ids") or prompt_ids
             token_ids = self._without(choice, "token_ids")
             delta = choice.get("delta") or {}
-            text = (delta.get("content") if self._is_chat else choice.get("text")) or ""
+            text = (delta.get("content") if self.options.is_chat else choice.get("text")) or ""
             if not _PARSED.isdisjoint(delta) and any(delta.get(name) for name in _PARSED):
                 self.migration.note_obstacle("reasoning and tool calls are finished by the engine's parser")
-            if self._is_several:
+            if self.options.is_several:
                 continue
             if text or token_ids:
                 self._show(token_ids, text, at_s)
@@ -273,7 +302,7 @@ class StreamRelay:
 
     def _without(self, fields: dict[str, Any], name: str) -> Any:
         """Return a field that the client sees only if it has asked for ids."""
-        return fields.get(name) if self._wants_ids else fields.pop(name, None)
+        return fields.get(name) if self.options.wants_ids else fields.pop(name, None)
 
     def _resumed(self, page: dict[str, Any], at_s: float, out: list[bytes]) -> None:
         """Pass on an event of a completion that goes on with the answer, in the form of the first engine's events."""
@@ -281,7 +310,7 @@ class StreamRelay:
         if usage and not self._is_computed:
             self._computed(usage, at_s)
         if usage and not page["choices"]:
-            if self.wants_usage:
+            if self.options.wants_usage:
                 out.append(_event({**self._frame, "choices": [], "usage": self._summed(usage)}))
                 self._usage_sent = True
             return
@@ -294,16 +323,16 @@ class StreamRelay:
                 return
             if token_ids or text:
                 self._show(token_ids, text, at_s)
-            shown = {"index": 0, **({"delta": {"content": text}} if self._is_chat else {"text": text})}
+            shown = {"index": 0, **({"delta": {"content": text}} if self.options.is_chat else {"text": text})}
             shown |= {"logprobs": None, "finish_reason": finish_reason}
-            if "stop_reason" in choice and (finish_reason is not None or not self._is_chat):
+            if "stop_reason" in choice and (finish_reason is not None or not self.options.is_chat):
                 shown["stop_reason"] = choice["stop_reason"]
-            if self._wants_ids:
+            if self.options.wants_ids:
                 shown["token_ids"] = new_ids
             if finish_reason is not None:
                 self.finished = True
-            if text or finish_reason is not None or (self._wants_ids and new_ids):
-                more = {"usage": self._summed(usage)} if usage and self._wants_usage_so_far else {}
+            if text or finish_reason is not None or (self.options.wants_ids and new_ids):
+                more = {"usage": self._summed(usage)} if usage and self.options.wants_usage_so_far else {}
                 out.append(_event({**self._frame, "choices": [shown], **more}))
 
     def _show(self, token_ids: list[int] | None, text: str, at_s: float) -> None:
@@ -312,7 +341,7 @@ class StreamRelay:
             token_ids = []
         # Several tokens may end within a character. Without greedy decoding, tokens that are dropped for this reason
         # would not come again, so it is left to the next engine to complete the character, which vLLM does.
-        whole = None if len(token_ids) > 1 and self._is_greedy else True
+        whole = None if len(token_ids) > 1 and self.options.is_greedy else True
         self.migration.handle(TokensShown(at_s, token_ids, text, whole))
         self._n_ids = max(self._n_ids, len(self.migration.shown.token_ids))
 
@@ -324,8 +353,9 @@ class StreamRelay:
 
     def _summed(self, usage: dict[str, Any]) -> dict[str, Any]:
         """Return the usage of the whole answer, from that of its last part."""
-        n_prompt = max(0, usage["prompt_tokens"] - self._n_kept)
-        n_completion = usage["completion_tokens"] + self._n_kept
+        n_kept = 0 if self._resume is None else self._resume.n_kept
+        n_prompt = max(0, usage["prompt_tokens"] - n_kept)
+        n_completion = usage["completion_tokens"] + n_kept
         summed = {
             **usage,
             "prompt_tokens": n_prompt,
@@ -341,20 +371,22 @@ class StreamRelay:
 
     def resume(self, resume: Resume) -> None:
         """Expect the events of the next engine."""
-        self._is_resumed = True
+        self._resume = resume
         self._rest = b""
         self.done, self.refusal, self._is_computed = False, None, False
-        self._known = KnownPart(self.migration.shown, resume.skip_characters, ids_matter=self._wants_ids)
-        self._n_kept = resume.n_kept
+        self._known = KnownPart(self.migration.shown, resume.skip_characters, ids_matter=self.options.wants_ids)
 
     def ending(self, n_prompt: int, finish_reason: str | None, figures: Mapping[str, Any] | None) -> bytes:
         """Return what is missing at the end of a complete answer: finish reason, usage, figures, and the mark."""
         out = b""
         if finish_reason is not None and not self.finished:
-            chosen: dict[str, Any] = {"index": 0, **({"delta": {"content": ""}} if self._is_chat else {"text": ""})}
+            chosen: dict[str, Any] = {
+                "index": 0,
+                **({"delta": {"content": ""}} if self.options.is_chat else {"text": ""}),
+            }
             chosen |= {"logprobs": None, "finish_reason": finish_reason}
             out += _event({**self._frame, "choices": [chosen]})
-        if self.wants_usage and not self._usage_sent and (self._is_resumed or not self.done):
+        if self.options.wants_usage and not self._usage_sent and (self._resume is not None or not self.done):
             n = self.n_tokens
             usage = {"prompt_tokens": n_prompt, "completion_tokens": n, "total_tokens": n_prompt + n}
             out += _event({**self._frame, "choices": [], "usage": usage})

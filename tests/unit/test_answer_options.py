@@ -1,0 +1,73 @@
+"""What the front reads from a request about the answer that it passes on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+import pytest
+
+from streams.frontend.requests import Kind
+from streams.frontend.resuming import COMPLETION_TOKENS_DEFAULT, AnswerOptions, answer_options
+
+
+def options(kind: Kind, **fields: Any) -> AnswerOptions:
+    return answer_options(kind, orjson.dumps(fields))
+
+
+def test_a_request_without_options_gets_openais_defaults() -> None:
+    """A chat has no limit; a completion has one."""
+    chat, completion = options(Kind.CHAT, messages=[]), options(Kind.COMPLETION, prompt="a")
+    assert (chat.is_chat, chat.tokens_max) == (True, None)
+    assert (completion.is_chat, completion.tokens_max) == (False, COMPLETION_TOKENS_DEFAULT)
+    for defaults in (chat, completion):
+        assert not (defaults.wants_ids or defaults.wants_usage or defaults.is_greedy or defaults.is_several)
+        assert defaults.tokens_min == 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "tokens_max"),
+    [
+        ({"max_tokens": 5}, 5),
+        ({"max_tokens": 5, "max_completion_tokens": 7}, 7),
+        ({"max_tokens": 5, "n": 2}, None),
+        ({"max_tokens": 5, "best_of": 2}, None),
+        ({"max_tokens": 5, "n": 1, "best_of": None}, 5),
+        ({"max_tokens": "5"}, None),  # the engine refuses it
+        ({"max_tokens": True}, None),
+    ],
+)
+def test_the_limit_is_that_of_the_only_answer(fields: dict[str, Any], tokens_max: int | None) -> None:
+    """With several answers, no limit of one stream follows from it."""
+    assert options(Kind.CHAT, **fields).tokens_max == tokens_max
+
+
+@pytest.mark.parametrize(
+    ("stream_options", "usage", "so_far"),
+    [
+        (None, False, False),
+        ("no object", False, False),
+        ({"include_usage": True}, True, False),
+        ({"include_usage": True, "continuous_usage_stats": True}, True, True),
+        ({"continuous_usage_stats": True}, False, False),
+        ({"include_usage": 1}, False, False),
+    ],
+)
+def test_usage_so_far_is_only_for_clients_that_want_usage(stream_options: Any, usage: bool, so_far: bool) -> None:
+    """Values other than `true` do not ask for it."""
+    asked = options(Kind.CHAT, stream_options=stream_options)
+    assert (asked.wants_usage, asked.wants_usage_so_far) == (usage, so_far)
+
+
+def test_decoding_is_greedy_at_temperature_zero_only() -> None:
+    """The default of engines is another one."""
+    assert options(Kind.CHAT, temperature=0).is_greedy
+    assert options(Kind.CHAT, temperature=0.0).is_greedy
+    assert not options(Kind.CHAT, temperature=0.1).is_greedy
+
+
+def test_stop_strings_are_kept_as_the_request_has_them() -> None:
+    """How much text they hold back is decided by the migration."""
+    asked = options(Kind.CHAT, stop=["a", "bc"], include_stop_str_in_output=True, min_tokens=3)
+    assert asked.stops == {"stop": ["a", "bc"], "include_stop_str_in_output": True}
+    assert asked.tokens_min == 3
