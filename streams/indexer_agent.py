@@ -32,7 +32,7 @@ from streams.tables.index_reducer import BAD_TABLE_RECORD
 from streams.tables.partition import PARTITION_COUNTS, TablePartition
 from streams.tables.reducer import PartitionPlan, SourceRecord
 from streams.tables.wiring import PartitionWiring
-from streams.topics import topics
+from streams.topics import TopicSpec, topics
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +65,6 @@ class Indexer:
         self._app = app
         self._settings = settings
         self._plan = plan
-        self._source = plan.sources[0]
         self._armed = on_effect
         self._partitions: dict[int, TablePartition] = {}
         self._paused: set[int] = set()
@@ -86,6 +85,11 @@ class Indexer:
         # By partition, since each is written by that partition's thread alone. They outlast a partition that moves.
         self._verdicts: defaultdict[int, Counter[str]] = defaultdict(Counter)
         self._counts: defaultdict[int, Counter[str]] = defaultdict(Counter)
+
+    @property
+    def _source(self) -> TopicSpec:
+        """The source whose assignment decides which partitions this worker owns."""
+        return self._plan.sources[0]
 
     def verdict_counts(self) -> Mapping[str, int]:
         """A snapshot of what records turned out to be, over all partitions since the process started.
