@@ -1,7 +1,7 @@
 """A run: requests arrive, a router sends them to engines, engines compute, events come back later (pure).
 
 What lives here: the order of everything that happens, by simulated time. What must not: what routers and engines do
-with it.
+with it; which requests arrive when (arrivals).
 
 At one point in time, in this order: events that are due reach the router; engines end their steps; requests arrive;
 they are routed, together with those that wait; engines begin their steps.
@@ -10,7 +10,6 @@ they are routed, together with those that wait; engines begin their steps.
 from __future__ import annotations
 
 import heapq
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,6 +20,8 @@ from streams.core.ids import EngineHash, Float64Array, HashArray
 from streams.errors import SettingsError
 from streams.lab.engines.engine_config import EngineConfig
 from streams.lab.engines.speeds import MODELS
+from streams.lab.simulation.agenda import Agenda
+from streams.lab.simulation.arrivals import Arrivals
 from streams.lab.simulation.lab_engine import LabEngine, LabRequest, Load
 from streams.lab.simulation.lab_engine_config import LabEngineConfig
 from streams.lab.simulation.lab_pool import LabPool, LabPoolConfig
@@ -28,7 +29,7 @@ from streams.lab.simulation.results import RunResult
 from streams.lab.simulation.router import LabRouter, RoutedRequest
 from streams.lab.simulation.router_group import RouterGroup
 from streams.lab.simulation.simulated_engine import SimulatedEngine
-from streams.lab.simulation.workload import NO_REQUEST, Workload
+from streams.lab.simulation.workload import Workload
 
 #: Progress is reported after this many requests.
 PROGRESS_EVERY = 500
@@ -127,7 +128,6 @@ class _Run:
             )
         self.workload, self.config, self.router = workload, config, router
         self.now_ms = 0.0
-        n = len(workload)
         self.result = RunResult(workload.name, workload.n_in, workload.n_out, config.n_workers)
         self.pool = None
         if config.pool is not None:
@@ -144,25 +144,13 @@ class _Run:
         self._down = [False] * config.n_workers
         self._version = [0] * config.n_workers
         self._ends: list[tuple[float, int, int]] = []  # heap: end of a step, worker, version
-        self._lagged: deque[tuple[float, Callable[[], None]]] = deque()  # in order, since all have the same lag
-        self._timers: list[tuple[float, int, Callable[[], None]]] = []  # heap: failures and retries
-        self._n_timers = 0
+        self._agenda = Agenda(config.event_lag_ms)
+        self._arrivals = Arrivals(workload, config.concurrency, config.speedup)
         self._on_progress = on_progress
-        # Requests by time. One whose session's answer before it is missing is in _held until that is there.
-        self._next = 0
-        self._held: dict[int, list[int]] = {}
-        self._ready: list[int] = []  # heap: requests before _next that may start now (closed loop)
-        self._done = np.zeros(n, dtype=np.bool_)
-        self._n_done = self._n_in_flight = 0
-        self._requests: dict[int, LabRequest] = {}
-        self._worker: dict[int, int] = {}
-        # Names are looked up one request at a time; the arrays' elements as Python integers, once.
+        # The arrays' elements as Python integers, since they are read one at a time.
         self._n_in: list[int] = workload.n_in.tolist()
         self._n_out: list[int] = workload.n_out.tolist()
         self._own: list[int] = workload.own.tolist()
-        self._previous: list[int] = workload.previous.tolist()
-        self._pause_ms: list[float] = (workload.pause_ms / config.speedup).tolist()
-        self._at_ms: list[float] = (workload.at_ms / config.speedup).tolist()
 
     def _new_engine(self, number: int, speed: float, load: Load | None) -> LabEngine | SimulatedEngine:
         config = self.config.engine
@@ -180,11 +168,13 @@ class _Run:
     def run(self) -> RunResult:
         n = len(self.workload)
         for failure in self.config.failures:
-            self._at(failure.at_ms, lambda failure=failure: self._fail(failure))  # type: ignore[misc]
+            self._agenda.at(failure.at_ms, lambda failure=failure: self._fail(failure))  # type: ignore[misc]
         touched: set[int] = set()
-        engines, ends = self.engines, self._ends
-        while self._n_done < n:
-            self._arrive(touched)
+        engines, ends, agenda, arrivals = self.engines, self._ends, self._agenda, self._arrivals
+        while arrivals.n_ended < n:
+            for number in arrivals.take(self.now_ms):
+                self.result.arrived_ms[number] = self.now_ms
+                self._send(number, touched)
             if self.router.wake_ms <= self.now_ms:
                 for request, worker in self.router.pump(self.now_ms):
                     self._submit(request, worker, touched)
@@ -194,13 +184,10 @@ class _Run:
                     engine.start(self.now_ms)
                     heapq.heappush(ends, (engine.end_ms, number, self._version[number]))
             touched.clear()
-            if self._n_done >= n:
+            if arrivals.n_ended >= n:
                 break
             self.now_ms = now_ms = self._next_ms()
-            while self._lagged and self._lagged[0][0] <= now_ms:
-                self._lagged.popleft()[1]()
-            while self._timers and self._timers[0][0] <= now_ms:
-                heapq.heappop(self._timers)[2]()
+            agenda.run(now_ms)
             while ends and ends[0][0] <= now_ms:
                 _, number, version = heapq.heappop(ends)
                 if version == self._version[number]:
@@ -215,63 +202,17 @@ class _Run:
         """The next time at which anything happens."""
         while self._ends and self._ends[0][2] != self._version[self._ends[0][1]]:
             heapq.heappop(self._ends)
-        at_ms = min(self._ends[0][0] if self._ends else _NEVER, self.router.wake_ms)
-        if self._lagged:
-            at_ms = min(at_ms, self._lagged[0][0])
-        if self._timers:
-            at_ms = min(at_ms, self._timers[0][0])
-        if not self.config.concurrency and self._next < len(self.workload):
-            at_ms = min(at_ms, self._at_ms[self._next])
+        end_ms = self._ends[0][0] if self._ends else _NEVER
+        at_ms = min(end_ms, self.router.wake_ms, self._agenda.next_ms(), self._arrivals.next_ms())
         assert at_ms < _NEVER, "requests are left, and nothing will happen"
         return max(self.now_ms, at_ms)
 
-    def _at(self, at_ms: float, event: Callable[[], None]) -> None:
-        self._n_timers += 1
-        heapq.heappush(self._timers, (at_ms, self._n_timers, event))
-
     # -- requests ------------------------------------------------------------------------------------------------------
-
-    def _arrive(self, touched: set[int]) -> None:
-        """Route the requests that arrive now."""
-        n, concurrency = len(self.workload), self.config.concurrency
-        while self._ready and (not concurrency or self._n_in_flight < concurrency):
-            self._route(heapq.heappop(self._ready), self.now_ms, touched)
-        while self._next < n:
-            if concurrency:
-                if self._n_in_flight >= concurrency:
-                    return
-            elif self._at_ms[self._next] > self.now_ms:
-                return
-            number = self._next
-            self._next += 1
-            previous = self._previous[number]
-            if previous == NO_REQUEST:
-                self._route(number, self.now_ms, touched)
-            elif not self._done[previous]:
-                self._held.setdefault(previous, []).append(number)
-            elif self._pause_ms[number] > 0.0:  # its pause has begun when the answer ended
-                ready_ms = float(self.result.last_ms[previous]) + self._pause_ms[number]
-                self._at(max(self.now_ms, ready_ms), lambda number=number: heapq.heappush(self._ready, number))  # type: ignore[misc]
-            else:
-                self._route(number, self.now_ms, touched)
-
-    def _let_follow(self, number: int) -> None:
-        """The answer before this request is there: it comes after its pause."""
-        pause_ms = self._pause_ms[number]
-        if pause_ms > 0.0:  # not if it is NaN
-            self._at(self.now_ms + pause_ms, lambda: heapq.heappush(self._ready, number))
-        else:
-            heapq.heappush(self._ready, number)
-
-    def _route(self, number: int, arrived_ms: float, touched: set[int]) -> None:
-        self._n_in_flight += 1
-        self.result.arrived_ms[number] = arrived_ms
-        self._send(number, touched)
 
     def _send(self, number: int, touched: set[int], excluded: int | None = None) -> None:
         """Route a request and submit it to its engine. excluded: the engine that failed it."""
         if not self.router.alive:
-            self._at(self.now_ms + _RETRY_MS, lambda: self._send(number, touched))
+            self._agenda.at(self.now_ms + _RETRY_MS, lambda: self._send(number, touched))
             return
         names = self.workload.names[self.workload.keys_of(number)]
         request = RoutedRequest(number, self._n_in[number], names, names.tobytes(), excluded)
@@ -284,7 +225,7 @@ class _Run:
         engine = self.engines[worker]
         if self._down[worker]:  # the router does not know yet
             self.router.ended(number, self.now_ms)
-            self._at(self.now_ms + _RETRY_MS, lambda: self._send(number, touched, worker))
+            self._agenda.at(self.now_ms + _RETRY_MS, lambda: self._send(number, touched, worker))
             return
         keys: list[int] = self.workload.keys_of(number).tolist()
         request = LabRequest(number, self._n_in[number], self._n_out[number], keys, self._own[number])
@@ -295,8 +236,6 @@ class _Run:
             )
         if self.config.lateness is not None:
             request.arrived_ms = self.result.arrived_ms[number] = float(self.config.lateness.arrived_ms[number])
-        self._requests[number] = request
-        self._worker[number] = worker
         self.result.worker[number] = worker
         touched.add(worker)
         if engine.submit(request, self.now_ms):
@@ -322,20 +261,16 @@ class _Run:
                 router.ended(number, now_ms, request.n_out)
             else:
                 self._report_end(request, float(lateness.ended_ms[number]))
-            del self._requests[number], self._worker[number]
-            self._done[number] = True
-            self._n_done += 1
-            self._n_in_flight -= 1
-            for follower in self._held.pop(number, ()):
-                self._let_follow(follower)
-            if self._on_progress is not None and not self._n_done % PROGRESS_EVERY:
-                self._on_progress(self._n_done)
+            self._arrivals.ended(number, now_ms, now_ms if lateness is None else request.last_ms)
+            n_ended = self._arrivals.n_ended
+            if self._on_progress is not None and not n_ended % PROGRESS_EVERY:
+                self._on_progress(n_ended)
 
     def _report_first(self, request: LabRequest, late_ms: float) -> None:
-        self._at(request.first_ms + late_ms, lambda: self.router.first_token(request.number, self.now_ms))
+        self._agenda.at(request.first_ms + late_ms, lambda: self.router.first_token(request.number, self.now_ms))
 
     def _report_end(self, request: LabRequest, late_ms: float) -> None:
-        self._at(request.last_ms + late_ms, lambda: self.router.ended(request.number, self.now_ms))
+        self._agenda.at(request.last_ms + late_ms, lambda: self.router.ended(request.number, self.now_ms))
 
     # -- events --------------------------------------------------------------------------------------------------------
 
@@ -359,7 +294,7 @@ class _Run:
             keys, names = self.workload.keys_of(request.number), self.workload.names
             parent = EngineHash(int(names[keys[first - 1]])) if first else None
             stored, gone = names[keys[first:last]], names[evicted]
-            self._later(lambda: self.router.kept_on_host(worker, parent, stored, gone))
+            self._agenda.after_lag(self.now_ms, lambda: self.router.kept_on_host(worker, parent, stored, gone))
 
     def _offload(self, request: LabRequest, first: int, last: int) -> None:
         """Write blocks to the pool."""
@@ -367,7 +302,9 @@ class _Run:
         new, evicted = self.pool.store(request.chain[:last], first)
         if self.config.pool.is_credited and self.router.reads_index and (new or evicted):
             names = self.workload.names
-            self._later(lambda: self.router.pool_changed(names[new].tolist(), names[evicted].tolist()))
+            self._agenda.after_lag(
+                self.now_ms, lambda: self.router.pool_changed(names[new].tolist(), names[evicted].tolist())
+            )
 
     def _on_stored(self, worker: int, request: LabRequest, first: int, last: int) -> None:
         if self.pool is not None:
@@ -379,7 +316,7 @@ class _Run:
         keys = self.workload.keys_of(request.number)
         names = self.workload.names[keys[first:last]]
         parent = EngineHash(int(self.workload.names[keys[first - 1]])) if first else None
-        self._later(lambda: self._store(worker, parent, names))
+        self._agenda.after_lag(self.now_ms, lambda: self._store(worker, parent, names))
 
     def _store(self, worker: int, parent: EngineHash | None, names: HashArray) -> None:
         self.router.stored(worker, parent, names)
@@ -390,13 +327,7 @@ class _Run:
         gone = np.array(keys, dtype=np.int64)
         names = self.workload.names[gone[gone < self.workload.n_keys]]
         if names.size:
-            self._later(lambda: self.router.removed(worker, names))
-
-    def _later(self, event: Callable[[], None]) -> None:
-        if self.config.event_lag_ms:
-            self._lagged.append((self.now_ms + self.config.event_lag_ms, event))
-        else:
-            event()
+            self._agenda.after_lag(self.now_ms, lambda: self.router.removed(worker, names))
 
     # -- failures ------------------------------------------------------------------------------------------------------
 
@@ -409,12 +340,13 @@ class _Run:
         lost = [request.number for request in self.engines[worker].fail()]
         if self.config.host is not None:
             self._hosts[worker] = self._new_pool(self.config.host)
-        self._at(self.now_ms + failure.for_ms, lambda: self._return(worker))
-        self._at(self.now_ms + min(failure.known_after_ms, failure.for_ms), lambda: self.router.worker_failed(worker))
+        self._agenda.at(self.now_ms + failure.for_ms, lambda: self._return(worker))
+        self._agenda.at(
+            self.now_ms + min(failure.known_after_ms, failure.for_ms), lambda: self.router.worker_failed(worker)
+        )
         for number in lost:  # clients see a broken connection at once, and try again
             self.router.ended(number, self.now_ms)
-            del self._requests[number]
-            self._at(self.now_ms + _RETRY_MS, lambda number=number: self._send(number, set(), worker))  # type: ignore[misc]
+            self._agenda.at(self.now_ms + _RETRY_MS, lambda number=number: self._send(number, set(), worker))  # type: ignore[misc]
 
     def _return(self, worker: int) -> None:
         self._down[worker] = False
