@@ -108,8 +108,7 @@ class LabEngine:
         load: Load | None = None,
     ) -> None:
         self.number = number
-        self.config = config
-        self.speed = speed
+        self.config = config.slowed(speed)
         self.end_ms = 0.0
         self.is_busy = False
         self.n_preempted = 0
@@ -120,14 +119,12 @@ class LabEngine:
         self._stored = stored
         self._removed = removed
         self._load = load
-        self._loading_ms = 0.0  # of the current step
         self._partial: LabRequest | None = None  # the running request whose prompt is not computed yet, always the last
         self._due: list[tuple[int, int, int, LabRequest]] = []  # heap: tick, order, epoch; when an answer needs care
         self._tick = 0  # steps so far
         self._order = 0
         self._stretch = (0.0, 0.0, 0)  # start, time of a step, number of steps
-        self._changed = 0  # counts what may let the first waiting request in
-        self._blocked_at = -1  # _changed when it did not fit
+        self._is_blocked = False  # the first waiting request did not fit, and nothing has changed since
         self._first: list[LabRequest] = []  # requests whose first token is out at end_ms
         self._ended: list[LabRequest] = []  # requests whose last token is out at end_ms
 
@@ -166,7 +163,7 @@ class LabEngine:
         self._first, self._ended = [], []
         self._stretch = (0.0, 0.0, 0)
         self.is_busy = False
-        self._changed += 1
+        self._is_blocked = False
         return lost
 
     # -- steps ---------------------------------------------------------------------------------------------------------
@@ -216,17 +213,17 @@ class LabEngine:
         return due[0][0] - self._tick - 1 if due else 0
 
     def _may_admit(self) -> bool:
-        return self._blocked_at != self._changed and len(self.running) < self.config.max_sequences
+        return not self._is_blocked and len(self.running) < self.config.max_sequences
 
     def _decode_ms(self) -> float:
         utilisation = min(1.0, self.pool.n_in_use / self.config.n_blocks)
-        return self.config.decode_step_ms(utilisation) * self.speed
+        return self.config.decode_step_ms(utilisation)
 
     def _step(self) -> float:
         """Compute one step; return how long it takes, 0 if there was nothing to compute."""
         self._tick += 1
         n_preempted = self.n_preempted
-        self._loading_ms = 0.0
+        loading_ms = 0.0
         ended = self._continue_answers()
         budget = self.config.max_batched_tokens - len(self.running) + (self._partial is not None)
         completed: list[LabRequest] = []
@@ -244,7 +241,7 @@ class LabEngine:
                 request = self.waiting[0]
                 n_hits = self._fitting_hits(request)
                 if n_hits < 0:
-                    self._blocked_at = self._changed
+                    self._is_blocked = True
                     break
                 self.waiting.popleft()
                 self.running[request.number] = request
@@ -257,8 +254,9 @@ class LabEngine:
                     request.reused_tokens = min(n_hits * self.config.block_size, request.n_in)
                 n_prompt_tokens += done[1]
                 budget -= done[0]
+                loading_ms += done[2]
                 self._settle(request, completed)
-        step_ms = self.config.prefill_step_ms(n_prompt_tokens) * self.speed + self._loading_ms
+        step_ms = self.config.prefill_step_ms(n_prompt_tokens) + loading_ms
         if n_decoding or any(request.n_generated for request in completed):
             step_ms += self._decode_ms()
         for request in ended:
@@ -333,13 +331,17 @@ class LabEngine:
         n_needed = -(-n_tokens // block_size) - n_used
         return n_hits if n_needed <= pool.n_blocks - pool.n_in_use else -1
 
-    def _compute(self, request: LabRequest, n_hits: int, budget: int) -> tuple[int, int] | None:
-        """Compute as much of a request as the budget allows; return its tokens, and how many of them are the prompt's.
+    def _compute(self, request: LabRequest, n_hits: int, budget: int) -> tuple[int, int, float] | None:
+        """Compute as much of a request as the budget allows.
 
-        Returns None if it was preempted for lack of blocks.
+        Returns its tokens, how many of them are the prompt's, and how long loading took in ms; None if it was preempted
+        for lack of blocks. Only a request that is admitted loads.
         """
         block_size = self.config.block_size
-        before = request.computed or (n_hits + self._loaded(request, n_hits)) * block_size
+        before, loading_ms = request.computed, 0.0
+        if not before:
+            n_loaded, loading_ms = self._loaded(request, n_hits)
+            before = (n_hits + n_loaded) * block_size
         after = min(before + budget, request.n_in + request.n_generated)
         hits = list(request.chain[:n_hits]) if n_hits else []
         own_hits = [request.own + at for at in range(n_hits - len(hits))]
@@ -357,19 +359,18 @@ class LabEngine:
         first, last = len(request.shared), min(after // block_size, len(request.chain))
         if first < last:
             request.shared += self.pool.share(list(request.chain[first:last]))
-            self._changed += 1
+            self._is_blocked = False
             self._stored(self.number, request, first, last)
-        return after - before, min(after, request.n_in) - min(before, request.n_in)
+        return after - before, min(after, request.n_in) - min(before, request.n_in), loading_ms
 
-    def _loaded(self, request: LabRequest, n_hits: int) -> int:
-        """Load what follows the cached blocks of a request from other memory; return the number of blocks."""
+    def _loaded(self, request: LabRequest, n_hits: int) -> tuple[int, float]:
+        """Load what follows the cached blocks of a request from other memory; return how many blocks, and the time."""
         n_max = (request.n_in + request.n_generated - 1) // self.config.block_size - n_hits
         if self._load is None or n_max <= 0 or n_hits >= len(request.chain):
-            return 0
+            return 0, 0.0
         n_loaded, took_ms = self._load(request.chain[n_hits:], n_max)
-        self._loading_ms += took_ms
         request.loaded_tokens += n_loaded * self.config.block_size
-        return n_loaded
+        return n_loaded, took_ms
 
     def _preempt(self) -> LabRequest:
         """Take the blocks of the request that was admitted last, which then waits in front; return it."""
@@ -398,7 +399,7 @@ class LabEngine:
         del self.running[request.number]
         if self._partial is request:
             self._partial = None
-        self._changed += 1
+        self._is_blocked = False
 
     def _evicted(self, keys: list[int]) -> None:
         if keys:

@@ -7,7 +7,7 @@ What lives here: the values of engine_8b.toml with their limits, and the two tim
 from __future__ import annotations
 
 import tomllib
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from importlib import resources
 from typing import Any
 
@@ -45,6 +45,16 @@ class LabEngineConfig:
             raise SettingsError(
                 "max_batched_tokens must be greater than max_sequences, or prompts might never be computed"
             )
+
+    def slowed(self, factor: float) -> LabEngineConfig:
+        """Return an engine whose steps take this many times as long."""
+        (a, b, c), (d, e, f) = self.prefill_ms, self.decode_ms
+        return replace(
+            self,
+            prefill_ms=(a * factor, b * factor, c * factor),
+            decode_ms=(d * factor, e * factor, f * factor),
+            decode_ms_min=self.decode_ms_min * factor,
+        )
 
     def prefill_step_ms(self, n_tokens: int) -> float:
         """Return what computing this many prompt tokens adds to a step; 0 tokens add nothing."""
