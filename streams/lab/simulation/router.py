@@ -78,6 +78,34 @@ class _Pool:
         self.placed = Placement(CxlMemoryState.CXL_POOLED, "pool", 0, (), "", Incarnation(0), 0)
 
 
+class _WaitingRequests:
+    """The requests in a router's queue, and the gate that lets them go."""
+
+    def __init__(self, policy: QueuePolicy, gate: Gate) -> None:
+        self.gate = gate
+        self.queue = RequestQueue(policy, _NO_LIMITS, PREFILL_US_PER_TOKEN)
+        self._requests: dict[int, RoutedRequest] = {}  # by their numbers in the queue
+        self._n_arrived = 0
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def add(self, request: RoutedRequest, uncached_tokens: int, now_ms: float) -> None:
+        """Let a request wait."""
+        self._n_arrived += 1
+        self.queue.add(Waiting(self._n_arrived, now_ms, _NEVER, uncached_tokens, 0))
+        self._requests[self._n_arrived] = request
+
+    def first(self) -> list[tuple[int, RoutedRequest]]:
+        """Return the requests that a pump examines, with their numbers in the queue, in the queue's order."""
+        return [(number, self._requests[number]) for number in islice(self.queue.in_order(), LOOKAHEAD)]
+
+    def leave(self, number: int, now_ms: float) -> None:
+        """Remove a request that was sent."""
+        self.queue.leave(number, self.queue.waiting(number).uncached_tokens, now_ms)
+        del self._requests[number]
+
+
 class LabRouter:
     """One router in front of all engines. The owner of its index, loads and queue.
 
@@ -118,12 +146,7 @@ class LabRouter:
         self._policy = policy
         self._chooser = Chooser(rng, policies)
         self._pool: _Pool | None = None
-        self._queue: RequestQueue | None = None
-        if queue is not None:
-            self._queue = RequestQueue(queue.policy, _NO_LIMITS, PREFILL_US_PER_TOKEN)
-            self._gate = self._new_gate(queue.backlog_ms)
-        self._requests: dict[int, RoutedRequest] = {}  # by their numbers in the queue
-        self._arrivals = 0
+        self._waiting = None if queue is None else _WaitingRequests(queue.policy, self._new_gate(queue.backlog_ms))
         self._pumped_ms = -_NEVER
 
     def _new_gate(self, backlog_ms: float) -> Gate:
@@ -195,43 +218,39 @@ class LabRouter:
 
         With a queue, every request waits for the pump of its own instant, so that those that come together are ordered.
         """
-        if self._queue is None:
+        if self._waiting is None:
             return self._book(request, self._choose(request, now_ms), now_ms)
-        if self._queue:
+        if self._waiting:
             self._pump_soon(now_ms)
         else:
             self.wake_ms = now_ms
-        self._arrivals += 1
-        uncached = self._uncached_tokens(request)
-        self._queue.add(Waiting(self._arrivals, now_ms, _NEVER, uncached, 0))
-        self._requests[self._arrivals] = request
+        self._waiting.add(request, self._uncached_tokens(request), now_ms)
         return None
 
     def pump(self, now_ms: float) -> list[tuple[int, int]]:
         """Send waiting requests whose ranks are open; return their numbers with those of their engines."""
-        queue = self._queue
-        assert queue is not None
+        waiting = self._waiting
+        assert waiting is not None
+        queue, gate = waiting.queue, waiting.gate
         self._pumped_ms, self.wake_ms = now_ms, _NEVER
         self.loads.advance(int(now_ms))
         timings = self._timings()
         if timings is not None:
             queue.ms_per_token = timings.slowest_prefill().slope
-        self._gate.begin(now_ms, now_ms, sorted(self._router_ids))
+        gate.begin(now_ms, now_ms, sorted(self._router_ids))
         sent = []
-        for number in list(islice(queue.in_order(), LOOKAHEAD)):
-            request = self._requests[number]
-            if not self._gate.may_go(self._ranks_for(request), self.loads):
+        for number, request in waiting.first():
+            if not gate.may_go(self._ranks_for(request), self.loads):
                 break
             queue.revalue(number, self._uncached_tokens(request))
-            worker = self._try(request, now_ms)
+            worker = self._try(gate, request, now_ms)
             if worker is not None:
-                queue.leave(number, queue.waiting(number).uncached_tokens, now_ms)
-                del self._requests[number]
+                waiting.leave(number, now_ms)
                 sent.append((request.number, worker))
-        if queue:
+        if waiting:
             self.wake_ms = now_ms + CHECK_MS
         else:
-            self._gate.end()
+            gate.end()
         return sent
 
     def first_token(self, number: int, now_ms: float) -> None:
@@ -267,7 +286,7 @@ class LabRouter:
         self._pump_soon(now_ms)
 
     def _pump_soon(self, now_ms: float) -> None:
-        if self._queue:
+        if self._waiting:
             self.wake_ms = min(self.wake_ms, max(now_ms, self._pumped_ms + PUMP_MS))
 
     def _ranks_for(self, request: RoutedRequest) -> tuple[RankId, ...]:
@@ -279,14 +298,14 @@ class LabRouter:
             self._without[out] = (self.alive, tuple(rank for rank in self.alive if rank != out) or self.alive)
         return self._without[out][1]
 
-    def _try(self, request: RoutedRequest, now_ms: float) -> int | None:
+    def _try(self, gate: Gate, request: RoutedRequest, now_ms: float) -> int | None:
         """Send a request if its rank is open."""
         routing = self._routing_request(request, self._policy, now_ms)
-        decision = self._gate.decide(routing, self.loads, self._chooser)
+        decision = gate.decide(routing, self.loads, self._chooser)
         if decision is None:
             return None
         worker = self._book(request, decision, now_ms)
-        self._gate.booked(decision.chosen.rank, self.loads)
+        gate.booked(decision.chosen.rank, self.loads)
         return worker
 
     def _choose(self, request: RoutedRequest, now_ms: float) -> Decision:
