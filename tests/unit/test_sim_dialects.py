@@ -15,7 +15,14 @@ from streams.engines.ledger import Ledger
 from streams.errors import BadRecord, SettingsError
 from streams.lab.engines.engine_config import EngineConfig
 from streams.lab.engines.engine_messages import KvCleared, KvReused, KvStored, ModelRequest
-from streams.lab.engines.event_publisher import BlockEvent, EventDialect, EventPublisher, WireForm, damaged
+from streams.lab.engines.event_publisher import (
+    BlockEvent,
+    EventDialect,
+    EventPublisher,
+    PublisherConfig,
+    WireForm,
+    damaged,
+)
 from streams.lab.engines.model import EngineModel
 from tests.helpers.reference import chain_hashes
 
@@ -37,9 +44,7 @@ class Published:
     """Payloads that an EventPublisher sends, decoded as a bridge does it. held: sequence hashes in the ledger."""
 
     def __init__(self, form: WireForm, damage_every: int = 0) -> None:
-        self._publisher = EventPublisher(
-            form, host="127.0.0.1", events_port=0, replay_port=0, damage_every=damage_every
-        )
+        self._publisher = EventPublisher(form, "127.0.0.1", PublisherConfig(damage_every=damage_every))
         self._n_read = 0
         self.decoder = AutoDecoder(BLOCK)
         self.ledger = Ledger(DIALECTS["auto"].counts_copies)

@@ -20,7 +20,7 @@ from streams.lab.engines.engine_messages import EngineStats, KvStored, ModelRequ
 from streams.lab.engines.event_publisher import EventDialect, WireForm
 from streams.lab.engines.openai import ServedModels, parse_body, parse_completion
 from streams.lab.engines.pool import CxlChanged
-from streams.lab.engines.prometheus_page import EngineFigures, SimulatedMetrics
+from streams.lab.engines.prometheus_page import SimulatedMetrics
 from streams.lab.engines.synthetic_tokens import unpack_tokens
 
 SERVED = ServedModels("m", ("tuned",), n_tokens_max=64)
@@ -216,8 +216,8 @@ def test_hashes_of_32_bytes_end_in_the_u64() -> None:
 def test_metrics_are_read_at_each_scrape() -> None:
     """The page has the values of the moment of the scrape, with the labels of the engine."""
     figures = [
-        EngineFigures(EngineStats(1, 2, 3, 4, 8, 32, 64), 100, 5),
-        EngineFigures(EngineStats(0, 0, 0, 7, 8, 32, 64), 1, 6),
+        EngineStats(1, 2, 3, 4, 8, 32, 64, generated_tokens=100, n_finished=5),
+        EngineStats(0, 0, 0, 7, 8, 32, 64, generated_tokens=1, n_finished=6),
     ]
     page = SimulatedMetrics(EngineConfig(), "m", 3, 1e9, lambda: figures.pop(0)).page
     for finished, usage in ((5, 3 / 8), (6, 0.0)):

@@ -180,7 +180,8 @@ class EngineStats:
     n_blocks_cached: can be found, held by none. queried_tokens: prompt tokens of all started requests. Of these,
     hit_tokens were cached and loaded_tokens came from the shared pool; the others are computed. pool_queried_tokens:
     tokens that the shared pool was asked for. n_blocks_used_max: most blocks used at a time since the start.
-    in_place_tokens: of loaded_tokens, those that were read in the pool and took no blocks.
+    in_place_tokens: of loaded_tokens, those that were read in the pool and took no blocks. generated_tokens: of
+    finished requests. n_finished: how many those are.
     """
 
     n_running: int
@@ -194,6 +195,8 @@ class EngineStats:
     pool_queried_tokens: int = 0
     n_blocks_used_max: int = 0
     in_place_tokens: int = 0
+    generated_tokens: int = 0
+    n_finished: int = 0
 
     @property
     def computed_tokens(self) -> int:

@@ -268,28 +268,31 @@ def damaged(payload: bytes, number: int) -> bytes:
             return payload[:at] + b"\xc1" + payload[at:]
 
 
+@dataclass(frozen=True, slots=True)
+class PublisherConfig:
+    """How an engine publishes its events. Ports of 0 are chosen by the system.
+
+    damage_every: every how many batches one is damaged; 0 for none.
+    """
+
+    events_port: int = 0
+    replay_port: int = 0
+    topic: str = ""
+    replay_buffer_batches: int = REPLAY_BUFFER_BATCHES
+    damage_every: int = 0
+
+
 class EventPublisher:
     """vLLM's ZmqEventPublisher as seen from outside. Owns the ZMQ context, the sockets and the replay buffer.
 
-    Raises SettingsError if a socket cannot be bound. Ports of 0 are chosen by the system.
+    Raises SettingsError if a socket cannot be bound.
     """
 
-    def __init__(
-        self,
-        form: WireForm,
-        *,
-        host: str,
-        events_port: int,
-        replay_port: int,
-        topic: str = "",
-        replay_buffer_batches: int = REPLAY_BUFFER_BATCHES,
-        damage_every: int = 0,
-    ) -> None:
-        """damage_every: every how many batches one is damaged; 0 for none."""
+    def __init__(self, form: WireForm, host: str, config: PublisherConfig) -> None:
         self._form = form
-        self._damage_every = damage_every
-        self._topic = topic.encode()
-        self._buffer: deque[tuple[int, bytes]] = deque(maxlen=replay_buffer_batches)
+        self._damage_every = config.damage_every
+        self._topic = config.topic.encode()
+        self._buffer: deque[tuple[int, bytes]] = deque(maxlen=config.replay_buffer_batches)
         self._n_transitions = 0
         self._copies = CopyCounter() if form.is_paged else None
         self.next_sequence = 0
@@ -299,10 +302,10 @@ class EventPublisher:
         self._pub.setsockopt(zmq.SNDHWM, PUB_HWM_BATCHES)
         self._replay = zmq.asyncio.Context.shadow(self._context).socket(zmq.ROUTER)
         # ROUTER silently drops what exceeds its mark, 1,000 by default. A replay is the whole buffer and the end.
-        self._replay.setsockopt(zmq.SNDHWM, replay_buffer_batches + 1)
+        self._replay.setsockopt(zmq.SNDHWM, config.replay_buffer_batches + 1)
         try:
-            self.events_endpoint = _bind(self._pub, host, events_port)
-            self.replay_endpoint = _bind(self._replay, host, replay_port)
+            self.events_endpoint = _bind(self._pub, host, config.events_port)
+            self.replay_endpoint = _bind(self._replay, host, config.replay_port)
         except zmq.ZMQError as exc:
             self.close()
             raise SettingsError(f"cannot bind a ZMQ socket on {host}: {exc}") from exc

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import enum
 import heapq
+from dataclasses import asdict, dataclass
 from typing import assert_never
 
 import numpy as np
@@ -81,20 +82,18 @@ class _Job:
         "chain",
         "engine_tail",
         "first_ms",
-        "local",
+        "hashes",
         "n_blocks_total",
         "n_hashed",
         "n_hit",
-        "n_in_place",
         "n_loaded",
         "n_prompt",
         "order",
+        "reads_in_place",
         "request",
-        "sequence",
         "sequence_list",
         "start_ms",
         "step_ms",
-        "takes_later",
     )
 
     def __init__(self, request: ModelRequest, hashes: PromptHashes, arrival_ms: float, order: int, block_size: int):
@@ -104,16 +103,14 @@ class _Job:
         self.n_prompt = len(request.tokens) // BYTES_PER_TOKEN
         # Blocks of this engine. The last token of an answer is never fed back, so it takes no space in the cache.
         self.n_blocks_total = -(-(self.n_prompt + request.n_output_tokens - 1) // block_size)
-        self.local = hashes.local  # uint64[n]; of the prompt, and of prompt and answer once the prefill has ended
-        self.sequence = hashes.sequence  # as local
-        self.sequence_list: list[int] = hashes.sequence.tolist()  # as sequence; dict keys are Python integers
+        self.hashes = hashes  # of the prompt, and of prompt and answer once the prefill has ended
+        self.sequence_list: list[int] = hashes.sequence.tolist()  # as in hashes; dict keys are Python integers
         self.blocks: list[int] = []  # block table: physical ids by position without those in place, empty while waiting
         self.n_hashed = 0  # leading positions that are hashed: hits, those in place, then the blocks that it stored
         self.n_hit = 0
         # Blocks after the hits that came from the shared pool or another engine; stored here like computed ones.
         self.n_loaded = 0
-        self.n_in_place = 0  # of the loaded blocks: n_loaded if they are read in the pool, otherwise 0
-        self.takes_later = False  # whether it takes blocks once the pool has answered, since it reads in place
+        self.reads_in_place = False  # the loaded blocks stay in the pool; it takes blocks once the pool has answered
         self.engine_tail: EngineHash | None = None  # engine hash of block n_hashed - 1
         self.chain: HashArray = hashes.sequence[:0]  # engine hashes of the blocks after the hits, in order
         self.answer = b""  # the prompt's partial block and the answer without its last token, u32 LE
@@ -123,9 +120,28 @@ class _Job:
         self.cancelled = False  # while its prefill was running
         self.blocked_at = _NEVER  # number of releases when it last found too few blocks; it retries after the next one
 
+    @property
+    def n_in_place(self) -> int:
+        """Blocks that it reads in the pool, and for which it takes none."""
+        return self.n_loaded if self.reads_in_place else 0
+
     def __lt__(self, other: _Job) -> bool:
         """First come, first served; equal arrivals in the order of submission."""
         return (self.arrival_ms, self.order) < (other.arrival_ms, other.order)
+
+
+@dataclass(slots=True)
+class _Totals:
+    """What was counted since the start; see EngineStats."""
+
+    hit_tokens: int = 0
+    queried_tokens: int = 0
+    loaded_tokens: int = 0
+    pool_queried_tokens: int = 0
+    n_blocks_used_max: int = 0
+    in_place_tokens: int = 0
+    generated_tokens: int = 0
+    n_finished: int = 0
 
 
 class EngineModel:
@@ -152,12 +168,7 @@ class EngineModel:
         self._n_releases = 0
         self._released_ms = float("-inf")  # when blocks were last released
         self._order = 0
-        self._hit_tokens = 0
-        self._queried_tokens = 0
-        self._loaded_tokens = 0
-        self._pool_queried_tokens = 0
-        self._in_place_tokens = 0
-        self._n_blocks_used_max = 0
+        self._totals = _Totals()
 
     # -- in ------------------------------------------------------------------------------------------------------------
 
@@ -256,12 +267,11 @@ class EngineModel:
             )
         self._asked = None
         job.n_loaded = n_blocks
-        self._loaded_tokens += n_blocks * self.config.block_size
-        if job.takes_later:
-            job.n_in_place = n_blocks
+        self._totals.loaded_tokens += n_blocks * self.config.block_size
+        if job.reads_in_place:
             job.n_blocks_total -= n_blocks
             self._reserved -= n_blocks
-            self._in_place_tokens += n_blocks * self.config.block_size
+            self._totals.in_place_tokens += n_blocks * self.config.block_size
             self._take_for_prompt(job.start_ms, job, self._later)
         self._prefill(job.start_ms + (wait_ms if n_blocks else 0.0), job)
 
@@ -325,12 +335,7 @@ class EngineModel:
             n_blocks_used=self._cache.n_used,
             n_blocks_cached=self._cache.n_cached,
             n_blocks_total=self.config.n_blocks,
-            hit_tokens=self._hit_tokens,
-            queried_tokens=self._queried_tokens,
-            loaded_tokens=self._loaded_tokens,
-            pool_queried_tokens=self._pool_queried_tokens,
-            n_blocks_used_max=self._n_blocks_used_max,
-            in_place_tokens=self._in_place_tokens,
+            **asdict(self._totals),
         )
 
     def check(self) -> None:
@@ -387,23 +392,23 @@ class EngineModel:
         self._reserved += n_new_total
         n_transferred = max(0, min(job.request.n_transferred_blocks, n_hits_max) - len(hits))
         asks = self._uses_pool and len(hits) < n_hits_max and not n_transferred
-        job.takes_later = asks and self._reads_in_place
-        if not job.takes_later:
+        job.reads_in_place = asks and self._reads_in_place
+        if not job.reads_in_place:
             self._take_for_prompt(at_ms, job, out)
         job.n_hit = job.n_hashed = len(hits)
         job.engine_tail = EngineHash(int(self._cache.engine[hits[-1]])) if hits else None
         self._running[job.request.request_id] = job
         self._prefilling = True
-        self._hit_tokens += len(hits) * block_size
-        self._queried_tokens += job.n_prompt
+        self._totals.hit_tokens += len(hits) * block_size
+        self._totals.queried_tokens += job.n_prompt
         if n_transferred:
             job.n_loaded = n_transferred
-            self._loaded_tokens += n_transferred * block_size
+            self._totals.loaded_tokens += n_transferred * block_size
             self._prefill(at_ms + self.config.transfer_ms(n_transferred * block_size), job)
             return
         if asks:
             keys = tuple(job.sequence_list[len(hits) : n_hits_max])
-            self._pool_queried_tokens += len(keys) * block_size
+            self._totals.pool_queried_tokens += len(keys) * block_size
             self._asked = job
             out.append(PoolAsked(job.request.request_id, at_ms, keys))
             return
@@ -432,7 +437,7 @@ class EngineModel:
         self._prefilling = False
         self._gpu_free_ms = job.first_ms = at_ms
         job.step_ms = self.config.decode_ms(job.n_in_place * self.config.block_size)
-        self._n_blocks_used_max = max(self._n_blocks_used_max, self._cache.n_used)
+        self._totals.n_blocks_used_max = max(self._totals.n_blocks_used_max, self._cache.n_used)
         request = job.request
         n_full = len(job.sequence_list)
         # The answer's blocks are all hashed here at once; when one of them fills, it is only registered.
@@ -444,9 +449,11 @@ class EngineModel:
         if n_decode_full:
             local = local_hashes(job.answer, self.config.block_size, hash_seed(request.lora_name))
             tail = SequenceHash(job.sequence_list[-1]) if n_full else None
-            job.local = np.concatenate([job.local, local])
-            job.sequence = np.concatenate([job.sequence, sequence_hashes(local, tail)])
-            job.sequence_list = job.sequence.tolist()
+            job.hashes = PromptHashes(
+                np.concatenate([job.hashes.local, local]),
+                np.concatenate([job.hashes.sequence, sequence_hashes(local, tail)]),
+            )
+            job.sequence_list = job.hashes.sequence.tolist()
             before = EngineHash(int(job.chain[-1])) if len(job.chain) else job.engine_tail
             answered = self._engine_hashes(job, job.answer[: n_decode_full * width], before)
             job.chain = np.concatenate([job.chain, answered])
@@ -481,6 +488,8 @@ class EngineModel:
     def _finish(self, at_ms: float, job: _Job, out: list[Output]) -> None:
         """Release the blocks and put out the request's figures."""
         self._release(at_ms, job, out)
+        self._totals.generated_tokens += job.request.n_output_tokens
+        self._totals.n_finished += 1
         out.append(
             Finished(
                 request_id=job.request.request_id,
@@ -532,7 +541,7 @@ class EngineModel:
         """Return the store of the job's next `n_blocks`, and count them as hashed."""
         start, end = job.n_hashed, job.n_hashed + n_blocks
         engine = job.chain[start - job.n_hit : end - job.n_hit]
-        local, sequence = job.local[start:end], job.sequence[start:end]
+        local, sequence = job.hashes.local[start:end], job.hashes.sequence[start:end]
         parent = job.engine_tail
         job.engine_tail = EngineHash(int(engine[-1]))
         job.n_hashed = end
@@ -542,7 +551,7 @@ class EngineModel:
         """Take the decoding job's next block out of its reservation."""
         job.blocks += self._take(1, at_ms, out)
         self._reserved -= 1
-        self._n_blocks_used_max = max(self._n_blocks_used_max, self._cache.n_used)
+        self._totals.n_blocks_used_max = max(self._totals.n_blocks_used_max, self._cache.n_used)
 
     def _take(self, n_blocks: int, at_ms: float, out: list[Output]) -> list[int]:
         """Take blocks, and put out the evictions that this needed."""

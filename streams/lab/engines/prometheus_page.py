@@ -1,13 +1,12 @@
 """The Prometheus page of a simulated engine, under vLLM's names.
 
-What lives here: names, help texts and labels. What must not: counting; every value comes from the engine model and its
-server, and is read when the page is scraped.
+What lives here: names, help texts and labels. What must not: counting; every value comes from the engine model, and is
+read when the page is scraped.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -21,20 +20,11 @@ from streams.lab.engines.engine_messages import EngineStats
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 
 
-@dataclass(frozen=True, slots=True)
-class EngineFigures:
-    """What is read at each scrape. generated_tokens, n_finished: since the start."""
-
-    stats: EngineStats
-    generated_tokens: int
-    n_finished: int
-
-
 class SimulatedMetrics(Collector):
     """One engine's metrics in a registry of their own. A metric that vLLM renamed appears under both names."""
 
     def __init__(
-        self, config: EngineConfig, model: str, dp_rank: int, started_at_s: float, read: Callable[[], EngineFigures]
+        self, config: EngineConfig, model: str, dp_rank: int, started_at_s: float, read: Callable[[], EngineStats]
     ) -> None:
         self._config = config
         self._labels = {"model_name": model, "engine": str(dp_rank)}
@@ -49,8 +39,7 @@ class SimulatedMetrics(Collector):
 
     def collect(self) -> Iterable[Metric]:
         """Return all families with their present values."""
-        figures, labels = self._read(), self._labels
-        stats = figures.stats
+        stats, labels = self._read(), self._labels
         usage = stats.n_blocks_used / stats.n_blocks_total
         for name, text, value in (
             ("vllm:num_requests_running", "Requests prefilling or decoding.", stats.n_running),
@@ -65,8 +54,8 @@ class SimulatedMetrics(Collector):
             ("vllm:external_prefix_cache_queries", "Shared pool queries, in tokens.", stats.pool_queried_tokens),
             ("vllm:external_prefix_cache_hits", "Shared pool hits, in tokens.", stats.loaded_tokens),
             ("vllm:prompt_tokens", "Prefill tokens processed.", stats.queried_tokens),
-            ("vllm:generation_tokens", "Generation tokens processed.", figures.generated_tokens),
-            ("vllm:request_success", "Successfully processed requests.", figures.n_finished),
+            ("vllm:generation_tokens", "Generation tokens processed.", stats.generated_tokens),
+            ("vllm:request_success", "Successfully processed requests.", stats.n_finished),
         ):
             yield _one(CounterMetricFamily(name, text, labels=list(labels)), labels, value)
         cache = {**labels, "block_size": str(self._config.block_size), "num_gpu_blocks": str(self._config.n_blocks)}

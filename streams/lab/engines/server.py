@@ -46,12 +46,12 @@ from streams.lab.engines.engine_messages import (
     Rejected,
 )
 from streams.lab.engines.event_publisher import (
-    REPLAY_BUFFER_BATCHES,
     BlockEvent,
     EventDialect,
     EventPublisher,
     HashDialect,
     KvCacheReportMode,
+    PublisherConfig,
     WireForm,
 )
 from streams.lab.engines.faults import Fault, FaultKind, Faults, parse_fault
@@ -80,35 +80,29 @@ _Parse = Callable[[dict[str, Any], openai.ServedModels], openai.CompletionCall]
 
 
 @dataclass(frozen=True, slots=True)
-class SimServerConfig:
+class SimServerConfig(PublisherConfig):
     """One simulated engine process. Ports of 0 are chosen by the system.
 
     time_scale: model ms per wall ms. lora_names: adapters served in addition to `model`, each addressed as a model, as
-    in vLLM. hash_dialect, event_dialect, page_size, moe, accessible_workers: see WireForm. damage_every: see
-    EventPublisher. Ports are bound as given: vLLM adds an offset for `dp_rank`, which is left to the caller. pool: URL
-    of a shared pool (pool_server). pool_writes: which full blocks are written to it: those of prompts and answers, of
-    prompts alone, or none. pool_reads: whether a request loads the pooled blocks of its prompt, or reads them in place
-    while it runs. fault: armed from the start (faults). kv_cache_report_mode: for requests that do not set it; `full`
-    also reports the cached blocks that a request reuses, in the form of a store, as in vLLM. journal: file that every
-    change of the cache is appended to (journal). chat_style: default argument of the chat template. Raises
-    SettingsError.
+    in vLLM. hash_dialect, event_dialect, page_size, moe, accessible_workers: see WireForm. Ports are bound as given:
+    vLLM adds an offset for `dp_rank`, which is left to the caller. pool: URL of a shared pool (pool_server).
+    pool_writes: which full blocks are written to it: those of prompts and answers, of prompts alone, or none.
+    pool_reads: whether a request loads the pooled blocks of its prompt, or reads them in place while it runs. fault:
+    armed from the start (faults). kv_cache_report_mode: for requests that do not set it; `full` also reports the cached
+    blocks that a request reuses, in the form of a store, as in vLLM. journal: file that every change of the cache is
+    appended to (journal). chat_style: default argument of the chat template. Raises SettingsError.
     """
 
     host: str = "127.0.0.1"
     port: int = 0
-    events_port: int = 0
-    replay_port: int = 0
     worker: str = "sim-0"
     model: str = "sim-model"
     engine: EngineConfig = field(default_factory=EngineConfig)
     time_scale: float = 1.0
     dp_rank: int = 0
-    topic: str = ""
-    replay_buffer_batches: int = REPLAY_BUFFER_BATCHES
     hash_dialect: HashDialect = "int"
     event_dialect: EventDialect = "array"
     page_size: int = 0
-    damage_every: int = 0
     lora_names: tuple[str, ...] = ()
     pool: str | None = None
     moe: MoeLabels | None = None
@@ -245,8 +239,7 @@ class SimServer:
         self.config = config
         self.model = EngineModel(config.engine)
         self.http_url = ""
-        self.events_endpoint = ""
-        self.replay_endpoint = ""
+        self._endpoints = ("", "")  # of events and replays
         self._served = openai.ServedModels(
             config.model, config.lora_names, config.engine.n_tokens_max, config.chat_style
         )
@@ -259,8 +252,6 @@ class SimServer:
         self._journal = None if config.journal is None else Journal(config.journal)
         self._runner: web.AppRunner | None = None
         self._tasks: list[asyncio.Task[None]] = []
-        self._generated_tokens = 0
-        self._n_finished = 0
         self._link: PoolLink | None = None
         self._asking: asyncio.Task[None] | None = None  # prefills are serial, so at most one waits for the pool
         self._faults = Faults(config.fault)
@@ -268,23 +259,24 @@ class SimServer:
         self._unstalled.set()
         self.die: Callable[[], None] = _die_as_by_sigkill  # tests that run the server in their process replace it
         self._metrics = metrics.SimulatedMetrics(
-            config.engine, config.model, config.dp_rank, self._started_at_s, self._engine_figures
+            config.engine, config.model, config.dp_rank, self._started_at_s, self.model.stats
         )
+
+    @property
+    def events_endpoint(self) -> str:
+        """Address of the events; empty before `start`."""
+        return self._endpoints[0]
+
+    @property
+    def replay_endpoint(self) -> str:
+        """Address of the replay socket; empty before `start`."""
+        return self._endpoints[1]
 
     async def start(self) -> None:
         """Bind the sockets and begin to serve. Raises SettingsError if a port is not available."""
         config = self.config
-        self._publisher = EventPublisher(
-            config.wire_form(),
-            host=config.host,
-            events_port=config.events_port,
-            replay_port=config.replay_port,
-            topic=config.topic,
-            replay_buffer_batches=config.replay_buffer_batches,
-            damage_every=config.damage_every,
-        )
-        self.events_endpoint = self._publisher.events_endpoint
-        self.replay_endpoint = self._publisher.replay_endpoint
+        self._publisher = EventPublisher(config.wire_form(), config.host, config)
+        self._endpoints = (self._publisher.events_endpoint, self._publisher.replay_endpoint)
         if config.pool is not None:
             # Before it listens: a request that comes at once uses the pool.
             self._link = PoolLink(config.pool, config, self._on_pool_change)
@@ -449,8 +441,6 @@ class SimServer:
                     if self._journal is not None:
                         self._journal.note_prefill(call.client_id, output)
             case Finished():
-                self._generated_tokens += output.n_output_tokens
-                self._n_finished += 1
                 call = self._calls.pop(output.request_id, None)
                 if call is not None and not call.done.done():
                     call.done.set_result(output)
@@ -493,9 +483,6 @@ class SimServer:
         self._calls[request.request_id] = call
         self._wake.set()
         return call
-
-    def _engine_figures(self) -> metrics.EngineFigures:
-        return metrics.EngineFigures(self.model.stats(), self._generated_tokens, self._n_finished)
 
     # -- HTTP ----------------------------------------------------------------------------------------------------------
 
