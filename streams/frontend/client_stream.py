@@ -26,7 +26,8 @@ class ClientGone(Exception):
 class FrontResponse(web.StreamResponse):
     """An answer whose headers and first bytes are sent together, which saves a system call. aiohttp's own pages do so.
 
-    The attribute is aiohttp's own. In a version without it, the headers are sent first, as they are for other streams.
+    The attribute is aiohttp's own. In a version without it, headers are sent as soon as they are made, which is not
+    before the first bytes are there.
     """
 
     _send_headers_immediately = False
@@ -49,8 +50,12 @@ class ClientStream:
         self._transport: asyncio.Transport | None = None
 
     async def prepare(self) -> None:
-        """Make the headers, but send nothing yet: `write` sends them, or `discard` drops them."""
-        await self._send(self.response.prepare(self._exchange.http))
+        """Make the headers, but send nothing yet: `write` sends them, or `discard` drops them.
+
+        Does nothing if the installed version of aiohttp would send them; `begin` has to be called then.
+        """
+        if hasattr(web.StreamResponse, "_send_headers_immediately"):
+            await self._send(self.response.prepare(self._exchange.http))
 
     def discard(self) -> None:
         """Drop headers that were made and not sent, so that the client can get another answer."""

@@ -332,13 +332,13 @@ class Proxy:
         headers = client_headers(answer.headers)
         client = ClientStream(exchange, self._response(exchange, answer.status, headers, request_id))
         await client.prepare()
-        is_copied = exchange.migrating is None
+        begins_at_once = exchange.migrating is None and client.response.prepared
 
         def take(received: bytes) -> bool:
             """Hold bytes back until the first token, and send it in the step of the loop in which it arrives."""
             head.extend(received)
             watch.feed(received)
-            if watch.has_token and is_copied and not _may_be_replaced(watch):
+            if watch.has_token and begins_at_once and not _may_be_replaced(watch):
                 client.write(bytes(head))
             return not watch.has_token
 
@@ -360,6 +360,8 @@ class Proxy:
         self.counts.first_token_seconds.observe(loop.time() - exchange.began_s)
         if exchange.migrating is not None:
             return await self._carry(exchange, exchange.migrating, answer, client, bytes(head))
+        if not begins_at_once:
+            await client.begin(bytes(head))
         return await self._copy(exchange, answer, client, watch)
 
     async def _carry(

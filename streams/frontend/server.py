@@ -34,16 +34,17 @@ from streams.frontend.answers import error_page
 from streams.frontend.fleet import Fleet
 from streams.frontend.metrics import FRONT_METRICS, FrontCounts
 from streams.frontend.parity_probes import ParityProbes
-from streams.frontend.protocol import SHORT_BODY_BYTES, FrontRunner, Serve, arrived_body, json_page, kind_of
+from streams.frontend.protocol import SHORT_BODY_BYTES, FrontProtocol, Serve, json_page, kind_of
 from streams.frontend.proxy import Proxy
 from streams.frontend.requests import NAME_CHARS_MAX, Kind, read_request
 from streams.frontend.spans import NoSpans, Spans
 from streams.frontend.tokenizing import Tokenizing
+from streams.process.aiohttp_internals import LimitedRunner, arrived_body, is_supported
+from streams.process.connections import Connections
 from streams.process.http_server import RETRY_AFTER_S, HttpServer, Startup, error_headers, starting_app
 from streams.process.interpreter import collect_by_the_clock, exempt_from_collection, prefer_request_threads
 from streams.process.metrics import MetricsRegistry
 from streams.process.process_metrics import metrics_response
-from streams.router_api.http.connections import Connections
 from streams.security.access import ANY_RIGHT, CHECK_S, Access, grant_of
 from streams.security.files import Watched, read_secret
 from streams.security.tokens import Right
@@ -183,7 +184,7 @@ class Front:
 
     # -- the application -----------------------------------------------------------------------------------------------
 
-    def runner(self) -> FrontRunner:
+    def runner(self) -> LimitedRunner:
         """Return what serves the calls."""
         checks = self._access.middlewares(_right_of)
         app = web.Application(middlewares=[self._shape_errors, *checks])
@@ -197,7 +198,15 @@ class Front:
                 web.get("/metrics", self._metrics),
             ]
         )
-        return FrontRunner(app, self.connections, self.settings.drain_timeout_s, self._shaped(self._checked()))
+        new_protocol = partial(FrontProtocol, self._shaped(self._checked()) if is_supported() else None)
+        return LimitedRunner(
+            app,
+            self.connections,
+            new_protocol,
+            self.settings.drain_timeout_s,
+            # Otherwise a request would go on, and its engine compute, after its client has left.
+            handler_cancellation=True,
+        )
 
     def _checked(self) -> _Handler:
         """Return what serves the calls that generate for clients that may make them."""

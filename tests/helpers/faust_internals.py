@@ -4,34 +4,16 @@ What lives here: their names and why they are used. What must not: their use (de
 or an import of these packages.
 
 Any release of these packages may move such a part without notice. Therefore pyproject.toml admits only the minor
-versions in which all of them were found, and tests/unit/test_faust_internals.py names each one that has moved. When it
+versions in which all of them were found, and tests/unit/test_internals.py names each one that has moved. When it
 passes with a new minor version, run all tests with that version before you raise the bound.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from streams.process.internals import Internal
 
 _DRIVER = "faust.transport.drivers.aiokafka"
 _PROTOCOL = "aiokafka.coordinator.protocol"
-
-
-@dataclass(frozen=True, slots=True)
-class Internal:
-    """A part of another package.
-
-    name: within the module, with dots. parameters: of a function, without self; None for what is not called or
-    overridden. An attribute that a class does not have itself is one that its constructor sets.
-    """
-
-    module: str
-    name: str
-    why: str
-    parameters: tuple[str, ...] | None = None
-
-    def __str__(self) -> str:
-        return f"{self.module}:{self.name}"
-
 
 _MESSAGE_FIELDS = ("topic", "partition", "offset", "timestamp", "timestamp_type", "headers", "key", "value", "checksum")
 _MESSAGE_OPTIONS = (

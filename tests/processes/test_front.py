@@ -20,7 +20,7 @@ import pytest
 
 from streams.core.ids import WorkerId
 from streams.core.workers import Worker
-from streams.frontend import protocol, tokenizing
+from streams.frontend import tokenizing
 from streams.frontend.answers import error_event
 from streams.frontend.loop_tokenizer import ENCODED_CHARACTERS_MAX
 from streams.frontend.protocol import FrontProtocol
@@ -30,6 +30,7 @@ from streams.frontend.tokenizer_process import TokenizerProcess
 from streams.kafka.clients import worker_key
 from streams.kafka.records import encode_worker
 from streams.lab.engines.chat_template import tokenizer_files
+from streams.process import aiohttp_internals
 from streams.settings import Settings
 from tests.helpers.front_stage import BODY, IDS, PATIENCE_S, Backend, Stage, on_stage
 from tests.helpers.local_router import LocalRouter, local_router
@@ -155,7 +156,7 @@ async def whole_answer(reader: asyncio.StreamReader) -> tuple[int, bytes]:
 @pytest.fixture
 def direct(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Give the list of the requests that were served without aiohttp's task."""
-    assert protocol.is_supported()
+    assert aiohttp_internals.is_supported()
     begun: list[Any] = []
     begin = FrontProtocol._begin
 
@@ -250,7 +251,7 @@ def test_a_body_may_come_after_its_headers(
     backend: Backend, direct: list[Any], monkeypatch: pytest.MonkeyPatch, hold_s: float, n_direct: int
 ) -> None:
     """Many clients send it so. One that comes late is read by aiohttp."""
-    monkeypatch.setattr(protocol, "HOLD_S", hold_s)
+    monkeypatch.setattr(aiohttp_internals, "HOLD_S", hold_s)
 
     async def scenario(stage: Stage) -> None:
         address = urlsplit(stage.url)

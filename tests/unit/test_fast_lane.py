@@ -15,10 +15,12 @@ from urllib.parse import urlsplit
 import pytest
 from aiohttp import web
 
+from streams.process import aiohttp_internals
+from streams.process.aiohttp_internals import HOLD_S, is_supported
 from streams.process.waiting import wait_for
 from streams.router_api.http import fast_lane
 from streams.router_api.http.body_parsing import LARGE_BODY_BYTES
-from streams.router_api.http.fast_lane import HOLD_S, FastLane
+from streams.router_api.http.fast_lane import FastLane
 from streams.settings import Settings
 from tests.helpers.api import OCTETS, PATIENCE_S, Api, metrics, packed
 from tests.helpers.local_router import LocalRouter, local_router
@@ -112,7 +114,7 @@ def client(api: Api) -> Iterator[Client]:
 
 def test_this_version_of_aiohttp_has_the_fast_lane() -> None:
     """The private parts of aiohttp that are used exist. If this fails, aiohttp answers everything, only slower."""
-    assert fast_lane.is_supported()
+    assert is_supported()
 
 
 ROUTE = b'{"token_ids": [1, 2, 3], "request_id": "r1"}'
@@ -247,12 +249,12 @@ def test_requests_in_one_packet_are_answered_in_order(client: Client, fast: Coun
 def test_a_body_may_arrive_in_pieces(client: Client, fast: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """The rest of a body that arrives soon is waited for, and a later one is read by aiohttp."""
     whole = request("POST", "/route", ROUTE)
-    monkeypatch.setattr(fast_lane, "HOLD_S", PATIENCE_S)
+    monkeypatch.setattr(aiohttp_internals, "HOLD_S", PATIENCE_S)
     for at in (whole.index(b"\r\n\r\n") + 4, len(whole) - 3, 10):
         assert client.ask(whole[:at], whole[at:])[0] == 200
         assert client.ask(FREE)[0] == 200
     assert fast["answered"] == 6
-    monkeypatch.setattr(fast_lane, "HOLD_S", HOLD_S)
+    monkeypatch.setattr(aiohttp_internals, "HOLD_S", HOLD_S)
     client.send(whole[:-3])
     time.sleep(3 * HOLD_S)
     assert client.ask(whole[-3:])[0] == 200
@@ -422,4 +424,5 @@ def test_a_middleware_sees_every_request(served: LocalRouter) -> None:
         app = web.Application(middlewares=middlewares)
         handlers = Handlers(served.router)
         handlers.add_to(app)
-        assert (handlers.runner(app)._lane is not None) == has_lane
+        _, lane, _ = handlers.runner(app)._new_protocol.args
+        assert (lane is not None) == has_lane

@@ -22,8 +22,8 @@ import pytest
 
 from streams.core.ids import RankId, SequenceHash, Tier, WorkerId
 from streams.core.routing.eligibility import WorkerFilter
+from streams.process import connections as connections_module
 from streams.process.waiting import wait_for
-from streams.router_api.http import connections as connections_module
 from streams.router_api.http import inspections as inspections_module
 from streams.router_api.http.bodies import SHORT_BODY_BYTES_MAX, UNCOUNTED_BODY_BYTES
 from streams.router_api.http.body_parsing import LARGE_BODY_BYTES

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from streams.core.routing.trust import AnswerMode
+from streams.process.connections import Connections
 from streams.router_api.deciding.admission import Admission
 from streams.router_api.deciding.decision_counts import WINDOW_STEP_S
 from streams.router_api.http import live
 from streams.router_api.http.bodies import Bodies
-from streams.router_api.http.connections import Connections
 from streams.router_api.http.fleet_load import Load
 from streams.router_api.http.live import SAMPLES_MAX, Live, Sample, quantile, samples_json
 from streams.router_api.http.metrics import LATENCY_BOUNDS, RouterMetrics

@@ -18,7 +18,7 @@ from typing import TypeVar
 from aiohttp import web
 
 from streams.errors import InvalidRequest, Overloaded, RequestTimeout, RequestTooLarge, UnsupportedEncoding
-from streams.router_api.http.connections import LINGERING_S
+from streams.process.connections import LINGERING_S
 from streams.settings import HttpSettings
 
 #: Bodies up to this size are read even if all others together are over their limit, so that ordinary requests pass

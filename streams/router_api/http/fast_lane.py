@@ -1,7 +1,8 @@
 """Short requests of the most frequent calls, answered as soon as their bytes arrive.
 
 What lives here: which requests take this way, and the bytes of their answers. What must not: what a request means
-(wire, router), and requests that wait for something; aiohttp and handlers answer these and all others.
+(wire, router), requests that wait for something, which aiohttp and handlers answer like all others, and connections
+(protocol).
 
 aiohttp makes a task, a future, a request and a response for each request, and looks for its route. That is most of the
 work of a booking and its end. Here the same parser reads the request, and the answer is written in the same step of the
@@ -9,33 +10,29 @@ event loop. A client sees the same answers.
 
 A client sends the same headers again and again. So the bytes of headers that the parser has read are remembered with
 what they say, and a request with the same headers does not go through the parser, whose message takes longer than
-freeing a booking. That is only done between two requests, where the parser holds nothing (`FastProtocol._unread`).
-
-Private parts of aiohttp's protocol are used. If a version lacks one of them, aiohttp answers everything; a test fails
-then.
+freeing a booking. That is only done between two requests, where the parser holds nothing (`ApiProtocol._unread`).
 """
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import logging
 import re
+import sys
 import time
 from collections.abc import Callable, Mapping
+from email.utils import formatdate
 from http import HTTPStatus
 from typing import Any, NamedTuple
 
+import aiohttp
 import orjson
-from aiohttp import HttpVersion11, web
-from aiohttp.helpers import rfc822_formatted_time
-from aiohttp.http import SERVER_SOFTWARE
-from aiohttp.http_parser import HttpRequestParser, RawRequestMessage
-from aiohttp.streams import EMPTY_PAYLOAD, StreamReader
+from aiohttp import HttpVersion11
 from msgspec.structs import replace
 
 from streams.core.loads.bookings import BookingPhase
 from streams.errors import KvStreamsError, api_error
+from streams.process.aiohttp_internals import RawRequestMessage
 from streams.router_api.deciding.router import Router
 from streams.router_api.http.body_parsing import LARGE_BODY_BYTES
 from streams.router_api.http.metrics import RouterMetrics
@@ -52,9 +49,6 @@ from streams.router_api.messages.wire import (
 )
 
 log = logging.getLogger(__name__)
-
-#: Seconds for which the rest of a body is awaited here. After that, aiohttp waits for it, with its limit of time.
-HOLD_S = 0.02
 
 #: Request ids that mean the same in a path as they are; others may be encoded.
 _PLAIN_ID = re.compile(r"[A-Za-z0-9_-]{1,512}")
@@ -85,22 +79,12 @@ _OWN_PARAMETERS = ("request_id", "session_id")
 _REQUEST_ID = "&request_id="
 
 #: In place of a number of bytes: it is not known where the next request begins.
-_LOST = -1
+LOST = -1
 
 _ROUTE, _LOADS = "/route", "/loads/"
 
-#: The private attributes of aiohttp's protocol that are used.
-_PROTOCOL_PARTS = (
-    *("_waiter", "_messages", "_parser", "_paused", "_reading_paused", "_buffer_paused"),
-    *("_keepalive_timeout", "_next_keepalive_close_time", "_close", "_force_close"),
-)
-
-#: Since 3.14, the parser limits the requests that it has ready, and needs to know when one is taken.
-_COUNTS_MESSAGES = hasattr(HttpRequestParser, "message_consumed")
-
 #: Reads the rest of a request and answers it; see FastLane.call_of.
-_Call = Callable[[bytes], "bytes | None"]
-
+Call = Callable[[bytes], "bytes | None"]
 
 #: Parses the query of a request as aiohttp does.
 _ParseQuery = Callable[[], Mapping[str, str]]
@@ -116,12 +100,6 @@ class _Headers(NamedTuple):
     content_type: str
 
 
-def is_supported() -> bool:
-    """Whether this version of aiohttp has the parts that are used."""
-    has_parts = all(hasattr(web.RequestHandler, part) for part in _PROTOCOL_PARTS)
-    return has_parts and hasattr(StreamReader, "_buffer")
-
-
 class FastLane:
     """Answers short requests. Owned by Handlers, and used on the loop that serves the API."""
 
@@ -134,9 +112,8 @@ class FastLane:
         self._retry_after_s = retry_after_s
         self._headers: dict[bytes, _Headers] = {}  # by their bytes, without the first line
         self._requests: dict[str, RouteRequest] = {}  # by query
-        self.n_answered = 0
 
-    def call_of(self, message: RawRequestMessage) -> _Call | None:
+    def call_of(self, message: RawRequestMessage) -> Call | None:
         """What answers a request once its body is there; None if the request does not take this way.
 
         The result returns the whole response, or None if the body shows that aiohttp must answer after all; it has
@@ -148,23 +125,21 @@ class FastLane:
         path, mark, text = message.path.partition("?")
         return self._call(message.method, path, text if mark else None, lambda: message.url.query, headers)
 
-    def answer(self, call: _Call, asked: tuple[str, str], body: bytes) -> bytes | None:
+    def answer(self, call: Call, asked: tuple[str, str], body: bytes) -> bytes | None:
         """Call what `call_of` returned. An error becomes an answer in the shape of all errors.
 
         asked: method and path, for the log.
         """
         try:
-            found = call(body)
+            return call(body)
         except KvStreamsError as exc:
             reported = api_error(exc)
             if reported.http_status == 500:
                 log.exception("%s %s failed", *asked)
-            found = self._refusal(reported.http_status, reported.code, str(exc), exc.detail)
+            return self._refusal(reported.http_status, reported.code, str(exc), exc.detail)
         except Exception:
             log.exception("%s %s failed", *asked)
-            found = self._refusal(500, KvStreamsError.code, "a fault of the router")
-        self.n_answered += found is not None
-        return found
+            return self._refusal(500, KvStreamsError.code, "a fault of the router")
 
     def answer_known(self, data: bytes) -> bytes | None:
         """Answer a whole request whose headers are remembered. None for everything else; nothing has changed then."""
@@ -183,15 +158,15 @@ class FastLane:
         return None if call is None else self.answer(call, (method, path), data[body_at:])
 
     def unread_of(self, message: object, data: bytes) -> int:
-        """How many bytes of a request are still to come; _LOST if that is not known. Remembers its headers.
+        """How many bytes of a request are still to come; LOST if that is not known. Remembers its headers.
 
         message: what the parser made of `data`, which it was given between two requests.
         """
         body_at = data.find(b"\r\n\r\n") + 4
         if body_at < 4 or not isinstance(message, RawRequestMessage) or message.chunked or message.upgrade:
-            return _LOST
+            return LOST
         length = message.headers.get("Content-Length", "0")
-        unread = body_at + int(length) - len(data) if length.isdecimal() and len(length) <= _DIGITS_MAX else _LOST
+        unread = body_at + int(length) - len(data) if length.isdecimal() and len(length) <= _DIGITS_MAX else LOST
         line_end = data.find(b"\r\n")
         if unread == 0 and body_at - line_end <= _HEADERS_BYTES_MAX and _FIRST_LINE.fullmatch(data, 0, line_end):
             headers = self._headers_of(message)
@@ -199,7 +174,7 @@ class FastLane:
                 if len(self._headers) >= _HEADERS_MAX:
                     self._headers.clear()
                 self._headers[data[line_end + 2 : body_at]] = headers
-        return max(unread, _LOST)
+        return max(unread, LOST)
 
     def _headers_of(self, message: RawRequestMessage) -> _Headers | None:
         """What a message's headers say; None if they are such that aiohttp must answer."""
@@ -215,7 +190,7 @@ class FastLane:
 
     def _call(
         self, method: str, path: str, query: str | None, parse: _ParseQuery | None, headers: _Headers
-    ) -> _Call | None:
+    ) -> Call | None:
         """query: None if there is none. parse: parses one that is not plain; None if that must be left to aiohttp."""
         if path == _ROUTE and method == "POST":
             return None if headers.length is None else self._route_call(query, parse, headers.content_type)
@@ -239,7 +214,7 @@ class FastLane:
             return lambda body: self._output(request_id, body, values)
         return None
 
-    def _route_call(self, query: str | None, parse: _ParseQuery | None, content_type: str) -> _Call | None:
+    def _route_call(self, query: str | None, parse: _ParseQuery | None, content_type: str) -> Call | None:
         if content_type == OCTET_STREAM:
             return lambda body: self._route_packed(query or "", parse, body)
         if OCTET_STREAM in content_type.lower() or query is not None:
@@ -324,135 +299,17 @@ def _accepted(answer: dict[str, Any]) -> bytes:
 _STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}" for status in HTTPStatus}
 
 
+_SERVER = f"Python/{sys.version_info[0]}.{sys.version_info[1]} aiohttp/{aiohttp.__version__}"
+
+
 def _response(status: int, body: bytes, more_headers: str = "") -> bytes:
     """A whole response, with the headers that aiohttp would write."""
-    return _head(status, len(body), more_headers, rfc822_formatted_time()) + body
+    return _head(status, len(body), more_headers, int(time.time())) + body
 
 
 @functools.lru_cache(maxsize=_HEADS_MAX)
-def _head(status: int, length: int, more_headers: str, date: str) -> bytes:
+def _head(status: int, length: int, more_headers: str, now_s: int) -> bytes:
     return (
         f"{_STATUS_LINES[status]}\r\nContent-Type: application/json\r\n{more_headers}Content-Length: {length}\r\n"
-        f"Date: {date}\r\nServer: {SERVER_SOFTWARE}\r\n\r\n"
+        f"Date: {formatdate(now_s, usegmt=True)}\r\nServer: {_SERVER}\r\n\r\n"
     ).encode()
-
-
-class FastProtocol(web.RequestHandler):
-    """aiohttp's protocol of one connection, which answers short requests itself while it has no others."""
-
-    __slots__ = ("_call", "_held", "_lane", "_note_first", "_unread")
-
-    def __init__(
-        self, lane: FastLane | None, note_first: Callable[[web.RequestHandler], None], *args: Any, **kwargs: Any
-    ) -> None:
-        """lane: None if aiohttp answers everything. note_first: called when the connection has its first request."""
-        super().__init__(*args, **kwargs)
-        self._lane = lane
-        self._note_first: Callable[[web.RequestHandler], None] | None = note_first
-        self._call: _Call | None = None  # of the request whose body is incomplete
-        self._held: asyncio.TimerHandle | None = None
-        # Bytes of the request that the parser has begun and not been given; 0: it has begun none.
-        self._unread = 0
-
-    def data_received(self, data: bytes) -> None:
-        """Parse what arrived; answer it here, or leave it to the task that aiohttp has for the connection."""
-        waiter = self._waiter
-        if self._lane is None:
-            super().data_received(data)
-            return
-        # While the task is busy, aiohttp queues what arrives.
-        if waiter is None or waiter.done():
-            self._parse(self._lane, data)
-            return
-        if self._unread == 0 and self._is_free():
-            answer = self._lane.answer_known(data)
-            if answer is not None:
-                self._send(answer)
-                return
-        self._waiter = None  # so that the task is not woken
-        try:
-            self._parse(self._lane, data)
-            # If so many requests came at once that reading is paused, aiohttp knows when to continue.
-            while self._messages and not self._buffer_paused and self._answer_first(self._lane):
-                pass
-        finally:
-            self._waiter = waiter
-        if self._messages and self._held is None:
-            waiter.set_result(None)
-
-    def _is_free(self) -> bool:
-        """Whether a request that arrives now can be answered now."""
-        return not (self._messages or self._paused or self._close or self._force_close or self.transport is None)
-
-    def _parse(self, lane: FastLane, data: bytes) -> None:
-        """Give bytes to the parser, and note how many of the request's are still to come."""
-        unread, n_ready = self._unread, len(self._messages)
-        super().data_received(data)
-        if not data and len(self._messages) == n_ready:
-            return  # aiohttp lets the parser continue, which had nothing left
-        if unread > 0:
-            self._unread = max(unread - len(data), _LOST)
-        elif unread == 0:
-            is_one = len(self._messages) == n_ready + 1
-            self._unread = lane.unread_of(self._messages[-1][0], data) if is_one else _LOST
-
-    def _send(self, answer: bytes) -> None:
-        if self._note_first is not None:
-            self._note_first(self)
-            self._note_first = None
-        assert self.transport is not None  # `_is_free` or `_answer_first` has checked it
-        self.transport.write(answer)
-        self._next_keepalive_close_time = self._loop.time() + self._keepalive_timeout
-
-    def _answer_first(self, lane: FastLane) -> bool:
-        """Answer the first request that was parsed. False if it is left to the task, or its body is incomplete."""
-        message, payload = self._messages[0]
-        # An error of the parser has another type. Writing is paused while the client does not read.
-        if not isinstance(message, RawRequestMessage) or self._paused or self.transport is None:
-            self._let_go()
-            return False
-        call = self._call
-        if call is None:
-            call = lane.call_of(message)
-            if call is None:
-                return False
-        if not payload.is_eof():
-            self._call = call
-            if self._held is None:
-                self._held = self._loop.call_later(HOLD_S, self._leave)
-            return False
-        self._let_go()
-        if self._reading_paused or payload.exception() is not None:
-            return False
-        # Not read_nowait: it makes the parser continue, and aiohttp may have to read the body after all.
-        body = b"" if payload is EMPTY_PAYLOAD else b"".join(payload._buffer)
-        answer = lane.answer(call, (message.method, message.path.partition("?")[0]), body)
-        if answer is None:
-            return False
-        self._messages.popleft()
-        if _COUNTS_MESSAGES and self._parser is not None:
-            self._parser.message_consumed()
-        self._send(answer)
-        return True
-
-    def _let_go(self) -> None:
-        self._call = None
-        if self._held is not None:
-            self._held.cancel()
-            self._held = None
-
-    def _leave(self) -> None:
-        """Leave a request whose body does not arrive to the task."""
-        self._let_go()
-        waiter = self._waiter
-        if self._messages and waiter is not None and not waiter.done():
-            waiter.set_result(None)
-
-    def connection_lost(self, exc: BaseException | None) -> None:
-        """Forget what is incomplete."""
-        self._let_go()
-        task = self._task_handler
-        is_woken = self._waiter is not None and self._waiter.done()
-        super().connection_lost(exc)
-        if is_woken and task is not None:
-            task.cancel()  # it was woken for a request, and would fail for what aiohttp has just taken away

@@ -33,24 +33,24 @@ from streams.errors import (
     RequestTooLarge,
     api_error,
 )
+from streams.process.aiohttp_internals import LimitedRunner, is_supported
+from streams.process.connections import Connections
 from streams.process.http_server import error_headers
 from streams.process.metrics import MetricsRegistry
 from streams.process.process_metrics import metrics_response
 from streams.router_api.deciding.admission import Admission, may_wait
 from streams.router_api.deciding.prepared_request import PreparedRequest
 from streams.router_api.deciding.router import Router
-from streams.router_api.http import fast_lane
 from streams.router_api.http.bodies import SHORT_BODY_BYTES_MAX, Bodies
 from streams.router_api.http.body_parsing import BodyParser, check_no_query, packed_query, packed_tokens
 from streams.router_api.http.calls import CALLS, HTML
-from streams.router_api.http.connections import Connections
 from streams.router_api.http.fast_lane import FastLane
 from streams.router_api.http.inspections import Inspections, written
 from streams.router_api.http.live import Live
 from streams.router_api.http.live_page import PAGE, SCRIPT, STYLE, page_response
 from streams.router_api.http.metrics import RouterMetrics
 from streams.router_api.http.openapi import PAGE_HEADERS, document_json, page_html
-from streams.router_api.http.runner import ApiRunner
+from streams.router_api.http.protocol import ApiProtocol
 from streams.router_api.messages.wire import (
     NAME_CHARS_MAX,
     OCTET_STREAM,
@@ -145,17 +145,12 @@ class Handlers:
         app.on_startup.append(self._start)
         app.on_cleanup.append(self._close)
 
-    def runner(self, app: web.Application) -> ApiRunner:
+    def runner(self, app: web.Application) -> LimitedRunner:
         """What runs the application of `add_to` on a server, within the limits of connections."""
         # A middleware sees every request, so that none may take the fast lane.
-        usable = list(app.middlewares) == [error_shape] and fast_lane.is_supported()
-        return ApiRunner(
-            app,
-            self._connections,
-            self._metrics.errors,
-            self._router.settings.drain_timeout_s,
-            self.lane if usable else None,
-        )
+        lane = self.lane if list(app.middlewares) == [error_shape] and is_supported() else None
+        new_protocol = partial(ApiProtocol, self._metrics.errors, lane, self._connections.note_request)
+        return LimitedRunner(app, self._connections, new_protocol, self._router.settings.drain_timeout_s)
 
     async def _start(self, app: web.Application) -> None:  # noqa: ARG002 - aiohttp hands it over
         self._sampling = asyncio.create_task(self._live.run())

@@ -17,6 +17,7 @@ from streams.core.routing.trust import AnswerMode, DegradedReason
 from streams.core.workers import RenderOutcome
 from streams.errors import API_ERRORS, HTTP_CODES, HTTP_ERROR, NotReady
 from streams.kafka.applied_until import Lag, lag_records, lag_seconds
+from streams.process.connections import REFUSAL_REASONS, Connections
 from streams.process.metrics import (
     OTHER,
     PARTITION,
@@ -34,7 +35,6 @@ from streams.router_api.deciding.decision_counts import WINDOW_STEP_S, WINDOW_ST
 from streams.router_api.deciding.prompt_matches import MODELS_MAX
 from streams.router_api.deciding.router import Router
 from streams.router_api.http.bodies import Bodies
-from streams.router_api.http.connections import REFUSAL_REASONS, Connections
 from streams.router_api.http.fleet_load import FleetLoad
 from streams.router_api.knowledge.dead_letters import ENGINE, PAIRS_MAX
 from streams.router_api.knowledge.engine_reports import REPORTS_MAX

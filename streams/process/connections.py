@@ -1,7 +1,7 @@
-"""The connections of the HTTP API: how many there may be, and how long one may stay without a request.
+"""The connections of an HTTP server: how many there may be, and how long one may stay without a request.
 
-What lives here: those limits. What must not: requests (handlers), their bodies (bodies), and the server to which the
-limits apply (runner).
+What lives here: those limits. What must not: requests and their bodies, and what runs an application within the limits
+(aiohttp_internals).
 """
 
 from __future__ import annotations
