@@ -27,7 +27,7 @@ from streams.core.reducer.ordering import Verdict
 from streams.kafka.applied_until import Lag
 from streams.kafka.clients import first_offset, group_members
 from streams.kafka.topic_watch import TopicReading, TopicWatch
-from streams.settings import Settings
+from streams.settings import AgentSettings
 from streams.tables.index_reducer import BAD_TABLE_RECORD
 from streams.tables.partition import PARTITION_COUNTS, TablePartition
 from streams.tables.reducer import PartitionPlan, SourceRecord
@@ -58,7 +58,7 @@ class Indexer:
     def __init__(
         self,
         app: faust.App,
-        settings: Settings,
+        settings: AgentSettings,
         plan: PartitionPlan,
         on_effect: Callable[[int], None] | None = None,
     ) -> None:

@@ -30,7 +30,7 @@ from streams.kafka.clients import (
     require_topic,
 )
 from streams.kafka.records import MODEL_KEY_PREFIX, decode_model, encode_model, model_key
-from streams.settings import Settings
+from streams.settings import ScopeSettings
 from streams.topics import topics
 
 _READ_RECORDS = 1000
@@ -45,7 +45,7 @@ def writer_name(kind: str) -> str:
     return f"{kind} {os.uname().nodename}:{os.getpid()}"
 
 
-def block_size_contradicted(settings: Settings, served: ServedModel) -> BlockSizeContradicted:
+def block_size_contradicted(settings: ScopeSettings, served: ServedModel) -> BlockSizeContradicted:
     """Return the error of a process whose settings contradict a model's record."""
     own = settings.block_size_of(served.name)
     return BlockSizeContradicted(
@@ -59,7 +59,7 @@ def block_size_contradicted(settings: Settings, served: ServedModel) -> BlockSiz
     )
 
 
-def registered_models(settings: Settings) -> dict[str, ServedModel]:
+def registered_models(settings: ScopeSettings) -> dict[str, ServedModel]:
     """Return the models of the registry by name. Raises KvStreamsError if it cannot be read."""
     found: dict[str, ServedModel] = {}
     for record in _read(settings, range(settings.partitions)):
@@ -72,13 +72,13 @@ def registered_models(settings: Settings) -> dict[str, ServedModel]:
     return found
 
 
-def check_models(settings: Settings) -> None:
+def check_models(settings: ScopeSettings) -> None:
     """Raise BlockSizeContradicted if the settings contradict any model of the registry, which must exist."""
     for _, served in sorted(registered_models(settings).items()):
         _check(settings, served)
 
 
-def check_model(settings: Settings, model: str) -> None:
+def check_model(settings: ScopeSettings, model: str) -> None:
     """Raise BlockSizeContradicted if a model has a record that contradicts the settings, and KvStreamsError."""
     require_topic(settings, topics(settings).workers.name)
     first, _ = _first_and_last(settings, model)
@@ -86,7 +86,7 @@ def check_model(settings: Settings, model: str) -> None:
         _check(settings, first)
 
 
-def claim_model(settings: Settings, model: str, writer: str) -> ServedModel:
+def claim_model(settings: ScopeSettings, model: str, writer: str) -> ServedModel:
     """Return a model's record, which is written from the settings if there is none.
 
     Raises BlockSizeContradicted if the record has another block size than the settings, and KvStreamsError if the
@@ -105,7 +105,7 @@ def claim_model(settings: Settings, model: str, writer: str) -> ServedModel:
     return first
 
 
-def delete_models(settings: Settings) -> int:
+def delete_models(settings: ScopeSettings) -> int:
     """Delete the records of all models, so that the next writer decides; returns their number."""
     live: dict[bytes, None] = {}
     for record in _read(settings, range(settings.partitions)):
@@ -117,12 +117,12 @@ def delete_models(settings: Settings) -> int:
     return len(live)
 
 
-def _check(settings: Settings, served: ServedModel) -> None:
+def _check(settings: ScopeSettings, served: ServedModel) -> None:
     if served.block_size != settings.block_size_of(served.name):
         raise block_size_contradicted(settings, served)
 
 
-def _first_and_last(settings: Settings, model: str) -> tuple[ServedModel | None, ServedModel | None]:
+def _first_and_last(settings: ScopeSettings, model: str) -> tuple[ServedModel | None, ServedModel | None]:
     """Return the first and the last record of a model after its last tombstone; None if there is none."""
     key = model_key(model)
     first: ServedModel | None = None
@@ -138,14 +138,14 @@ def _first_and_last(settings: Settings, model: str) -> tuple[ServedModel | None,
     return first, last
 
 
-def _decoded(settings: Settings, record: Record) -> ServedModel | None:
+def _decoded(settings: ScopeSettings, record: Record) -> ServedModel | None:
     try:
         return decode_model(record.key, record.value, settings.schema_ids)
     except BadRecord:
         return None  # another application wrote it; routers count and log it
 
 
-def _read(settings: Settings, partitions: Iterable[int]) -> list[Record]:
+def _read(settings: ScopeSettings, partitions: Iterable[int]) -> list[Record]:
     """Return the records of models in these partitions of the registry, in log order, up to the partitions' ends."""
     name = topics(settings).workers.name
     left = set(partitions)
@@ -178,11 +178,11 @@ def _read(settings: Settings, partitions: Iterable[int]) -> list[Record]:
     return found
 
 
-def _write(settings: Settings, model: ServedModel) -> None:
+def _write(settings: ScopeSettings, model: ServedModel) -> None:
     _produce(settings, [(model_key(model.name), encode_model(model))])
 
 
-def _produce(settings: Settings, records: Iterable[tuple[bytes, bytes | None]]) -> None:
+def _produce(settings: ScopeSettings, records: Iterable[tuple[bytes, bytes | None]]) -> None:
     failed: list[str] = []
     # A record that is not delivered in time is dropped, since this process reports that it was not written.
     kafka = producer(settings, **{"message.timeout.ms": int(ANSWER_TIMEOUT_S * 1000)})

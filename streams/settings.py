@@ -223,6 +223,11 @@ class TableSettings:
 
 
 @dataclass(frozen=True)
+class AgentSettings(TableSettings, ScopeSettings):
+    """What the agents of a Faust worker need: their tables, and the scope whose events they apply."""
+
+
+@dataclass(frozen=True)
 class WorkerSettings:
     """What a Faust worker runs, and what it empties first."""
 
@@ -488,6 +493,11 @@ class QueueSettings:
 
 
 @dataclass(frozen=True)
+class RouterSettings(QueueSettings, ExpectedTimeSettings, RoutingSettings, ProcessSettings, ScopeSettings):
+    """What a router needs, apart from its HTTP server and its decision log."""
+
+
+@dataclass(frozen=True)
 class FrontSettings:
     """A front between clients and engines."""
 
@@ -563,7 +573,7 @@ class FrontSettings:
 
 
 @dataclass(frozen=True)
-class BridgeSettings:
+class BridgeSettings(ScopeSettings):
     """A bridge between engines and Kafka."""
 
     bridge_lease_s: float = _setting(
@@ -615,15 +625,11 @@ class Settings(
     DecisionLogSettings,
     BridgeSettings,
     FrontSettings,
-    QueueSettings,
-    ExpectedTimeSettings,
-    RoutingSettings,
-    ProcessSettings,
+    RouterSettings,
     HttpSettings,
     AccessSettings,
     WorkerSettings,
-    TableSettings,
-    ScopeSettings,
+    AgentSettings,
 ):
     """All groups in one. `kvstreams config` and `--help` print each field's help."""
 

@@ -18,7 +18,7 @@ from streams.cxl.events import POOL_EPOCH_GIVEN_MAX, CxlPool, check_pool_id, new
 from streams.cxl.records import POOL_KEY_PREFIX, decode_pool, encode_pool, pool_key
 from streams.errors import BadRecord, EpochConflict, InvalidRequest, KvStreamsError, UnknownId
 from streams.kafka.clients import ANSWER_TIMEOUT_S, as_record, consume, producer, reader, require_topic
-from streams.settings import Settings
+from streams.settings import ScopeSettings
 from streams.topics import topics
 
 log = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ class PoolDirectory:
     ignored, so routers can only report fewer pooled blocks than there are, never more.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: ScopeSettings) -> None:
         """Read to the end; raises KvStreamsError if that takes longer than ANSWER_TIMEOUT_S."""
         self._settings = settings
         self._pools: dict[str, CxlPool] = {}
@@ -166,7 +166,7 @@ def write_pool_change(pool: CxlPool, log: CxlPool | None, publish: Callable[[Cxl
         raise EpochConflict(f"pool {pool.pool_id} is in epoch {log.epoch} already", epoch=log.epoch)
 
 
-def change_pool(settings: Settings, pool_id: str, change: PoolChange) -> CxlPool:
+def change_pool(settings: ScopeSettings, pool_id: str, change: PoolChange) -> CxlPool:
     """Register or change a pool, wait until Kafka has it, and return it.
 
     A change without any field writes nothing. Raises what `changed_pool` and `write_pool_change` raise, and
@@ -178,7 +178,7 @@ def change_pool(settings: Settings, pool_id: str, change: PoolChange) -> CxlPool
     return pool if pool is known else register_pool(settings, pool)
 
 
-def lose_pool(settings: Settings, pool_id: str) -> CxlPool:
+def lose_pool(settings: ScopeSettings, pool_id: str) -> CxlPool:
     """Mark a pool as lost with all its contents, and return it as written.
 
     Raises UnknownId, what `write_pool_change` raises, and KvStreamsError.
@@ -190,7 +190,7 @@ def lose_pool(settings: Settings, pool_id: str) -> CxlPool:
     return register_pool(settings, replace(known, epoch=known.epoch + 1, lost=True))
 
 
-def register_pool(settings: Settings, pool: CxlPool) -> CxlPool:
+def register_pool(settings: ScopeSettings, pool: CxlPool) -> CxlPool:
     """Write a pool, wait until Kafka has it, and return it as written.
 
     Raises what `write_pool_change` raises, and KvStreamsError.
@@ -201,7 +201,7 @@ def register_pool(settings: Settings, pool: CxlPool) -> CxlPool:
     return pool
 
 
-def registered_pool(settings: Settings, pool_id: str) -> CxlPool | None:
+def registered_pool(settings: ScopeSettings, pool_id: str) -> CxlPool | None:
     """Return a pool after reading the whole registry; None if it is not registered. Raises KvStreamsError."""
     require_topic(settings, topics(settings).workers.name)  # fails quickly, with a clear message, if no broker answers
     directory = PoolDirectory(settings)
@@ -211,7 +211,7 @@ def registered_pool(settings: Settings, pool_id: str) -> CxlPool | None:
         directory.close()
 
 
-def _write(settings: Settings, pool: CxlPool) -> None:
+def _write(settings: ScopeSettings, pool: CxlPool) -> None:
     failed: list[str] = []
     kafka = producer(settings)
     kafka.produce(

@@ -14,7 +14,7 @@ from confluent_kafka import OFFSET_END, KafkaException, Message, TopicPartition
 from streams.decision_log.records import LoggedBatch, decode_batch
 from streams.errors import BadRecord, NotReady
 from streams.kafka.clients import ANSWER_TIMEOUT_S, TOPICS_REMEDY, describe_topics, reader
-from streams.settings import Settings
+from streams.settings import ScopeSettings
 from streams.tables.changelog import read_messages
 from streams.topics import topics
 
@@ -38,7 +38,7 @@ class ReadLog:
         return f"{self.n_bad} records of the decision log cannot be read and are left out" if self.n_bad else ""
 
 
-def read_log(settings: Settings, since_ms: int, wanted: Callable[[bytes], bool] = lambda _: True) -> ReadLog:
+def read_log(settings: ScopeSettings, since_ms: int, wanted: Callable[[bytes], bool] = lambda _: True) -> ReadLog:
     """Read every record that may contain decisions since a time. wanted: whether a value is to be decoded.
 
     Raises NotReady if the topic does not exist, and KvStreamsError if Kafka cannot be read.
@@ -67,7 +67,7 @@ def read_log(settings: Settings, since_ms: int, wanted: Callable[[bytes], bool] 
     return found
 
 
-def _starts(settings: Settings, topic: str, n_partitions: int, since_ms: int) -> Iterator[tuple[int, int]]:
+def _starts(settings: ScopeSettings, topic: str, n_partitions: int, since_ms: int) -> Iterator[tuple[int, int]]:
     """The first offsets of a time, of the partitions that have any record since then."""
     consumer = reader(settings)
     try:

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections import deque
 
 from streams.core.bridge_pulses import SILENT_AFTER_MS_MIN
-from streams.settings import Settings
+from streams.settings import TopicSettings
 
 
-def tolerated_s(settings: Settings) -> float:
+def tolerated_s(settings: TopicSettings) -> float:
     """Return by how many seconds a router's view of the log may lag in an answer that is exact."""
     return max(settings.behind_after_ms, SILENT_AFTER_MS_MIN) / 1000
 

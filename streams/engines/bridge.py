@@ -39,7 +39,7 @@ from streams.errors import BlockSizeContradicted
 from streams.kafka.outage import Outage, lasting
 from streams.model_registry import check_model, claim_model, writer_name
 from streams.process.interpreter import collect_by_the_clock
-from streams.settings import Settings
+from streams.settings import BridgeSettings
 from streams.topics import topics
 
 log = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ THREADS_MAX = 2 * ENGINES_MAX + 8
 class Bridge:
     """Bridges the engines of its sources with one producer."""
 
-    def __init__(self, settings: Settings, sources: Sequence[EngineSource]) -> None:
+    def __init__(self, settings: BridgeSettings, sources: Sequence[EngineSource]) -> None:
         self._settings = settings
         self._sources = tuple(sources)
         self._merged = MergedEngines(len(sources))

@@ -42,7 +42,7 @@ from streams.errors import BlockSizeContradicted, KafkaUnreachable, KvStreamsErr
 from streams.kafka.clients import partition_of, worker_key
 from streams.kafka.outage import Outage, lasting
 from streams.kafka.records import encode_worker, render_key
-from streams.settings import Settings
+from streams.settings import BridgeSettings
 from streams.topics import topics
 
 log = logging.getLogger(__name__)
@@ -77,7 +77,7 @@ class BridgeParts:
     bridge shall end. watch: of all event sockets. context: of the engines whose addresses need no lookup.
     """
 
-    settings: Settings
+    settings: BridgeSettings
     kafka: Producer
     name: str
     http: aiohttp.ClientSession

@@ -20,7 +20,7 @@ from streams.core.ids import RankId
 from streams.errors import BadRecord, KvStreamsError
 from streams.kafka.clients import assign, partition_of, reader, require_topic, worker_key
 from streams.kafka.records import decode_resync
-from streams.settings import Settings
+from streams.settings import ScopeSettings
 from streams.topics import topics
 
 log = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ class HeldLease:
 
     def __init__(
         self,
-        settings: Settings,
+        settings: ScopeSettings,
         rank: RankId,
         lease_s: float,
         heartbeat: Callable[[str, int], None],

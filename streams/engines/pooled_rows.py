@@ -13,12 +13,12 @@ from streams.cxl.records import BLOCK_PREFIX, TRANSITION_ROWS, decode_block, own
 from streams.engines.cxl_names import PooledRow, PooledRows
 from streams.errors import BadRecord
 from streams.kafka.clients import Record
-from streams.settings import Settings
+from streams.settings import ScopeSettings
 from streams.tables.changelog import read_to_end
 from streams.topics import topics
 
 
-def read_rows(settings: Settings, partition: int, worker_ids: Collection[WorkerId]) -> dict[bytes, bytes]:
+def read_rows(settings: ScopeSettings, partition: int, worker_ids: Collection[WorkerId]) -> dict[bytes, bytes]:
     """Read the workers' rows of pooled blocks and of parked transitions, by key. Blocks; raises TableError."""
     table: dict[bytes, bytes] = {}
 
@@ -34,7 +34,7 @@ def read_rows(settings: Settings, partition: int, worker_ids: Collection[WorkerI
 
 
 def read_pooled(
-    settings: Settings, partition: int, worker_ids: Collection[WorkerId]
+    settings: ScopeSettings, partition: int, worker_ids: Collection[WorkerId]
 ) -> Mapping[WorkerId, Mapping[RankId, PooledRows]]:
     """Read which blocks of workers the table has, by worker and rank. Blocks; raises TableError."""
     found: dict[WorkerId, dict[RankId, dict[SequenceHash, PooledRow]]] = {worker_id: {} for worker_id in worker_ids}

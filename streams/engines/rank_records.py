@@ -21,7 +21,7 @@ from streams.core.ids import WorkerId
 from streams.engines.acknowledgements import Acknowledgements, tolerated_s
 from streams.errors import KvStreamsError
 from streams.kafka.clients import producer, worker_key
-from streams.settings import Settings
+from streams.settings import ScopeSettings
 from streams.topics import topics
 
 #: Records, and their kilobytes, that wait in the client of one process until Kafka takes them. While this buffer is
@@ -36,7 +36,7 @@ BUFFERED_KBYTES_MAX = 256 * 1024
 LINGER_MS = 5
 
 
-def event_producer(settings: Settings) -> Producer:
+def event_producer(settings: ScopeSettings) -> Producer:
     """Return a producer of events. It never drops a record, since only the engine could fill the gap.
 
     While Kafka is slower than the engines, its queue fills, up to the limits above. `RankRecords.send` then
@@ -55,7 +55,7 @@ class RankRecords:
 
     def __init__(
         self,
-        settings: Settings,
+        settings: ScopeSettings,
         kafka: Producer,
         worker_id: WorkerId,
         in_flight: Counter[WorkerId] | None = None,

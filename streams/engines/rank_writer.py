@@ -33,7 +33,7 @@ from streams.engines.rank_records import RankRecords
 from streams.engines.restatements import chunks
 from streams.errors import BadRecord
 from streams.kafka.records import encode_batch
-from streams.settings import Settings
+from streams.settings import ScopeSettings
 from streams.topics import EVENT_BYTES_MAX
 
 log = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ class RankWriter:
 
     def __init__(
         self,
-        settings: Settings,
+        settings: ScopeSettings,
         kafka: Producer,
         rank: RankId,
         model: str,

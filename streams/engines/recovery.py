@@ -57,7 +57,7 @@ from streams.engines.pooled_rows import read_rows
 from streams.errors import BadRecord
 from streams.kafka.clients import Record, first_offset, partition_of, worker_key
 from streams.kafka.records import decode_batch
-from streams.settings import Settings
+from streams.settings import ScopeSettings
 from streams.tables.changelog import read_to_end
 from streams.tables.records import (
     PARTITION_PREFIX,
@@ -249,12 +249,12 @@ def recovered_rank(progress: Progress, runs: Iterable[Run]) -> RecoveredRank:
 RanksOf = dict[WorkerId, dict[int, RecoveredRank]]
 
 
-def recover_ranks(settings: Settings, worker_id: WorkerId) -> dict[int, RecoveredRank]:
+def recover_ranks(settings: ScopeSettings, worker_id: WorkerId) -> dict[int, RecoveredRank]:
     """Read the state of one worker's ranks from Kafka, by rank number; as `recover_workers`."""
     return recover_workers(settings, partition_of(worker_id, settings.partitions), [worker_id])[worker_id]
 
 
-def recover_workers(settings: Settings, partition: int, worker_ids: Collection[WorkerId]) -> RanksOf:
+def recover_workers(settings: ScopeSettings, partition: int, worker_ids: Collection[WorkerId]) -> RanksOf:
     """Read the state of workers whose records are in one partition, each topic once.
 
     Blocks; raises TableError, KafkaException.
@@ -304,7 +304,7 @@ def _key_beginnings(worker_id: WorkerId) -> tuple[bytes, bytes]:
     return run[:_BEGINNING_BYTES], progress_key(rank)[:_BEGINNING_BYTES]
 
 
-def _recover_names(settings: Settings, found: RanksOf, partition: int, applied: int) -> None:
+def _recover_names(settings: ScopeSettings, found: RanksOf, partition: int, applied: int) -> None:
     """Read which blocks are in CXL pools, and under which names: the table, then the transitions after it."""
     keys = {worker_key(worker_id): worker_id for worker_id in found}
 
@@ -339,7 +339,7 @@ def _recover_names(settings: Settings, found: RanksOf, partition: int, applied: 
         read_to_end(settings, topic, partition, log.first, fold)
 
 
-def _fold_transition(ranks: Mapping[int, RecoveredRank], raw: bytes | None, settings: Settings) -> None:
+def _fold_transition(ranks: Mapping[int, RecoveredRank], raw: bytes | None, settings: ScopeSettings) -> None:
     try:
         transition = decode_transition(raw, settings.schema_ids)
     except BadRecord:
@@ -377,7 +377,7 @@ def _applied_offset(table: dict[bytes, bytes], key: bytes, topic: str) -> int:
     return next((source.applied_offset for source in sources if source.topic == topic), -1)
 
 
-def _fold_record(ranks: dict[int, RecoveredRank], settings: Settings, worker_id: WorkerId, record: Record) -> None:
+def _fold_record(ranks: dict[int, RecoveredRank], settings: ScopeSettings, worker_id: WorkerId, record: Record) -> None:
     try:
         batch = decode_batch(record.value, settings.schema_ids)
     except BadRecord:

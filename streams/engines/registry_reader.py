@@ -21,7 +21,7 @@ from streams.errors import BadRecord, KvStreamsError
 from streams.kafka.clients import assign, partition_of, reader, worker_key
 from streams.kafka.records import decode_resync, decode_worker
 from streams.kafka.topic_watch import TopicReading, TopicWatch
-from streams.settings import Settings
+from streams.settings import ScopeSettings
 from streams.topics import topics
 
 log = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ class RegistryListener(Protocol):
 class RegistryReader:
     """Reads the registry from its beginning, and requests from now on, for a set of workers that may change."""
 
-    def __init__(self, settings: Settings, listener: RegistryListener, *, of_all_workers: bool = False) -> None:
+    def __init__(self, settings: ScopeSettings, listener: RegistryListener, *, of_all_workers: bool = False) -> None:
         """of_all_workers: whether the listener gets the records of all workers, not only of those it watches."""
         self._settings = settings
         self._topics = (topics(settings).workers, topics(settings).kv_control)

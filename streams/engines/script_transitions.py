@@ -22,7 +22,7 @@ from streams.engines.recovery import recover_ranks
 from streams.engines.verdicts import TransitionVerdict, VerdictWatch
 from streams.errors import KvStreamsError, UnknownId
 from streams.kafka.clients import require_topic
-from streams.settings import Settings
+from streams.settings import ScopeSettings
 from streams.topics import topics
 
 #: The error for an unknown pool lists at most this many registered pools.
@@ -42,7 +42,12 @@ class SentTransition:
 
 
 def send_transition(
-    settings: Settings, rank: RankId, changed: CxlStateChanged, *, any_pool: bool = False, wait_s: float | None = None
+    settings: ScopeSettings,
+    rank: RankId,
+    changed: CxlStateChanged,
+    *,
+    any_pool: bool = False,
+    wait_s: float | None = None,
 ) -> SentTransition:
     """Publish that blocks of a rank enter a state.
 

@@ -21,7 +21,7 @@ from streams.core.ids import WorkerId
 from streams.cxl.records import PARKED_PREFIX, decode_parked
 from streams.errors import BadRecord, KvStreamsError
 from streams.kafka.clients import assign, consume, log_end, partition_of, reader
-from streams.settings import Settings
+from streams.settings import ScopeSettings
 from streams.tables.records import decode_partition, partition_key
 from streams.topics import topics
 
@@ -59,7 +59,7 @@ class VerdictWatch:
     in `cxl-events` by key of the parked row; _read: the next offset to read, by topic.
     """
 
-    def __init__(self, settings: Settings, worker_id: WorkerId) -> None:
+    def __init__(self, settings: ScopeSettings, worker_id: WorkerId) -> None:
         """Start to read; raises KvStreamsError if no broker answers."""
         names = topics(settings)
         self._settings = settings

@@ -19,7 +19,7 @@ from streams.engines.connection import RECEIVE_HWM
 from streams.engines.cxl_names import PooledRows
 from streams.engines.lease_handle import LeaseHandle
 from streams.engines.socket_watch import SocketWatch
-from streams.settings import Settings
+from streams.settings import BridgeSettings
 
 
 async def _no_rows(_: WorkerId) -> Mapping[RankId, PooledRows]:
@@ -47,7 +47,7 @@ class EngineWiring:
     is_late: whether events of the engine may be late before they reach the sockets, at a monotonic time.
     """
 
-    settings: Settings
+    settings: BridgeSettings
     kafka: Producer
     context: zmq.asyncio.Context
     http: aiohttp.ClientSession

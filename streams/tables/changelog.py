@@ -11,7 +11,7 @@ from confluent_kafka import OFFSET_BEGINNING, KafkaError, KafkaException, Messag
 
 from streams.errors import OffsetLost, TableError
 from streams.kafka.clients import Record, as_record, assign, consume, reader
-from streams.settings import Settings
+from streams.settings import ScopeSettings
 
 #: Records passed on at a time.
 READ_BATCH_RECORDS = 1000
@@ -26,7 +26,7 @@ _POLL_S = 0.5
 
 
 def read_to_end(
-    settings: Settings,
+    settings: ScopeSettings,
     topic: str,
     partition: int,
     start: int | None,
@@ -39,7 +39,7 @@ def read_to_end(
 
 
 def read_messages(
-    settings: Settings,
+    settings: ScopeSettings,
     topic: str,
     partition: int,
     start: int | None,

@@ -38,7 +38,7 @@ from streams.cxl.records import (
 )
 from streams.errors import BadRecord
 from streams.kafka.clients import partition_of, worker_key
-from streams.settings import Settings
+from streams.settings import AgentSettings
 from streams.tables.index_reducer import BAD_TABLE_RECORD, IndexReducer, check_home, prefix_index_table
 from streams.tables.pooled_block_table import PooledBlockTable, TransitionOutcome
 from streams.tables.records import Change
@@ -51,12 +51,12 @@ log = logging.getLogger(__name__)
 Decoded = EngineBatch | CxlTransition | BadRecord
 
 
-def cxl_blocks_table(settings: Settings) -> TableSpec:
+def cxl_blocks_table(settings: AgentSettings) -> TableSpec:
     """Return the spec of the table of pooled blocks, their owners and parked transitions."""
     return TableSpec(CXL_BLOCKS, 2, topics(settings).cxl_changelog.name)
 
 
-def partition_plan(settings: Settings) -> PartitionPlan:
+def partition_plan(settings: AgentSettings) -> PartitionPlan:
     """Return the tables and sources of a partition; the first of each is the index's."""
     names = topics(settings)
     return PartitionPlan(
@@ -70,7 +70,7 @@ class PartitionReducer:
     """Reduces both topics of a partition: the index's reducer, and the pooled blocks that follow its progress."""
 
     def __init__(
-        self, settings: Settings, verdicts: Counter[str], on_effect: Callable[[int], None] | None = None
+        self, settings: AgentSettings, verdicts: Counter[str], on_effect: Callable[[int], None] | None = None
     ) -> None:
         self._settings = settings
         self._verdicts = verdicts

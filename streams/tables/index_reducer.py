@@ -22,7 +22,7 @@ from streams.errors import WRONG_BLOCK_SIZE, BadRecord
 from streams.kafka.clients import partition_of, worker_key
 from streams.kafka.outage import Repetitions, repeated
 from streams.kafka.records import decode_batch, encode_batch, encode_resync
-from streams.settings import Settings
+from streams.settings import AgentSettings
 from streams.tables.event_decoding import decode_events
 from streams.tables.records import (
     PARKED_PREFIX,
@@ -59,7 +59,7 @@ WRONG_SIZES_MAX = 65_536
 _USUAL = frozenset({Verdict.APPLIED, Verdict.RENEWED, Verdict.PARKED})
 
 
-def prefix_index_table(settings: Settings) -> TableSpec:
+def prefix_index_table(settings: AgentSettings) -> TableSpec:
     """The table of runs, progress and partition records."""
     return TableSpec(PREFIX_INDEX, 1, topics(settings).index_changelog.name)
 
@@ -71,7 +71,7 @@ class IndexReducer:
     """
 
     def __init__(
-        self, settings: Settings, verdicts: Counter[str], on_effect: Callable[[int], None] | None = None
+        self, settings: AgentSettings, verdicts: Counter[str], on_effect: Callable[[int], None] | None = None
     ) -> None:
         self._settings = settings
         self._table = prefix_index_table(settings)
@@ -252,7 +252,7 @@ def _has_blocks(batch: EngineBatch) -> bool:
     return batch.sequence != BEFORE_FIRST and isinstance(batch.body, EngineEvents | RestatementChunk)
 
 
-def check_home(record: SourceRecord, worker_id: int, settings: Settings) -> None:
+def check_home(record: SourceRecord, worker_id: int, settings: AgentSettings) -> None:
     """Raise BadRecord for a record that does not have its worker's key, or is not in its worker's partition."""
     if record.key is not None and record.key != worker_key(worker_id):
         raise BadRecord("wrong_key", f"the record's key is not that of worker {worker_id}")

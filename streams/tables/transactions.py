@@ -18,7 +18,7 @@ from streams.errors import BadRecord, TableError
 from streams.kafka.avro_frames import codec
 from streams.kafka.clients import as_record, dead_letter_headers, producer
 from streams.kafka.outage import Repetitions, repeated
-from streams.settings import Settings
+from streams.settings import AgentSettings
 from streams.tables.reducer import Outgoing, SourceRecord
 from streams.tables.store import ChangelogPosition, Changes, TableSpec
 from streams.tables.wiring import PartitionWiring
@@ -180,12 +180,12 @@ def dead_letter_value(
     return json.dumps({"bytes": len(value)}).encode()
 
 
-def scope_of(settings: Settings, partition: int) -> str:
+def scope_of(settings: AgentSettings, partition: int) -> str:
     """Return a partition's name, unique among all scopes: of its producer, and of its copy under `tables_path`."""
     return f"{settings.app_id}-{partition}"
 
 
-def table_producer(settings: Settings, partition: int) -> Producer:
+def table_producer(settings: AgentSettings, partition: int) -> Producer:
     """Create the one producer that may write a partition's tables; its `init_transactions` fences all older ones."""
     return producer(
         settings,

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from streams.settings import Settings
+from streams.settings import AgentSettings
 from streams.tables.reducer import Reducer
 from streams.tables.store import TableSpec
 from streams.topics import TopicSpec
@@ -31,7 +31,7 @@ class PartitionWiring:
     opened one after the other (measured).
     """
 
-    settings: Settings
+    settings: AgentSettings
     tables: tuple[TableSpec, ...]
     sources: tuple[TopicSpec, ...]
     dead_letters: TopicSpec

@@ -15,11 +15,11 @@ from streams.engines.sources.interface import EngineSource, FixedEngines
 from streams.engines.sources.kubernetes import KubernetesEngines, ServiceAccount
 from streams.engines.sources.registry import RegistryEngines
 from streams.errors import SettingsError
-from streams.settings import Settings
+from streams.settings import BridgeSettings
 
 
 def sources_of(
-    settings: Settings,
+    settings: BridgeSettings,
     engines: Sequence[str] = (),
     *,
     file: str | None = None,

@@ -27,7 +27,7 @@ from streams.router_api.knowledge.topic_readers import Feed, Feeds, key_and_valu
 from streams.router_api.knowledge.view import View
 from streams.router_api.sharing.loads_sync import LoadsSync
 from streams.router_api.sharing.registry import Registry
-from streams.settings import Settings
+from streams.settings import ExpectedTimeSettings, RoutingSettings, Settings
 from streams.topics import Topics, topics
 
 #: How long the client waits for further records of a batch. The outbox hands over those of an interval in one step.
@@ -120,7 +120,7 @@ def _feeds(
     return feeds
 
 
-def default_policy(settings: Settings) -> RoutePolicy:
+def default_policy(settings: RoutingSettings) -> RoutePolicy:
     """The policy of requests that override nothing."""
     return RoutePolicy(
         mode=settings.router_mode,
@@ -137,7 +137,7 @@ def default_policy(settings: Settings) -> RoutePolicy:
     )
 
 
-def _find_policy(settings: Settings, name: str) -> Policy:
+def _find_policy(settings: ExpectedTimeSettings, name: str) -> Policy:
     """Make a policy with the parameters that the settings give it; raises SettingsError."""
     if name != RouterMode.EXPECTED_TIME:
         return find_policy(name)

@@ -13,7 +13,7 @@ from typing import Any
 from confluent_kafka import Message
 
 from streams.errors import BadRecord
-from streams.settings import Settings
+from streams.settings import ScopeSettings
 from streams.topics import topics
 
 #: The source of a bridge's dead letters. Their header has an engine's address, of which there are many.
@@ -33,7 +33,7 @@ REASON_CHARS_MAX = 64
 class DeadLetterCounts:
     """Counts since the router started. Thread-safe: threads that read topics fold, and others read the counts."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: ScopeSettings) -> None:
         names = topics(settings)
         self._sources = {
             spec.name: spec.name.removeprefix(settings.topic_prefix) for spec in (names.kv_events, names.cxl_events)

@@ -49,7 +49,7 @@ from streams.router_api.knowledge.avoidances import Avoidances
 from streams.router_api.knowledge.eligible_cache import EligibleCache
 from streams.router_api.knowledge.engine_reports import EngineReports
 from streams.router_api.knowledge.predictions import Predictions
-from streams.settings import Settings
+from streams.settings import ScopeSettings
 
 log = logging.getLogger(__name__)
 
@@ -91,7 +91,7 @@ class FleetView:
 
     def __init__(
         self,
-        settings: Settings,
+        settings: ScopeSettings,
         now_ms: Callable[[], int],
         progress: Mapping[RankId, Progress],
         predictions: Predictions,

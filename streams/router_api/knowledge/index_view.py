@@ -28,7 +28,7 @@ from streams.router_api.knowledge.fleet_view import FleetView
 from streams.router_api.knowledge.predictions import Predictions
 from streams.router_api.knowledge.supplementary_facts import SupplementaryFacts
 from streams.router_api.knowledge.trust_tracker import TrustTracker
-from streams.settings import Settings
+from streams.settings import ScopeSettings
 from streams.tables.records import (
     PARKED_PREFIX,
     PARTITION_PREFIX,
@@ -87,7 +87,7 @@ class IndexView:
 
     def __init__(
         self,
-        settings: Settings,
+        settings: ScopeSettings,
         runs: TreeRunFold,
         lock: threading.Lock,
         trust: TrustTracker,

@@ -15,7 +15,7 @@ from streams.kafka.clients import TOPICS_REMEDY, topics_missing
 from streams.kafka.topic_watch import TopicReading, TopicWatch
 from streams.router_api.knowledge.topic_readers import Feeds
 from streams.router_api.knowledge.view import View
-from streams.settings import Settings
+from streams.settings import RouterSettings
 from streams.topics import topics
 
 log = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ class Readiness:
     """
 
     def __init__(
-        self, settings: Settings, scope: ScopeTopics, view: View, feeds: Feeds, folded_topics: Iterable[str]
+        self, settings: RouterSettings, scope: ScopeTopics, view: View, feeds: Feeds, folded_topics: Iterable[str]
     ) -> None:
         """folded_topics: names of the topics that `feeds` reads."""
         self._settings = settings

@@ -24,7 +24,7 @@ from confluent_kafka import OFFSET_BEGINNING, OFFSET_END, Consumer, KafkaError, 
 
 from streams.errors import BadRecord
 from streams.kafka.clients import Record, as_record, assign, consume, fetched_in_intervals, reader
-from streams.settings import Settings
+from streams.settings import RouterSettings
 from streams.topics import TopicSpec
 
 log = logging.getLogger(__name__)
@@ -124,7 +124,7 @@ class Feeds:
     lock. Records of one partition come in order, from one thread at a time.
     """
 
-    def __init__(self, settings: Settings, feeds: Mapping[str, Feed], on_restart: Callable[[], None]):
+    def __init__(self, settings: RouterSettings, feeds: Mapping[str, Feed], on_restart: Callable[[], None]):
         """feeds: keyed by the names that `pending` shows. on_restart: called before all topics are read again."""
         self._settings = settings
         self._folds = {feed.topic.name: (name, feed.fold) for name, feed in feeds.items()}

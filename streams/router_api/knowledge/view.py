@@ -28,7 +28,7 @@ from streams.router_api.knowledge.index_view import IndexView, new_tree
 from streams.router_api.knowledge.predictions import Predictions
 from streams.router_api.knowledge.supplementary_facts import SupplementaryFacts
 from streams.router_api.knowledge.trust_tracker import TrustTracker
-from streams.settings import Settings
+from streams.settings import RouterSettings
 
 _NO_SCORES = PrefixScores({})
 _NO_RANKS: frozenset[RankId] = frozenset()
@@ -50,7 +50,7 @@ class View:
     trust: TrustTracker
 
     def __init__(
-        self, settings: Settings, now_ms: Callable[[], int], make_tree: Callable[[], TreeRunFold] = new_tree
+        self, settings: RouterSettings, now_ms: Callable[[], int], make_tree: Callable[[], TreeRunFold] = new_tree
     ) -> None:
         """now_ms: this process's monotonic clock. Ages count from receipt, so that other machines' clocks do not
         matter. make_tree: makes an empty index."""

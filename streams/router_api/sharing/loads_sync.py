@@ -46,7 +46,7 @@ from streams.router_api.sharing.reassignments import (
     followed,
     own_ended_by,
 )
-from streams.settings import Settings
+from streams.settings import RouterSettings
 from streams.topics import TopicSpec
 
 #: A report of output that fills no more blocks renews a booking whose last record is older than this share of its TTL.
@@ -95,7 +95,7 @@ class LoadsSync:
 
     def __init__(
         self,
-        settings: Settings,
+        settings: RouterSettings,
         topic: TopicSpec,
         kafka: Producer,
         now_ms: Callable[[], int],

@@ -47,7 +47,7 @@ from streams.process.waiting import wait_for
 from streams.router_api.knowledge.view import View
 from streams.router_api.messages.wire import PoolBody, pool_members
 from streams.router_api.sharing.log_order import LogOrder
-from streams.settings import Settings
+from streams.settings import RouterSettings
 from streams.topics import topics
 
 log = logging.getLogger(__name__)
@@ -76,7 +76,7 @@ class Registry:
     order: what reads the registry's topic folds its records through it.
     """
 
-    def __init__(self, settings: Settings, view: View, check_topics: Callable[[], None]) -> None:
+    def __init__(self, settings: RouterSettings, view: View, check_topics: Callable[[], None]) -> None:
         """check_topics: raises NotReady while topics of the scope are missing."""
         self._settings = settings
         self._topics = topics(settings)
