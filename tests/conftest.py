@@ -1,10 +1,12 @@
-"""What all tests share: the rings of tests, child processes, commands, and the end of the broker of tests/kafka.
+"""What all tests share: the rings of tests, coroutines as tests, processes, and the end of the broker of tests/kafka.
 
 A test that uses none of these fixtures starts nothing.
 """
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import os
 import shutil
 import signal
@@ -12,6 +14,7 @@ import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -104,6 +107,18 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         directory = Path(os.environ.pop(DIRECTORY_ENV))
         LocalKafka(broker_config(directory)).down()
         shutil.rmtree(directory)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test that is a coroutine on an event loop of its own, which its fixture `new_loop` makes, if it has one."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+    new_loop: Any = pyfuncitem.funcargs.get("new_loop")
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        runner.run(pyfuncitem.obj(**arguments))
+    return True
 
 
 @pytest.fixture

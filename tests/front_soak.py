@@ -13,18 +13,15 @@ import random
 import sys
 import time
 from collections import Counter
+from typing import Any
 
 import aiohttp
 import click
 import psutil
 
-from streams.core.ids import WorkerId
-from streams.core.workers import Worker
-from streams.kafka.clients import worker_key
-from streams.kafka.records import encode_worker
 from streams.settings import Settings
 from tests.helpers.front_stage import IDS, Stage, on_stage
-from tests.helpers.local_router import local_router
+from tests.helpers.local_router import local_router, register
 from tests.helpers.scripted_engine import Script, ScriptedEngine, answer_bytes, scripted_engines
 
 #: Requests at a time.
@@ -113,11 +110,14 @@ def main(requests: int, seed: int | None) -> None:
 
     with local_router(Settings(), n_workers=0) as router, scripted_engines(3, ScriptedEngine) as engines:
         for number, engine in enumerate(engines, start=1):
-            worker = Worker(WorkerId(number), engine.url, "m", 16)
-            router.router.view.fold_worker(worker_key(worker.worker_id), encode_worker(worker))
-        on_stage(
-            (router, engines), scenario, patience_s=3600.0, front_silence_timeout_s=0.5, front_client_timeout_s=5.0
-        )
+            register(router.router, number, url=engine.url)
+
+        async def on_a_stage() -> None:
+            limits: dict[str, Any] = {"front_silence_timeout_s": 0.5, "front_client_timeout_s": 5.0}
+            async with on_stage((router, engines), patience_s=3600.0, **limits) as stage:
+                await scenario(stage)
+
+        asyncio.run(on_a_stage())
     grown = memory_mb[-1] - memory_mb[0]
     print(f"memory grew by {grown:.0f} MiB; every booking was freed", flush=True)
     sys.exit(1 if grown > GROWTH_MB_MAX else 0)

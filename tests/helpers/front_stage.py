@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
 import aiohttp
@@ -72,36 +73,32 @@ class Stage:
 Backend = tuple[LocalRouter, list[ScriptedEngine]]
 
 
-def on_stage(
+@asynccontextmanager
+async def on_stage(
     backend: Backend,
-    scenario: Callable[[Stage], Awaitable[None]],
     options: dict[str, Any] | None = None,
     patience_s: float = 2 * PATIENCE_S,
     **settings: Any,
-) -> None:
-    """Run a scenario with a front of its own; afterwards every booking must have ended."""
+) -> AsyncIterator[Stage]:
+    """A front of its own; afterwards every booking must have ended."""
     router, engines = backend
-
-    async def main() -> None:
-        own = Settings(**settings)
-        access = Access(own)
-        front = Front(own, FrontOptions((router.api.url,), **(options or {})), access)
-        server = HttpServer("127.0.0.1", 0, access=access)
-        try:
-            await front.start()
-            await server.serve(front.runner())
-            stage = Stage(front, server.url, router, engines)
-            for engine in engines:
-                engine.script, engine.received, engine.bodies = Script(), [], []
-                engine.counts.clear()
-            async with asyncio.timeout(patience_s):
-                await scenario(stage)
-                await stage.until_free()
-        finally:
-            await server.close()
-            await front.close()
-
-    asyncio.run(main())
+    own = Settings(**settings)
+    access = Access(own)
+    front = Front(own, FrontOptions((router.api.url,), **(options or {})), access)
+    server = HttpServer("127.0.0.1", 0, access=access)
+    try:
+        await front.start()
+        await server.serve(front.runner())
+        stage = Stage(front, server.url, router, engines)
+        for engine in engines:
+            engine.script, engine.received, engine.bodies = Script(), [], []
+            engine.counts.clear()
+        async with asyncio.timeout(patience_s):
+            yield stage
+            await stage.until_free()
+    finally:
+        await server.close()
+        await front.close()
 
 
 class Answer:

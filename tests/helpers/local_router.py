@@ -16,7 +16,7 @@ import numpy as np
 from streams.core.hashing import sequence_hashes
 from streams.core.ids import DpRank, HashArray, RankId, Tier, WorkerId
 from streams.core.reducer.ordering import Health, Progress
-from streams.core.workers import Worker
+from streams.core.workers import Role, Worker
 from streams.kafka.clients import worker_key
 from streams.kafka.records import encode_worker
 from streams.lab.engines.held_chains import FIRST_EPOCH, runs_of_chain
@@ -86,9 +86,9 @@ def local_router(
         router._kafka.close()  # otherwise it keeps trying to connect until the process ends, and logs that
 
 
-def register(router: Router, number: int, model: str = "m") -> None:
+def register(router: Router, number: int, model: str = "m", url: str | None = None, role: Role = Role.BOTH) -> None:
     """Register a worker with one rank."""
-    worker = Worker(WorkerId(number), f"http://engine-{number}:8000", model, 16)
+    worker = Worker(WorkerId(number), url or f"http://engine-{number}:8000", model, 16, role=role)
     router.view.fold_worker(worker_key(worker.worker_id), encode_worker(worker))
 
 

@@ -72,7 +72,7 @@ class Client:
 
 
 @asynccontextmanager
-async def started(config: SimServerConfig) -> AsyncIterator[Client]:
+async def started(config: SimServerConfig = FAST) -> AsyncIterator[Client]:
     """Give a client of a new engine, and check the engine's invariants afterwards."""
     server = await serve(config)
     context = zmq.asyncio.Context()

@@ -18,8 +18,6 @@ import aiohttp
 import orjson
 import pytest
 
-from streams.core.ids import WorkerId
-from streams.core.workers import Worker
 from streams.frontend import tokenizing
 from streams.frontend.answers import error_event
 from streams.frontend.loop_tokenizer import ENCODED_CHARACTERS_MAX
@@ -27,13 +25,11 @@ from streams.frontend.protocol import FrontProtocol
 from streams.frontend.requests import Kind
 from streams.frontend.tokenizer import ModelTokenizer
 from streams.frontend.tokenizer_process import TokenizerProcess
-from streams.kafka.clients import worker_key
-from streams.kafka.records import encode_worker
 from streams.lab.engines.chat_template import tokenizer_files
 from streams.process import aiohttp_internals
 from streams.settings import Settings
-from tests.helpers.front_stage import BODY, IDS, PATIENCE_S, Backend, Stage, on_stage
-from tests.helpers.local_router import LocalRouter, local_router
+from tests.helpers.front_stage import BODY, IDS, PATIENCE_S, Backend, on_stage
+from tests.helpers.local_router import LocalRouter, local_router, register
 from tests.helpers.scripted_engine import Script, ScriptedEngine, answer_bytes, scripted_engines
 
 
@@ -42,15 +38,13 @@ def backend() -> Iterator[tuple[LocalRouter, list[ScriptedEngine]]]:
     """Give a router and two engines that it knows."""
     with local_router(Settings(), n_workers=0) as router, scripted_engines(2, ScriptedEngine) as engines:
         for number, engine in enumerate(engines, start=1):
-            worker = Worker(WorkerId(number), engine.url, "m", 16)
-            router.router.view.fold_worker(worker_key(worker.worker_id), encode_worker(worker))
+            register(router.router, number, url=engine.url)
         yield router, engines
 
 
-def test_a_stream_and_its_request_pass_through_unchanged(backend: Backend) -> None:
+async def test_a_stream_and_its_request_pass_through_unchanged(backend: Backend) -> None:
     """The engine gets the client's body byte for byte, and the client the engine's answer."""
-
-    async def scenario(stage: Stage) -> None:
+    async with on_stage(backend) as stage:
         raw = orjson.dumps({**BODY, "tools": [{"odd": None}], "n": 2, "unknown": {"é": [1.50, 1e3]}}) + b"\n "
         headers = {
             "Authorization": "Bearer the client's own",
@@ -74,13 +68,10 @@ def test_a_stream_and_its_request_pass_through_unchanged(backend: Backend) -> No
         assert received["X-data-parallel-rank"] == "0"
         assert "the client's own" not in str(received) and "Cookie" not in received
 
-    on_stage(backend, scenario)
 
-
-def test_bytes_arrive_as_they_come(backend: Backend) -> None:
+async def test_bytes_arrive_as_they_come(backend: Backend) -> None:
     """A token reaches the client while the engine still works on the next one."""
-
-    async def scenario(stage: Stage) -> None:
+    async with on_stage(backend) as stage:
         answer = answer_bytes()
         role_and_first = answer.index(b"t1")
         stage.script(*[Script(stalls_at=role_and_first)] * 2)
@@ -92,8 +83,6 @@ def test_bytes_arrive_as_they_come(backend: Backend) -> None:
             while len(got) < role_and_first:
                 got += await response.content.readany()
             assert got == answer[:role_and_first]
-
-    on_stage(backend, scenario)
 
 
 async def raw_exchange(url: str, version: str) -> tuple[bytes, bytes]:
@@ -109,27 +98,21 @@ async def raw_exchange(url: str, version: str) -> tuple[bytes, bytes]:
     return first, first + rest
 
 
-def test_headers_and_the_first_token_come_together(backend: Backend) -> None:
+async def test_headers_and_the_first_token_come_together(backend: Backend) -> None:
     """They are one piece for the network, so that a client does not wake up for headers alone."""
-
-    async def scenario(stage: Stage) -> None:
+    async with on_stage(backend) as stage:
         slow = Script(pause_s=0.02)
         stage.script(slow, slow)
         first, _ = await raw_exchange(stage.url, "1.1")
         assert first.startswith(b"HTTP/1.1 200") and b"\r\n\r\n" in first and b'"t0"' in first
 
-    on_stage(backend, scenario)
 
-
-def test_a_client_without_chunks_gets_plain_bytes_until_the_connection_ends(backend: Backend) -> None:
+async def test_a_client_without_chunks_gets_plain_bytes_until_the_connection_ends(backend: Backend) -> None:
     """A client of HTTP/1.0 receives the engine's bytes without the frames of chunks."""
-
-    async def scenario(stage: Stage) -> None:
+    async with on_stage(backend) as stage:
         _, whole = await raw_exchange(stage.url, "1.0")
         head, _, body = whole.partition(b"\r\n\r\n")
         assert b"chunked" not in head and body == answer_bytes()
-
-    on_stage(backend, scenario)
 
 
 def request_bytes(body: Any, *headers: str) -> bytes:
@@ -168,10 +151,9 @@ def direct(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return begun
 
 
-def test_requests_of_one_connection_are_answered_in_order(backend: Backend, direct: list[Any]) -> None:
+async def test_requests_of_one_connection_are_answered_in_order(backend: Backend, direct: list[Any]) -> None:
     """Also if they come together, of several kinds, and while an earlier one is being answered."""
-
-    async def scenario(stage: Stage) -> None:
+    async with on_stage(backend) as stage:
         address = urlsplit(stage.url)
         generate, refused = request_bytes(IDS), request_bytes({"model": "other", "prompt": [1]})
         models = b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -192,11 +174,9 @@ def test_requests_of_one_connection_are_answered_in_order(backend: Backend, dire
         assert await reader.read() == b""
         writer.close()
 
-    on_stage(backend, scenario)
-
 
 @pytest.mark.parametrize("leaves", [False, True])
-def test_a_request_that_comes_with_its_connection_is_served(
+async def test_a_request_that_comes_with_its_connection_is_served(
     backend: Backend, direct: list[Any], monkeypatch: pytest.MonkeyPatch, leaves: bool
 ) -> None:
     """uvloop may read the first bytes before aiohttp's task of the connection has begun."""
@@ -207,8 +187,7 @@ def test_a_request_that_comes_with_its_connection_is_served(
         connection.data_received(request_bytes(IDS))
 
     monkeypatch.setattr(FrontProtocol, "connection_made", with_a_request)
-
-    async def scenario(stage: Stage) -> None:
+    async with on_stage(backend) as stage:
         address, n_tasks = urlsplit(stage.url), len(asyncio.all_tasks())
         reader, writer = await asyncio.open_connection(address.hostname, address.port)
         if not leaves:
@@ -222,13 +201,10 @@ def test_a_request_that_comes_with_its_connection_is_served(
         await stage.until(lambda: len(asyncio.all_tasks()) <= n_tasks, "the end of the tasks")
         assert len(direct) == (1 if leaves else 3)
 
-    on_stage(backend, scenario)
 
-
-def test_a_connection_without_a_request_has_no_task_and_ends_with_the_front(backend: Backend) -> None:
+async def test_a_connection_without_a_request_has_no_task_and_ends_with_the_front(backend: Backend) -> None:
     """Its socket has the options that aiohttp sets: the kernel probes it, and sends what is written at once."""
-
-    async def scenario(stage: Stage) -> None:
+    async with on_stage(backend) as stage:
         address, tasks = urlsplit(stage.url), asyncio.all_tasks()
         reader, writer = await asyncio.open_connection(address.hostname, address.port)
         await stage.until(lambda: len(stage.front.connections) == 1, "the connection")
@@ -243,17 +219,14 @@ def test_a_connection_without_a_request_has_no_task_and_ends_with_the_front(back
         assert await reader.read() == b""
         writer.close()
 
-    on_stage(backend, scenario)
-
 
 @pytest.mark.parametrize(("hold_s", "n_direct"), [(PATIENCE_S, 1), (0.0, 0)])
-def test_a_body_may_come_after_its_headers(
+async def test_a_body_may_come_after_its_headers(
     backend: Backend, direct: list[Any], monkeypatch: pytest.MonkeyPatch, hold_s: float, n_direct: int
 ) -> None:
     """Many clients send it so. One that comes late is read by aiohttp."""
     monkeypatch.setattr(aiohttp_internals, "HOLD_S", hold_s)
-
-    async def scenario(stage: Stage) -> None:
+    async with on_stage(backend) as stage:
         address = urlsplit(stage.url)
         reader, writer = await asyncio.open_connection(address.hostname, address.port)
         raw = request_bytes(IDS)
@@ -264,13 +237,10 @@ def test_a_body_may_come_after_its_headers(
         assert len(direct) == n_direct
         writer.close()
 
-    on_stage(backend, scenario)
 
-
-def test_a_client_that_leaves_at_once_leaves_nothing_behind(backend: Backend, direct: list[Any]) -> None:
+async def test_a_client_that_leaves_at_once_leaves_nothing_behind(backend: Backend, direct: list[Any]) -> None:
     """Whether its request has begun or not, every task of its connection ends."""
-
-    async def scenario(stage: Stage) -> None:
+    async with on_stage(backend) as stage:
         address, n_clients = urlsplit(stage.url), 20
         n_tasks = len(asyncio.all_tasks())
         for number in range(n_clients):
@@ -284,16 +254,13 @@ def test_a_client_that_leaves_at_once_leaves_nothing_behind(backend: Backend, di
         await stage.until(lambda: len(asyncio.all_tasks()) <= n_tasks, "the end of the tasks")
         assert direct
 
-    on_stage(backend, scenario)
-
 
 @pytest.mark.parametrize("status", [500, 503, 429])
-def test_an_engine_that_cannot_serve_is_replaced_by_another(backend: Backend, status: int) -> None:
+async def test_an_engine_that_cannot_serve_is_replaced_by_another(backend: Backend, status: int) -> None:
     """The client sees one whole answer, and the booking has moved."""
 
     n_requests = 8  # without a known prompt a router chooses at random: one of them begins at the engine that fails
-
-    async def scenario(stage: Stage) -> None:
+    async with on_stage(backend) as stage:
         for failing in (0, 1):
             stage.script(*[Script(status=status) if at == failing else Script() for at in range(2)])
             for _ in range(n_requests):
@@ -304,26 +271,20 @@ def test_an_engine_that_cannot_serve_is_replaced_by_another(backend: Backend, st
         assert stage.front.counts.retries == n_received - 2 * n_requests
         assert stage.front.counts.retries > 0
 
-    on_stage(backend, scenario)
-
 
 @pytest.mark.parametrize("breaks_at", [0, 10, answer_bytes().index(b"t0")])
-def test_an_engine_that_ends_before_its_first_token_is_replaced(backend: Backend, breaks_at: int) -> None:
+async def test_an_engine_that_ends_before_its_first_token_is_replaced(backend: Backend, breaks_at: int) -> None:
     """The role that it had sent is not shown, so the client gets one answer and not parts of two."""
-
-    async def scenario(stage: Stage) -> None:
+    async with on_stage(backend) as stage:
         for failing in (0, 1):
             stage.script(*[Script(breaks_at=breaks_at) if at == failing else Script() for at in range(2)])
             assert (await stage.post())[2] == answer_bytes()
 
-    on_stage(backend, scenario)
-
 
 @pytest.mark.parametrize("status", [400, 503])
-def test_an_answer_that_replaces_a_stream_is_whole(backend: Backend, status: int) -> None:
+async def test_an_answer_that_replaces_a_stream_is_whole(backend: Backend, status: int) -> None:
     """Nothing of the stream that ended before its first token is left in the answer, such as its form in chunks."""
-
-    async def scenario(stage: Stage) -> None:
+    async with on_stage(backend) as stage:
         ended, refusing = Script(breaks_at=10), Script(status=status)
         for scripts in ((ended, refusing), (refusing, ended)):
             stage.script(*scripts)
@@ -338,18 +299,13 @@ def test_an_answer_that_replaces_a_stream_is_whole(backend: Backend, status: int
         code, headers, body = await stage.post()
         assert (code, headers["Content-Length"]) == (502, str(len(body)))
 
-    on_stage(backend, scenario)
 
-
-def test_a_silent_engine_is_replaced_before_its_first_token(backend: Backend) -> None:
+async def test_a_silent_engine_is_replaced_before_its_first_token(backend: Backend) -> None:
     """It counts as failed after front_silence_timeout_s."""
-
-    async def scenario(stage: Stage) -> None:
+    async with on_stage(backend, front_silence_timeout_s=0.3) as stage:
         for failing in (0, 1):
             stage.script(*[Script(stalls_at=20) if at == failing else Script() for at in range(2)])
             assert (await stage.post())[2] == answer_bytes()
-
-    on_stage(backend, scenario, front_silence_timeout_s=0.3)
 
 
 @pytest.mark.parametrize(
@@ -360,34 +316,27 @@ def test_a_silent_engine_is_replaced_before_its_first_token(backend: Backend) ->
         (Script(status=418, refusal=b"not JSON"), 418),
     ],
 )
-def test_an_engines_error_keeps_its_status_and_body(backend: Backend, script: Script, status: int) -> None:
+async def test_an_engines_error_keeps_its_status_and_body(backend: Backend, script: Script, status: int) -> None:
     """Also if every engine has refused; what is invalid is sent to one engine only."""
-
-    async def scenario(stage: Stage) -> None:
+    async with on_stage(backend) as stage:
         stage.script(script, script)
         code, _, body = await stage.post()
         assert (code, body) == (status, script.refusal)
         assert sum(engine.counts["begun"] for engine in stage.engines) == (2 if status == 503 else 1)
 
-    on_stage(backend, scenario)
 
-
-def test_engines_that_do_not_answer_are_an_error_in_openais_shape(backend: Backend) -> None:
+async def test_engines_that_do_not_answer_are_an_error_in_openais_shape(backend: Backend) -> None:
     """After front_attempts_max engines the client gets 502."""
-
-    async def scenario(stage: Stage) -> None:
+    async with on_stage(backend, front_attempts_max=1) as stage:
         stage.script(Script(breaks_at=0), Script(breaks_at=0))
         code, _, body = await stage.post()
         assert (code, orjson.loads(body)["error"]["code"]) == (502, "engine_failed")
         assert sum(engine.counts["begun"] for engine in stage.engines) == 1
 
-    on_stage(backend, scenario, front_attempts_max=1)
 
-
-def test_an_engine_that_dies_at_a_random_byte_ends_the_answer_cleanly(backend: Backend) -> None:
+async def test_an_engine_that_dies_at_a_random_byte_ends_the_answer_cleanly(backend: Backend) -> None:
     """What was generated reaches the client, then an error event, or a broken connection if an event was cut in two."""
-
-    async def scenario(stage: Stage) -> None:
+    async with on_stage(backend) as stage:
         answer = answer_bytes()
         first = answer.index(b"\n\n", answer.index(b"t0")) + 2
         seed = random.randrange(1 << 32)
@@ -408,13 +357,10 @@ def test_an_engine_that_dies_at_a_random_byte_ends_the_answer_cleanly(backend: B
             assert body.endswith(b"\n\ndata: [DONE]\n\n")
         assert stage.front.counts.outcomes["broken"] == 16
 
-    on_stage(backend, scenario)
 
-
-def test_a_client_that_vanishes_at_a_random_byte_cancels_its_request(backend: Backend) -> None:
+async def test_a_client_that_vanishes_at_a_random_byte_cancels_its_request(backend: Backend) -> None:
     """Before or after the first token, the engine's request ends and the booking is freed."""
-
-    async def scenario(stage: Stage) -> None:
+    async with on_stage(backend) as stage:
         # The end of the answer never comes, so that no request can end by itself.
         stage.script(*[Script(pause_s=0.002, stalls_at=len(answer_bytes()) - 30)] * 2)
         seed = random.randrange(1 << 32)
@@ -441,13 +387,10 @@ def test_a_client_that_vanishes_at_a_random_byte_cancels_its_request(backend: Ba
         # The others may have left before the front had read their requests.
         assert outcomes["client_gone"] >= sum(n_bytes > 0 for n_bytes in read)
 
-    on_stage(backend, scenario)
 
-
-def test_a_client_that_does_not_read_is_disconnected(backend: Backend) -> None:
+async def test_a_client_that_does_not_read_is_disconnected(backend: Backend) -> None:
     """Meanwhile the engine is not read either, so nothing piles up in the front."""
-
-    async def scenario(stage: Stage) -> None:
+    async with on_stage(backend, front_client_timeout_s=0.5) as stage:
         answer = answer_bytes(2000, padding=20_000)
         stage.script(*[Script(answer=answer, piece=65_536)] * 2)
         loop = asyncio.get_running_loop()
@@ -461,13 +404,10 @@ def test_a_client_that_does_not_read_is_disconnected(backend: Backend) -> None:
             await loop.sock_sendall(slow, head + body)
             await stage.until(lambda: stage.front.counts.outcomes["client_slow"] == 1, "the disconnection")
 
-    on_stage(backend, scenario, front_client_timeout_s=0.5)
 
-
-def test_prefill_and_output_are_reported_while_a_stream_runs(backend: Backend) -> None:
+async def test_prefill_and_output_are_reported_while_a_stream_runs(backend: Backend) -> None:
     """The router sees the end of the prefill at the first token, and the length of the answer from time to time."""
-
-    async def scenario(stage: Stage) -> None:
+    async with on_stage(backend) as stage:
         answer = answer_bytes(400)
         until = answer.index(b"t200")
         stage.script(*[Script(answer=answer, stalls_at=until)] * 2)
@@ -490,8 +430,6 @@ def test_prefill_and_output_are_reported_while_a_stream_runs(backend: Backend) -
         await stage.until_free()
         assert 200 <= stage.front.counts.output_tokens <= 202
 
-    on_stage(backend, scenario)
-
 
 @pytest.mark.parametrize(
     ("body", "headers", "status", "code"),
@@ -504,12 +442,11 @@ def test_prefill_and_output_are_reported_while_a_stream_runs(backend: Backend) -
         (b'{"model": "m", "prompt": [1]}', {"X-Required-Taints": "none-has-it"}, 503, "no_eligible_worker"),
     ],
 )
-def test_refusals_have_openais_shape(
+async def test_refusals_have_openais_shape(
     backend: Backend, body: bytes, headers: dict[str, str], status: int, code: str
 ) -> None:
     """No engine sees a request that the front or the router refuses."""
-
-    async def scenario(stage: Stage) -> None:
+    async with on_stage(backend, body_bytes_max=4096) as stage:
         stage.front.router._retry_timeout_s = 0.0
         async with (
             aiohttp.ClientSession() as session,
@@ -520,8 +457,6 @@ def test_refusals_have_openais_shape(
             assert {"message", "type", "param"} < error.keys()
             assert ("Retry-After" in response.headers) == (status == 503)
         assert not any(engine.bodies for engine in stage.engines)
-
-    on_stage(backend, scenario, body_bytes_max=4096)
 
 
 @pytest.mark.parametrize(
@@ -536,12 +471,11 @@ def test_refusals_have_openais_shape(
         ("GET", "/v1/models/other", 404, "unknown_model", "'other'"),
     ],
 )
-def test_a_call_that_the_front_does_not_have_says_what_it_has(
+async def test_a_call_that_the_front_does_not_have_says_what_it_has(
     backend: Backend, method: str, path: str, status: int, code: str, says: str
 ) -> None:
     """OpenAI's client shows the message, so it names the calls that there are."""
-
-    async def scenario(stage: Stage) -> None:
+    async with on_stage(backend) as stage:
         body = {"model": "m", "input": "secret"} if method == "POST" else None
         async with (
             aiohttp.ClientSession() as session,
@@ -553,16 +487,14 @@ def test_a_call_that_the_front_does_not_have_says_what_it_has(
             assert {"message", "type", "param"} < error.keys()
             assert response.headers.get("Allow") == ("POST" if status == 405 else None)
 
-    on_stage(backend, scenario)
 
-
-def test_a_token_needs_the_right_to_generate(backend: Backend, tmp_path: Path) -> None:
+async def test_a_token_needs_the_right_to_generate(backend: Backend, tmp_path: Path) -> None:
     """Each call has its right; without a known token there is none."""
     tokens = {"generate": "g" * 20, "read": "r" * 20}
     file = tmp_path / "tokens.toml"
     file.write_text("".join(f'[{right}]\ntoken = "{token}"\nrights = ["{right}"]\n' for right, token in tokens.items()))
+    async with on_stage(backend, tokens_file=str(file)) as stage:
 
-    async def scenario(stage: Stage) -> None:
         async def status(method: str, path: str, token: str | None) -> int:
             headers = {} if token is None else {"Authorization": f"Bearer {token}"}
             async with (
@@ -587,25 +519,19 @@ def test_a_token_needs_the_right_to_generate(backend: Backend, tmp_path: Path) -
         assert await status("GET", "/no/such/path", tokens["generate"]) == 404
         assert not any("g" * 20 in str(engine.received) for engine in stage.engines)
 
-    on_stage(backend, scenario, tokens_file=str(file))
 
-
-def test_engines_get_their_key_from_a_file(backend: Backend, tmp_path: Path) -> None:
+async def test_engines_get_their_key_from_a_file(backend: Backend, tmp_path: Path) -> None:
     """The client's own header does not replace it."""
     (tmp_path / "key").write_text("engine-key\n")
-
-    async def scenario(stage: Stage) -> None:
+    async with on_stage(backend, {"engine_key_files": {"": str(tmp_path / "key")}}) as stage:
         assert (await stage.post(Authorization="Bearer client"))[0] == 200
         (received,) = [each for engine in stage.engines for each in engine.received]
         assert received["Authorization"] == "Bearer engine-key"
 
-    on_stage(backend, scenario, {"engine_key_files": {"": str(tmp_path / "key")}})
 
-
-def test_a_full_front_refuses_and_says_when_to_return(backend: Backend) -> None:
+async def test_a_full_front_refuses_and_says_when_to_return(backend: Backend) -> None:
     """front_requests_max requests are served; the next one gets 503."""
-
-    async def scenario(stage: Stage) -> None:
+    async with on_stage(backend, front_requests_max=1) as stage:
         stage.script(*[Script(stalls_at=3000)] * 2)
         async with aiohttp.ClientSession() as session:
             first = await session.post(f"{stage.url}/v1/completions", json=IDS)
@@ -613,8 +539,6 @@ def test_a_full_front_refuses_and_says_when_to_return(backend: Backend) -> None:
                 assert second.status == 503
                 assert (await second.json())["error"]["code"] == "overloaded"
             first.close()
-
-    on_stage(backend, scenario, front_requests_max=1)
 
 
 def long_prompt(number: int) -> dict[str, Any]:
@@ -635,7 +559,7 @@ def write_tokenizer_with_markers(folder: Path) -> None:
         (folder / name).write_text(text)
 
 
-def test_a_prompt_has_the_same_tokens_on_the_loop_and_in_a_process(
+async def test_a_prompt_has_the_same_tokens_on_the_loop_and_in_a_process(
     backend: Backend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A process encodes a long system prompt once; then prompts that share it are tokenized on the event loop."""
@@ -655,8 +579,7 @@ def test_a_prompt_has_the_same_tokens_on_the_loop_and_in_a_process(
         return await ask(process, head, body)
 
     monkeypatch.setattr(TokenizerProcess, "_ask", counting)
-
-    async def scenario(stage: Stage) -> None:
+    async with on_stage(backend, {"tokenizers": {"m": tmp_path}}) as stage:
         counts, known = stage.front.counts, ModelTokenizer(tmp_path, 0)
         n_expected, n_calls = 0, []
         for body in bodies:
@@ -667,15 +590,12 @@ def test_a_prompt_has_the_same_tokens_on_the_loop_and_in_a_process(
         assert counts.sources == {"files": len(bodies)}
         assert n_calls == [1, 1, 1, 2, 3]
 
-    on_stage(backend, scenario, {"tokenizers": {"m": tmp_path}})
 
-
-def test_tokenizer_processes_are_replaced_when_one_dies(backend: Backend, tmp_path: Path) -> None:
+async def test_tokenizer_processes_are_replaced_when_one_dies(backend: Backend, tmp_path: Path) -> None:
     """The request that meets the dead process is routed by load, and the next one has its tokens again."""
     for name, text in tokenizer_files().items():
         (tmp_path / name).write_text(text)
-
-    async def scenario(stage: Stage) -> None:
+    async with on_stage(backend, {"tokenizers": {"m": tmp_path}}) as stage:
         sources, numbers = stage.front.counts.sources, itertools.count()
 
         async def post() -> None:
@@ -693,10 +613,8 @@ def test_tokenizer_processes_are_replaced_when_one_dies(backend: Backend, tmp_pa
         await post()
         assert sources["files"] == before + 1
 
-    on_stage(backend, scenario, {"tokenizers": {"m": tmp_path}})
 
-
-def test_a_tokenizer_that_takes_too_long_is_killed(
+async def test_a_tokenizer_that_takes_too_long_is_killed(
     backend: Backend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A template may loop for hours; its request is routed by load, and the process is replaced."""
@@ -705,8 +623,7 @@ def test_a_tokenizer_that_takes_too_long_is_killed(
         (tmp_path / name).write_text(text)
     (tmp_path / "chat_template.jinja").write_text(endless)
     monkeypatch.setattr(tokenizing, "TOKENIZE_TIMEOUT_S", 0.5)
-
-    async def scenario(stage: Stage) -> None:
+    async with on_stage(backend, {"tokenizers": {"m": tmp_path}}) as stage:
         (process,) = stage.front.tokenizing._processes
         before = process.pid
         assert (await stage.post())[2] == answer_bytes()
@@ -716,41 +633,30 @@ def test_a_tokenizer_that_takes_too_long_is_killed(
         await stage.post(long_prompt(0), "/v1/completions")
         assert stage.front.counts.sources == {"none": 1, "files": 1}
 
-    on_stage(backend, scenario, {"tokenizers": {"m": tmp_path}})
 
-
-def test_a_fleet_without_tokenizers_routes_by_load(backend: Backend) -> None:
+async def test_a_fleet_without_tokenizers_routes_by_load(backend: Backend) -> None:
     """These engines have no /tokenize; their answers reach the client all the same."""
-
-    async def scenario(stage: Stage) -> None:
+    async with on_stage(backend) as stage:
         assert (await stage.post())[2] == answer_bytes()
         assert stage.front.counts.sources == {"none": 1}
 
-    on_stage(backend, scenario)
 
-
-def test_a_stopping_front_says_so_and_finishes_its_streams(backend: Backend) -> None:
+async def test_a_stopping_front_says_so_and_finishes_its_streams(backend: Backend) -> None:
     """/ready turns to 503 during the notice, and a running stream reaches its end."""
-
-    async def scenario(stage: Stage) -> None:
+    async with on_stage(backend) as stage:
         stage.front.stopping = True
         async with aiohttp.ClientSession() as session, session.get(f"{stage.url}/ready") as response:
             assert response.status == 503
             assert "stopping" in (await response.json())["reason"]
         assert (await stage.post())[2] == answer_bytes()
 
-    on_stage(backend, scenario)
 
-
-def test_an_error_event_before_the_first_token_is_an_error_of_this_engine(backend: Backend) -> None:
+async def test_an_error_event_before_the_first_token_is_an_error_of_this_engine(backend: Backend) -> None:
     """Engines whose HTTP status has been sent report a failure as an event; another engine then answers."""
-
-    async def scenario(stage: Stage) -> None:
+    async with on_stage(backend) as stage:
         failed = Script(answer=error_event(503, "the engine is stopping", "stopping").replace(b'"stopping"}', b"503}"))
         for failing in (0, 1):
             stage.script(*[failed if at == failing else Script() for at in range(2)])
             assert (await stage.post())[2] == answer_bytes()
         stage.script(failed, replace(failed))
         assert (await stage.post())[2] == failed.answer
-
-    on_stage(backend, scenario)

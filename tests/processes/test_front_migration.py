@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,9 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from streams.core.ids import Epoch, Incarnation, WorkerId
+from streams.core.ids import Epoch, Incarnation
 from streams.core.reducer.ordering import Health, Progress
-from streams.core.workers import Worker
 from streams.frontend.tracing import TracedSpans
-from streams.kafka.clients import worker_key
-from streams.kafka.records import encode_worker
 from streams.lab.engines.chat_template import tokenizer_files
 from streams.lab.engines.engine_config import EngineConfig
 from streams.lab.processes import Children
@@ -30,7 +28,7 @@ from streams.settings import Settings
 from streams.tables.records import encode_progress, progress_key
 from tests.helpers.byte_engine import CHAT_PROMPT, ByteEngine, Plan
 from tests.helpers.front_stage import Answer, Stage, on_stage, share
-from tests.helpers.local_router import LocalRouter, local_router, rank
+from tests.helpers.local_router import LocalRouter, local_router, rank, register
 from tests.helpers.scripted_engine import scripted_engines
 
 TEXT = "Grüße, 世界! 🙂 An answer with characters of one to four bytes: ä ö ü €."
@@ -41,6 +39,9 @@ BODIES = {"/v1/chat/completions": CHAT, "/v1/completions": COMPLETION}
 
 DETAILS = {"X-Kvstreams-Details": "1"}
 
+WITHOUT_IDS = Plan(TEXT, has_ids=False, dies_at=13)
+STRICT = replace(WITHOUT_IDS, is_strict=True)
+
 Ask = Callable[..., Awaitable["Answer"]]
 Backend = tuple[LocalRouter, list[ByteEngine]]
 
@@ -50,8 +51,7 @@ def backend() -> Iterator[Backend]:
     """Give a router and three engines that it knows."""
     with local_router(Settings(), n_workers=0) as router, scripted_engines(3, ByteEngine) as engines:
         for number, engine in enumerate(engines, start=1):
-            worker = Worker(WorkerId(number), engine.url, "m", 16)
-            router.router.view.fold_worker(worker_key(worker.worker_id), encode_worker(worker))
+            register(router.router, number, url=engine.url)
         yield router, engines
 
 
@@ -60,19 +60,14 @@ def asked_of(stage: Stage) -> list[dict[str, Any]]:
     return [body for engine in stage.engines if isinstance(engine, ByteEngine) for body in engine.asked]
 
 
-def run(
-    backend: Backend,
-    scenario: Callable[[Stage, Ask], Awaitable[None]],
-    *plans: Plan,
-    **settings: Any,
-) -> None:
-    """Run a scenario with a front that moves streams. plans: of the first engine that is asked, the second, and so on.
+@asynccontextmanager
+async def run(backend: Backend, *plans: Plan, **settings: Any) -> AsyncIterator[tuple[Stage, Ask]]:
+    """Give a front that moves streams, and a call of it. plans: of the engine that is asked first, second, and so on.
 
     Afterwards every booking must have ended, and no engine may have a request.
     """
-    _, engines = backend
-
-    async def main(stage: Stage) -> None:
+    router, engines = backend
+    async with on_stage((router, engines), front_migration=True, **settings) as stage:  # type: ignore[arg-type]
         for engine in engines:
             engine.plan, engine.asked = Plan(TEXT), []
 
@@ -86,19 +81,17 @@ def run(
 
         # Any engine may be asked first, so they share their plans: each request takes the next one.
         share(engines, *plans)
-        await scenario(stage, ask)
-
-    on_stage(backend, main, front_migration=True, **settings)  # type: ignore[arg-type]
+        yield stage, ask
 
 
 @pytest.mark.parametrize("path", BODIES)
 @pytest.mark.parametrize("chunk", [1, 3])
-def test_a_stream_moves_twice_and_the_client_does_not_notice(backend: Backend, path: str, chunk: int) -> None:
+async def test_a_stream_moves_twice_and_the_client_does_not_notice(backend: Backend, path: str, chunk: int) -> None:
     """Every token comes once, in one stream with one id and one role, and with the usage of the whole answer."""
     n = len(TEXT.encode())
     options: dict[str, Any] = {"chunk": chunk, "cached": 4}
-
-    async def scenario(stage: Stage, ask: Ask) -> None:
+    in_a_character, later = Plan(TEXT, dies_at=10, **options), Plan(TEXT, dies_at=40, **options)
+    async with run(backend, in_a_character, later, Plan(TEXT, **options)) as (stage, ask):
         body = {**BODIES[path], "stream_options": {"include_usage": True}, "temperature": 0, "seed": 5}
         answer = await ask(body, path, **DETAILS)
         assert (answer.text, answer.finish_reasons, answer.ended, answer.error) == (TEXT, ["stop"], True, None)
@@ -119,16 +112,8 @@ def test_a_stream_moves_twice_and_the_client_does_not_notice(backend: Backend, p
         assert stage.front.counts.migrations == 2 and stage.front.counts.migrated_streams == 1
         assert stage.front.counts.outcomes["completed"] == 1
 
-    run(
-        backend,
-        scenario,
-        Plan(TEXT, dies_at=10, **options),  # in the middle of a character
-        Plan(TEXT, dies_at=40, **options),
-        Plan(TEXT, **options),
-    )
 
-
-def test_a_stream_returns_to_an_engine_that_was_restarted() -> None:
+async def test_a_stream_returns_to_an_engine_that_was_restarted() -> None:
     """A failed engine gets the stream again once its incarnation is another one; until then it does not."""
 
     def restart(stage: Stage, worker_id: int, incarnation: int) -> None:
@@ -136,60 +121,51 @@ def test_a_stream_returns_to_an_engine_that_was_restarted() -> None:
         progress = Progress(rank(worker_id), epoch, 1, health=Health.EXACT, model="m", block_size=16)
         stage.router.router.view.fold_index(progress_key(rank(worker_id)), encode_progress(progress))
 
-    async def scenario(stage: Stage, ask: Ask) -> None:
-        for worker_id in (1, 2):
-            restart(stage, worker_id, 10)
-        await stage.front.fleet.poll()
-        answer = await ask(**DETAILS)
-        assert answer.error is not None and answer.error["code"] == "engine_failed"
-        assert len(asked_of(stage)) == 2
-
-        share(stage.engines, Plan(TEXT, dies_at=10), Plan(TEXT, dies_at=20, waits_at=15), Plan(TEXT))
-        asking = asyncio.ensure_future(ask(**DETAILS))
-        await stage.until(lambda: any(engine.waiting for engine in engines), "the second engine")
-        waiting = 0 if engines[0].waiting else 1
-        restart(stage, 2 - waiting, 11)
-        await stage.front.fleet.poll()
-        engines[waiting].go_on = True
-        answer = await asking
-        assert (answer.text, answer.ended, answer.error) == (TEXT, True, None)
-        assert answer.figures["migrations"] == 2
-
     with local_router(Settings(), n_workers=0) as router, scripted_engines(2, ByteEngine) as engines:
         for number, engine in enumerate(engines, start=1):
-            worker = Worker(WorkerId(number), engine.url, "m", 16)
-            router.router.view.fold_worker(worker_key(worker.worker_id), encode_worker(worker))
-        run((router, engines), scenario, Plan(TEXT, dies_at=10), Plan(TEXT, dies_at=20))
+            register(router.router, number, url=engine.url)
+        async with run((router, engines), Plan(TEXT, dies_at=10), Plan(TEXT, dies_at=20)) as (stage, ask):
+            for worker_id in (1, 2):
+                restart(stage, worker_id, 10)
+            await stage.front.fleet.poll()
+            answer = await ask(**DETAILS)
+            assert answer.error is not None and answer.error["code"] == "engine_failed"
+            assert len(asked_of(stage)) == 2
+
+            share(stage.engines, Plan(TEXT, dies_at=10), Plan(TEXT, dies_at=20, waits_at=15), Plan(TEXT))
+            asking = asyncio.ensure_future(ask(**DETAILS))
+            await stage.until(lambda: any(engine.waiting for engine in engines), "the second engine")
+            waiting = 0 if engines[0].waiting else 1
+            restart(stage, 2 - waiting, 11)
+            await stage.front.fleet.poll()
+            engines[waiting].go_on = True
+            answer = await asking
+            assert (answer.text, answer.ended, answer.error) == (TEXT, True, None)
+            assert answer.figures["migrations"] == 2
 
 
-def test_no_half_character_is_lost_wherever_the_engine_dies(backend: Backend) -> None:
+async def test_no_half_character_is_lost_wherever_the_engine_dies(backend: Backend) -> None:
     """The tokens of an incomplete character are generated again."""
-
-    async def scenario(stage: Stage, ask: Ask) -> None:
+    async with run(backend) as (stage, ask):
         for dies_at in range(1, 24):
             share(stage.engines, Plan(TEXT, dies_at=dies_at, chunk=1 + dies_at % 3), Plan(TEXT, chunk=2))
             answer = await ask({**CHAT, "temperature": 0})
             assert (answer.text, answer.ended) == (TEXT, True)
         assert stage.front.counts.migrations >= 20
 
-    run(backend, scenario)
-
 
 @pytest.mark.parametrize("includes", [False, True])
-def test_a_stop_string_over_the_seam_ends_the_answer(backend: Backend, includes: bool) -> None:
+async def test_a_stop_string_over_the_seam_ends_the_answer(backend: Backend, includes: bool) -> None:
     """It is found although its beginning was generated by the engine that died."""
     stop = " answer with"
     at = TEXT.encode().index(stop.encode())
     expected = TEXT[: TEXT.index(stop) + (len(stop) if includes else 0)]
     body = {**COMPLETION, "stop": [stop, "zz"], "temperature": 0, "include_stop_str_in_output": includes}
-
-    async def scenario(stage: Stage, ask: Ask) -> None:
+    async with run(backend) as (stage, ask):
         for cut in range(at - 2, at + len(stop), 3):
             share(stage.engines, Plan(TEXT, dies_at=cut))
             answer = await ask(body, "/v1/completions")
             assert (answer.text, answer.finish_reasons, answer.error) == (expected, ["stop"], None)
-
-    run(backend, scenario)
 
 
 @pytest.mark.parametrize(
@@ -202,36 +178,30 @@ def test_a_stop_string_over_the_seam_ends_the_answer(backend: Backend, includes:
         (Plan(TEXT, dies_at=12), Plan(TEXT, stalls_at=12), {"died": 1, "stalled": 1}),
     ],
 )
-def test_however_engines_fail_the_stream_goes_on(
+async def test_however_engines_fail_the_stream_goes_on(
     backend: Backend, first: Plan, second: Plan, failures: dict[str, int]
 ) -> None:
     """An error event, silence, a refusal to resume, and an engine that dies at once when it resumes."""
-
-    async def scenario(stage: Stage, ask: Ask) -> None:
+    async with run(backend, first, second, Plan(TEXT), front_stall_timeout_s=0.3) as (stage, ask):
         answer = await ask()
         assert (answer.text, answer.ended, answer.error) == (TEXT, True, None)
         assert stage.front.counts.engine_failures == failures
-
-    run(backend, scenario, first, second, Plan(TEXT), front_stall_timeout_s=0.3)
 
 
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [({}, "no other engine is left"), ({"front_migrations_max": 1}, "2 engines failed")],
 )
-def test_without_another_engine_a_clean_error_follows_what_was_generated(
+async def test_without_another_engine_a_clean_error_follows_what_was_generated(
     backend: Backend, settings: dict[str, Any], reason: str
 ) -> None:
     """The client gets the text, the reason, and the mark of the end."""
-
-    async def scenario(stage: Stage, ask: Ask) -> None:
+    async with run(backend, *[Plan(TEXT, dies_at=at) for at in (15, 25, 35, 45)], **settings) as (stage, ask):
         answer = await ask(CHAT, **DETAILS)
         assert answer.ended and TEXT.startswith(answer.text) and answer.text
         assert answer.error["code"] == "engine_failed" and reason in answer.error["message"]
         assert answer.figures["migrations"] >= 1
         assert stage.front.counts.outcomes["broken"] == 1
-
-    run(backend, scenario, *[Plan(TEXT, dies_at=at) for at in (15, 25, 35, 45)], **settings)
 
 
 @pytest.mark.parametrize(
@@ -249,32 +219,32 @@ def test_without_another_engine_a_clean_error_follows_what_was_generated(
         ),
     ],
 )
-def test_what_cannot_be_moved_ends_with_an_error_that_says_why(
+async def test_what_cannot_be_moved_ends_with_an_error_that_says_why(
     backend: Backend, fields: dict[str, Any], plan: Plan, reason: str
 ) -> None:
     """No other engine is asked."""
-
-    async def scenario(stage: Stage, ask: Ask) -> None:
+    async with run(backend, plan) as (stage, ask):
         answer = await ask({**CHAT, **fields})
         assert answer.ended and reason in answer.error["message"]
         assert len(asked_of(stage)) == 1
 
-    run(backend, scenario, plan)
 
-
-def test_without_token_ids_the_text_is_resumed_and_the_answer_says_so(backend: Backend) -> None:
+@pytest.mark.parametrize(
+    "plans",
+    [
+        (WITHOUT_IDS, replace(WITHOUT_IDS, dies_at=None)),
+        (STRICT, STRICT, replace(STRICT, dies_at=None), replace(STRICT, dies_at=None)),
+    ],
+)
+async def test_without_token_ids_the_text_is_resumed_and_the_answer_says_so(
+    backend: Backend, plans: tuple[Plan, ...]
+) -> None:
     """An engine that does not know return_token_ids, and one that refuses it, are served as well."""
-
-    async def scenario(stage: Stage, ask: Ask) -> None:
+    async with run(backend, *plans) as (_, ask):
         answer = await ask(CHAT, **DETAILS)
         assert (answer.text, answer.ended, answer.error) == (TEXT, True, None)
         assert answer.figures["resumed_by"] == "text" and len(answer.comments) == 1
         assert answer.roles == 1 and len(answer.frames) == 1
-
-    without = Plan(TEXT, has_ids=False, dies_at=13)
-    run(backend, scenario, without, Plan(TEXT, has_ids=False))
-    strict = replace(without, is_strict=True)
-    run(backend, scenario, strict, strict, replace(strict, dies_at=None), replace(strict, dies_at=None))
 
 
 @pytest.mark.parametrize("has_ids", [False, True])
@@ -286,7 +256,7 @@ def test_without_token_ids_the_text_is_resumed_and_the_answer_says_so(backend: B
         {"type": "thinking", "thinking": "Hm."},
     ],
 )
-def test_a_stream_whose_prompt_is_known_in_part_moves_only_with_the_engines_ids(
+async def test_a_stream_whose_prompt_is_known_in_part_moves_only_with_the_engines_ids(
     backend: Backend, tmp_path: Path, part: dict[str, str], has_ids: bool
 ) -> None:
     """The front's tokens end before a part that it cannot render, so they only choose the worker."""
@@ -298,7 +268,11 @@ def test_a_stream_whose_prompt_is_known_in_part_moves_only_with_the_engines_ids(
         {"role": "user", "content": "Why not?"},
     ]
 
-    async def scenario(stage: Stage, ask: Ask) -> None:
+    options = {"tokenizers": {"": tmp_path}}
+    async with run(backend, Plan(TEXT, has_ids=has_ids, dies_at=13), Plan(TEXT, has_ids=has_ids), options=options) as (
+        stage,
+        ask,
+    ):
         answer = await ask({**CHAT, "messages": messages})
         assert stage.front.tokenizing.sources == {"files": 1}
         if has_ids:
@@ -307,52 +281,40 @@ def test_a_stream_whose_prompt_is_known_in_part_moves_only_with_the_engines_ids(
             assert answer.ended and "whole prompt" in answer.error["message"]
             assert len(asked_of(stage)) == 1
 
-    options = {"tokenizers": {"": tmp_path}}
-    run(backend, scenario, Plan(TEXT, has_ids=has_ids, dies_at=13), Plan(TEXT, has_ids=has_ids), options=options)
-
 
 @pytest.mark.parametrize("fields", [{"chat_template": "{{ messages }}"}, {"truncate_prompt_tokens": 3}])
-def test_a_stream_with_a_field_that_changes_the_prompt_moves_only_with_the_engines_ids(
+async def test_a_stream_with_a_field_that_changes_the_prompt_moves_only_with_the_engines_ids(
     backend: Backend, fields: dict[str, Any]
 ) -> None:
     """The front's own tokens are those of another prompt."""
-
-    async def scenario(stage: Stage, ask: Ask) -> None:
+    async with run(backend, Plan(TEXT, has_ids=False, dies_at=13)) as (stage, ask):
         answer = await ask({**CHAT, **fields})
         assert answer.ended and "whole prompt" in answer.error["message"]
         assert len(asked_of(stage)) == 1
         share(stage.engines, Plan(TEXT, dies_at=13), Plan(TEXT))
         assert (await ask({**CHAT, **fields})).text == TEXT
 
-    run(backend, scenario, Plan(TEXT, has_ids=False, dies_at=13))
 
-
-def test_a_client_that_asks_for_token_ids_gets_each_once(backend: Backend) -> None:
+async def test_a_client_that_asks_for_token_ids_gets_each_once(backend: Backend) -> None:
     """Tokens that are generated again are not repeated."""
-
-    async def scenario(stage: Stage, ask: Ask) -> None:
+    async with run(backend, Plan(TEXT, dies_at=30), Plan(TEXT, dies_at=31), Plan(TEXT)) as (_, ask):
         answer = await ask({**CHAT, "return_token_ids": True, "temperature": 0, "stop": "no such text"})
         assert bytes(answer.token_ids) == TEXT.encode() and answer.text == TEXT
 
-    run(backend, scenario, Plan(TEXT, dies_at=30), Plan(TEXT, dies_at=31), Plan(TEXT))
 
-
-def test_an_engine_that_generates_other_text_for_what_was_held_back_ends_the_stream(backend: Backend) -> None:
+async def test_an_engine_that_generates_other_text_for_what_was_held_back_ends_the_stream(backend: Backend) -> None:
     """Two halves that do not fit together are never joined silently."""
     stop = "none of this"
 
-    async def scenario(stage: Stage, ask: Ask) -> None:
+    first = "abcdefghijklmnopqrst" + "🙂" * 10
+    async with run(backend, Plan(first, dies_at=36, chunk=3), Plan(first[:12] + "X" * 40)) as (_, ask):
         answer = await ask({**COMPLETION, "stop": stop}, "/v1/completions")
         assert answer.ended and "other text" in answer.error["message"]
 
-    first = "abcdefghijklmnopqrst" + "🙂" * 10
-    run(backend, scenario, Plan(first, dies_at=36, chunk=3), Plan(first[:12] + "X" * 40))
 
-
-def test_a_client_that_leaves_during_a_migration_is_not_moved(backend: Backend) -> None:
+async def test_a_client_that_leaves_during_a_migration_is_not_moved(backend: Backend) -> None:
     """Its request ends at the engine that resumes, and no other one is asked."""
-
-    async def scenario(stage: Stage, ask: Ask) -> None:
+    async with run(backend, Plan(TEXT, dies_at=12), Plan(TEXT, stalls_at=0)) as (stage, _):
         async with (
             aiohttp.ClientSession() as session,
             session.post(f"{stage.url}/v1/chat/completions", json=CHAT) as response,
@@ -365,41 +327,32 @@ def test_a_client_that_leaves_during_a_migration_is_not_moved(backend: Backend) 
         assert stage.front.counts.outcomes == {"client_gone": 1}
         assert len(asked_of(stage)) == 2
 
-    run(backend, scenario, Plan(TEXT, dies_at=12), Plan(TEXT, stalls_at=0))
 
-
-def test_an_answer_of_which_only_the_end_is_missing_is_ended_by_the_front(backend: Backend) -> None:
+async def test_an_answer_of_which_only_the_end_is_missing_is_ended_by_the_front(backend: Backend) -> None:
     """All tokens and the finish reason were there: the usage is added, and no other engine is asked."""
-
-    async def scenario(stage: Stage, ask: Ask) -> None:
+    async with run(backend, Plan(TEXT, dies_at=len(TEXT.encode()))) as (stage, ask):
         answer = await ask({**CHAT, "stream_options": {"include_usage": True}})
         assert (answer.text, answer.ended, answer.finish_reasons) == (TEXT, True, ["stop"])
         assert answer.usage["completion_tokens"] == len(TEXT.encode())
         assert len(asked_of(stage)) == 1
 
-    run(backend, scenario, Plan(TEXT, dies_at=len(TEXT.encode())))
 
-
-def test_requests_that_are_not_streamed_are_sent_again_as_a_whole(backend: Backend) -> None:
+async def test_requests_that_are_not_streamed_are_sent_again_as_a_whole(backend: Backend) -> None:
     """Their engine's answer is held back until it is complete, so that another engine can answer instead."""
-
-    async def scenario(stage: Stage, ask: Ask) -> None:
+    plan = Plan(TEXT, dies_at=0)
+    async with run(backend, plan, Plan(TEXT)) as (stage, ask):
         answer = await ask({**CHAT, "stream": False})  # these engines stream in any case
         assert answer.text == TEXT
         assert [body.get("return_token_ids") for body in asked_of(stage)] == [None, None]
         assert stage.front.counts.retries == 1 and stage.front.counts.migrations == 0
 
-    plan = Plan(TEXT, dies_at=0)
-    run(backend, scenario, plan, Plan(TEXT))
 
-
-def test_a_request_has_a_span_with_its_route_its_engine_and_its_migration(backend: Backend) -> None:
+async def test_a_request_has_a_span_with_its_route_its_engine_and_its_migration(backend: Backend) -> None:
     """Engines and routers get the context of the span that calls them, in the trace of the client."""
     exporter, provider = InMemorySpanExporter(), TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     trace, parent = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
-
-    async def scenario(stage: Stage, ask: Ask) -> None:
+    async with run(backend, Plan(TEXT, dies_at=12), Plan(TEXT)) as (stage, ask):
         stage.front.proxy._spans = stage.front.proxy._migrator._spans = TracedSpans(provider)
         answer = await ask(CHAT, traceparent=f"00-{trace}-{parent}-01")
         assert answer.text == TEXT
@@ -414,8 +367,6 @@ def test_a_request_has_a_span_with_its_route_its_engine_and_its_migration(backen
         assert top.parent is not None and format(top.parent.span_id, "016x") == parent
         assert (top.attributes or {})["kvstreams.outcome"] == "completed"
         assert (spans["migration"].attributes or {})["kvstreams.failure"] == "died"
-
-    run(backend, scenario, Plan(TEXT, dies_at=12), Plan(TEXT))
 
 
 # -- processes ---------------------------------------------------------------------------------------------------------
@@ -432,45 +383,41 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LocalRoute
         stack = Stack(Settings(), folder, children)
         engines = stack.engines(3, EngineConfig(block_size=16, n_blocks=4096), "m", TIME_SCALE)
         for engine in engines:
-            worker = Worker(WorkerId(engine.worker_id), engine.url, "m", 16)
-            router.router.view.fold_worker(worker_key(worker.worker_id), encode_worker(worker))
+            register(router.router, engine.worker_id, url=engine.url)
         yield router, engines, stack
 
 
-def test_processes_that_are_killed_and_stopped_in_the_middle_of_a_stream(
+async def test_processes_that_are_killed_and_stopped_in_the_middle_of_a_stream(
     fleet: tuple[LocalRouter, list[Engine], Stack],
 ) -> None:
     """One engine is killed and the next one hangs; the third ends the answer, which equals that of one engine."""
     router, engines, _ = fleet
     by_id = {engine.worker_id: engine for engine in engines}
     body = {"model": "m", "prompt": "What is a stream?", "stream": True, "max_tokens": N_TOKENS}
-
-    async def main(stage: Stage) -> None:
-        async with aiohttp.ClientSession() as session:
-            async with session.post(f"{engines[0].url}/v1/completions", json=body) as response:
-                expected = Answer(await response.read()).text
-            assert len(expected) == N_TOKENS
-            url = f"{stage.url}/v1/completions"
-            async with session.post(url, json=body, headers=DETAILS) as response:
-                worker = int(response.headers["X-Kvstreams-Worker"].partition("/")[0])
-                got = b""
-                for n_chunks, end in ((5, signal.SIGKILL), (25, signal.SIGSTOP)):
-                    while got.count(b"\n\n") < n_chunks:
-                        got += await response.content.readany()
-                    os.kill(by_id[worker].child.pid, end)
-                    n = stage.front.counts.migrations
-                    while stage.front.counts.migrations == n:
-                        got += await response.content.readany()
-                    loads = await asyncio.to_thread(router.api.get, "/loads")
-                    (worker,) = [row["worker_id"] for row in loads["loads"] if row["active_requests"]]
-                got += await response.read()
-        answer = Answer(got)
-        assert (answer.text, answer.ended, answer.error) == (expected, True, None)
-        assert answer.figures["migrations"] == 2
-        assert stage.front.counts.engine_failures == {"died": 1, "stalled": 1}
-
     try:
-        on_stage((router, []), main, front_migration=True, front_stall_timeout_s=1.0)
+        async with on_stage((router, []), front_migration=True, front_stall_timeout_s=1.0) as stage:
+            async with aiohttp.ClientSession() as session:
+                async with session.post(f"{engines[0].url}/v1/completions", json=body) as response:
+                    expected = Answer(await response.read()).text
+                assert len(expected) == N_TOKENS
+                url = f"{stage.url}/v1/completions"
+                async with session.post(url, json=body, headers=DETAILS) as response:
+                    worker = int(response.headers["X-Kvstreams-Worker"].partition("/")[0])
+                    got = b""
+                    for n_chunks, end in ((5, signal.SIGKILL), (25, signal.SIGSTOP)):
+                        while got.count(b"\n\n") < n_chunks:
+                            got += await response.content.readany()
+                        os.kill(by_id[worker].child.pid, end)
+                        n = stage.front.counts.migrations
+                        while stage.front.counts.migrations == n:
+                            got += await response.content.readany()
+                        loads = await asyncio.to_thread(router.api.get, "/loads")
+                        (worker,) = [row["worker_id"] for row in loads["loads"] if row["active_requests"]]
+                    got += await response.read()
+            answer = Answer(got)
+            assert (answer.text, answer.ended, answer.error) == (expected, True, None)
+            assert answer.figures["migrations"] == 2
+            assert stage.front.counts.engine_failures == {"died": 1, "stalled": 1}
     finally:
         for engine in engines:
             if engine.child.running:

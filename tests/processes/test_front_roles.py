@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import orjson
@@ -11,15 +12,13 @@ import pytest
 
 from streams.core.ids import WorkerId
 from streams.core.routing.selection import RouterMode
-from streams.core.workers import Role, Worker
+from streams.core.workers import Role
 from streams.cxl.events import CxlPool
 from streams.cxl.records import encode_pool, pool_key
-from streams.kafka.clients import worker_key
-from streams.kafka.records import encode_worker
 from streams.settings import KvTransfer, Settings
 from tests.helpers.byte_engine import CHAT_PROMPT, ByteEngine, Plan
 from tests.helpers.front_stage import Answer, Backend, Stage, on_stage, share
-from tests.helpers.local_router import LocalRouter, local_router
+from tests.helpers.local_router import LocalRouter, local_router, register
 from tests.helpers.scripted_engine import Script, ScriptedEngine, answer_bytes, scripted_engines
 
 ROLES = (Role.PREFILL, Role.DECODE, Role.DECODE)
@@ -45,8 +44,7 @@ PREFILLED = whole({"choices": [{"text": "x"}], "kv_transfer_params": PARAMS})
 
 def with_roles(router: LocalRouter, engines: Sequence[ScriptedEngine]) -> None:
     for number, (engine, role) in enumerate(zip(engines, ROLES, strict=True), start=1):
-        worker = Worker(WorkerId(number), engine.url, "m", 16, role=role)
-        router.router.view.fold_worker(worker_key(worker.worker_id), encode_worker(worker))
+        register(router.router, number, url=engine.url, role=role)
 
 
 @pytest.fixture(scope="module")
@@ -69,10 +67,9 @@ def splits(stage: Stage) -> dict[str, int]:
     return {split.value: n for split, n in stage.front.counts.splits.items() if n}
 
 
-def test_kv_transfer_params_pass_from_the_prefill_to_the_decode_worker(backend: Backend) -> None:
+async def test_kv_transfer_params_pass_from_the_prefill_to_the_decode_worker(backend: Backend) -> None:
     """The prefill worker computes the prompt, and the decode worker learns where it is; the client sees one stream."""
-
-    async def scenario(stage: Stage) -> None:
+    async with on_stage(backend, **ALWAYS) as stage:
         stage.script(PREFILLED, Script(), Script())
         code, headers, body = await stage.post(BODY, "/v1/completions", **DETAILS)
         assert (code, body) == (200, answer_bytes())
@@ -86,13 +83,10 @@ def test_kv_transfer_params_pass_from_the_prefill_to_the_decode_worker(backend: 
         assert one["X-Request-Id"] == other["X-Request-Id"]
         assert splits(stage) == {"remote": 1}
 
-    on_stage(backend, scenario, **ALWAYS)
 
-
-def test_both_bookings_of_a_request_live_side_by_side(backend: Backend) -> None:
+async def test_both_bookings_of_a_request_live_side_by_side(backend: Backend) -> None:
     """While the prefill runs, the prompt is the prefill worker's load, and not that of the decode worker."""
-
-    async def scenario(stage: Stage) -> None:
+    async with on_stage(backend, **ALWAYS) as stage:
         stage.script(Script(stalls_at=0), Script(), Script())
 
         def seen() -> bool:
@@ -108,8 +102,6 @@ def test_both_bookings_of_a_request_live_side_by_side(backend: Backend) -> None:
         posting.cancel()  # the client leaves: the prefill is cancelled, and both bookings end
         await stage.until(lambda: stage.engines[0].counts["cancelled"] == 1, "the end of the prefill")
 
-    on_stage(backend, scenario, **ALWAYS)
-
 
 @pytest.mark.parametrize(
     ("prefill", "outcome"),
@@ -122,10 +114,11 @@ def test_both_bookings_of_a_request_live_side_by_side(backend: Backend) -> None:
         (Script(answer=b"not JSON"), "not_transferred"),
     ],
 )
-def test_a_failed_prefill_falls_back_to_the_decode_worker(backend: Backend, prefill: Script, outcome: str) -> None:
+async def test_a_failed_prefill_falls_back_to_the_decode_worker(
+    backend: Backend, prefill: Script, outcome: str
+) -> None:
     """It gets the request as it came, byte for byte, and computes the prompt itself."""
-
-    async def scenario(stage: Stage) -> None:
+    async with on_stage(backend, **ALWAYS, front_silence_timeout_s=0.5) as stage:
         stage.script(prefill, Script(), Script())
         code, headers, body = await stage.post(BODY, "/v1/completions", **DETAILS)
         assert (code, body) == (200, answer_bytes())
@@ -133,25 +126,19 @@ def test_a_failed_prefill_falls_back_to_the_decode_worker(backend: Backend, pref
         assert stage.engines[1].bodies + stage.engines[2].bodies == [orjson.dumps(BODY)]
         assert splits(stage) == {outcome: 1}
 
-    on_stage(backend, scenario, **ALWAYS, front_silence_timeout_s=0.5)
 
-
-def test_short_and_unsuitable_requests_are_not_split(backend: Backend) -> None:
+async def test_short_and_unsuitable_requests_are_not_split(backend: Backend) -> None:
     """They go to a decode worker as they came, and the prefill worker sees nothing."""
-
-    async def scenario(stage: Stage) -> None:
+    async with on_stage(backend) as stage:
         for body in (BODY, {**BODY, "prompt": list(range(2000)), "n": 2}, {**BODY, "prompt": "text"}):
             assert (await stage.post(body, "/v1/completions"))[0] == 200
         assert not stage.engines[0].bodies
         assert splits(stage) == {"short": 1, "unsuitable": 2}
 
-    on_stage(backend, scenario)
 
-
-def test_busy_prefill_workers_get_no_prompt(backend: Backend) -> None:
+async def test_busy_prefill_workers_get_no_prompt(backend: Backend) -> None:
     """A backlog above front_prefill_backlog_tokens_max keeps prompts on their decode workers."""
-
-    async def scenario(stage: Stage) -> None:
+    async with on_stage(backend, **ALWAYS, front_prefill_backlog_tokens_max=300) as stage:
         stage.script(PREFILLED, Script(), Script())
         booking = {"worker_id": 1, "phase": "prefill", "token_ids": list(range(400))}
         await asyncio.to_thread(lambda: stage.router.api.call("POST", "/loads/other", booking).given())
@@ -164,25 +151,19 @@ def test_busy_prefill_workers_get_no_prompt(backend: Backend) -> None:
         assert (await stage.post(BODY, "/v1/completions"))[0] == 200
         assert splits(stage) == {"busy": 1, "remote": 1}
 
-    on_stage(backend, scenario, **ALWAYS, front_prefill_backlog_tokens_max=300)
 
-
-def test_without_disaggregation_roles_are_ignored(backend: Backend) -> None:
+async def test_without_disaggregation_roles_are_ignored(backend: Backend) -> None:
     """Every worker gets whole requests, as if it had both roles."""
-
-    async def scenario(stage: Stage) -> None:
+    async with on_stage(backend, **ALWAYS, front_disaggregation=False) as stage:
         for _ in range(40):
             assert (await stage.post(BODY, "/v1/completions"))[0] == 200
         assert all(engine.bodies for engine in stage.engines)
         assert splits(stage) == {}
 
-    on_stage(backend, scenario, **ALWAYS, front_disaggregation=False)
 
-
-def test_a_decode_worker_that_fails_is_replaced_by_one_that_computes_the_prompt(backend: Backend) -> None:
+async def test_a_decode_worker_that_fails_is_replaced_by_one_that_computes_the_prompt(backend: Backend) -> None:
     """The KV cache was meant for the first one. The second gets the request as it came."""
-
-    async def scenario(stage: Stage) -> None:
+    async with on_stage(backend, **ALWAYS) as stage:
         for failing in (2, 3):
             decoding = [Script(breaks_at=0) if number == failing else Script() for number in (2, 3)]
             stage.script(PREFILLED, *decoding)
@@ -194,13 +175,10 @@ def test_a_decode_worker_that_fails_is_replaced_by_one_that_computes_the_prompt(
         assert sum("kv_transfer_params" not in body for body in received) == n_retried
         assert len(received) == 12 + n_retried
 
-    on_stage(backend, scenario, **ALWAYS)
 
-
-def test_bootstrap_fields_reach_both_workers_at_the_same_time(backend: Backend) -> None:
+async def test_bootstrap_fields_reach_both_workers_at_the_same_time(backend: Backend) -> None:
     """The decode worker has its request while the prefill still runs, in the same room."""
-
-    async def scenario(stage: Stage) -> None:
+    async with on_stage(backend, **ALWAYS, front_kv_transfer=KvTransfer.BOOTSTRAP, front_bootstrap_port=9001) as stage:
         # The prefill's answer comes after the decode worker's, so a front that waited for it would never end.
         stage.script(Script(stalls_at=0), Script(), Script())
         code, headers, body = await stage.post(BODY, "/v1/completions", **DETAILS)
@@ -213,13 +191,10 @@ def test_bootstrap_fields_reach_both_workers_at_the_same_time(backend: Backend) 
         assert prefill["max_tokens"] == 1 and "kv_transfer_params" not in prefill
         assert {**decode, **dict.fromkeys(names)} == {**BODY, **dict.fromkeys(names)}
 
-    on_stage(backend, scenario, **ALWAYS, front_kv_transfer=KvTransfer.BOOTSTRAP, front_bootstrap_port=9001)
 
-
-def test_a_decode_worker_that_waits_for_a_failed_prefill_gets_the_request_again(backend: Backend) -> None:
+async def test_a_decode_worker_that_waits_for_a_failed_prefill_gets_the_request_again(backend: Backend) -> None:
     """The request with bootstrap fields is cancelled before its first token, and the client sees one answer."""
-
-    async def scenario(stage: Stage) -> None:
+    async with on_stage(backend, **ALWAYS, front_kv_transfer=KvTransfer.BOOTSTRAP) as stage:
         slow = Script(answer=answer_bytes(2), piece=60, pause_s=0.15)  # the prefill fails before the first token
         stage.script(Script(status=500), slow, slow)
         code, headers, body = await stage.post(BODY, "/v1/completions", **DETAILS)
@@ -230,84 +205,69 @@ def test_a_decode_worker_that_waits_for_a_failed_prefill_gets_the_request_again(
         assert sum(engine.counts["cancelled"] for engine in stage.engines[1:]) == 1
         assert splits(stage) == {"failed": 1}
 
-    on_stage(backend, scenario, **ALWAYS, front_kv_transfer=KvTransfer.BOOTSTRAP)
-
 
 @pytest.mark.parametrize("mode", [RouterMode.POWER_OF_TWO, RouterMode.DEVICE_AWARE_WEIGHTED])
-def test_in_modes_by_the_load_of_the_moment_the_prefill_is_synchronous(mode: RouterMode) -> None:
+async def test_in_modes_by_the_load_of_the_moment_the_prefill_is_synchronous(mode: RouterMode) -> None:
     """No bootstrap field is sent; the decode request waits for the prefill's answer and passes on what it says."""
-
-    async def scenario(stage: Stage) -> None:
-        stage.script(PREFILLED, Script(), Script())
-        assert (await stage.post(BODY, "/v1/completions"))[2] == answer_bytes()
-        (prefill,), (decode,) = bodies(stage, 1), bodies(stage, 2, 3)
-        assert not any(name.startswith("bootstrap") for name in (*prefill, *decode))
-        assert decode["kv_transfer_params"] == PARAMS
-        stage.script(Script(status=500), Script(), Script())
-        assert (await stage.post(BODY, "/v1/completions"))[2] == answer_bytes()
-        assert splits(stage) == {"remote": 1, "failed": 1}
-
     with (
         local_router(Settings(router_mode=mode), n_workers=0) as router,
         scripted_engines(3, ScriptedEngine) as engines,
     ):
         with_roles(router, engines)
-        on_stage((router, engines), scenario, **ALWAYS, front_kv_transfer=KvTransfer.BOOTSTRAP)
+        async with on_stage((router, engines), **ALWAYS, front_kv_transfer=KvTransfer.BOOTSTRAP) as stage:
+            stage.script(PREFILLED, Script(), Script())
+            assert (await stage.post(BODY, "/v1/completions"))[2] == answer_bytes()
+            (prefill,), (decode,) = bodies(stage, 1), bodies(stage, 2, 3)
+            assert not any(name.startswith("bootstrap") for name in (*prefill, *decode))
+            assert decode["kv_transfer_params"] == PARAMS
+            stage.script(Script(status=500), Script(), Script())
+            assert (await stage.post(BODY, "/v1/completions"))[2] == answer_bytes()
+            assert splits(stage) == {"remote": 1, "failed": 1}
 
 
-def test_blocks_that_never_reach_a_pool_are_computed_again(backend: Backend) -> None:
-    """After front_transfer_timeout_s the decode worker gets the request."""
-
-    async def scenario(stage: Stage) -> None:
-        register_pool(stage, lost=False)
-        await stage.front.fleet.poll()
-        stage.script(whole({"choices": []}), Script(), Script())
-        assert (await stage.post(BODY, "/v1/completions"))[2] == answer_bytes()
-        assert bodies(stage, 2, 3) == [BODY]
-        assert splits(stage) == {"not_transferred": 1}
-
-    try:
-        on_stage(backend, scenario, **ALWAYS, front_kv_transfer=KvTransfer.POOL, front_transfer_timeout_s=0.1)
-    finally:
-        backend[0].router.view.fold_worker(pool_key("rack1"), None)
-
-
-def register_pool(stage: Stage, **fields: Any) -> None:
-    """Register a pool of the prefill worker and one decode worker at the stage's router."""
+@contextmanager
+def pool_registered(backend: Backend, **fields: Any) -> Iterator[None]:
+    """Register a pool of the prefill worker and one decode worker at the router."""
     pool = CxlPool("rack1", "default", None, (WorkerId(1), WorkerId(2)), epoch=1, **fields)
-    stage.router.router.view.fold_worker(pool_key("rack1"), encode_pool(pool))
+    view = backend[0].router.view
+    view.fold_worker(pool_key("rack1"), encode_pool(pool))
+    yield
+    view.fold_worker(pool_key("rack1"), None)
+
+
+async def test_blocks_that_never_reach_a_pool_are_computed_again(backend: Backend) -> None:
+    """After front_transfer_timeout_s the decode worker gets the request."""
+    options = {**ALWAYS, "front_kv_transfer": KvTransfer.POOL, "front_transfer_timeout_s": 0.1}
+    with pool_registered(backend, lost=False):
+        async with on_stage(backend, **options) as stage:
+            stage.script(whole({"choices": []}), Script(), Script())
+            assert (await stage.post(BODY, "/v1/completions"))[2] == answer_bytes()
+            assert bodies(stage, 2, 3) == [BODY]
+            assert splits(stage) == {"not_transferred": 1}
 
 
 @pytest.mark.parametrize("has_lost_pool", [False, True])
-def test_without_a_pool_prompts_stay_on_the_decode_worker(
+async def test_without_a_pool_prompts_stay_on_the_decode_worker(
     backend: Backend, has_lost_pool: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Nobody waits for a transfer that cannot come, the prefill worker sees nothing, and the front says why once."""
-
-    async def scenario(stage: Stage) -> None:
-        if has_lost_pool:
-            register_pool(stage, lost=True)
-            await stage.front.fleet.poll()
-        for _ in range(2):
-            assert (await stage.post(BODY, "/v1/completions"))[2] == answer_bytes()
-        assert bodies(stage, 1) == []
-        assert splits(stage) == {"no_pool": 2}
-
-    try:
-        # With the wait, this test would take two minutes.
-        on_stage(backend, scenario, **ALWAYS, front_kv_transfer=KvTransfer.POOL, front_transfer_timeout_s=60.0)
-    finally:
-        backend[0].router.view.fold_worker(pool_key("rack1"), None)
+    # With the wait, this test would take two minutes.
+    options = {**ALWAYS, "front_kv_transfer": KvTransfer.POOL, "front_transfer_timeout_s": 60.0}
+    with pool_registered(backend, lost=True) if has_lost_pool else nullcontext():
+        async with on_stage(backend, **options) as stage:
+            for _ in range(2):
+                assert (await stage.post(BODY, "/v1/completions"))[2] == answer_bytes()
+            assert bodies(stage, 1) == []
+            assert splits(stage) == {"no_pool": 2}
     assert [record.levelname for record in caplog.records if "PUT /pools" in record.getMessage()] == ["WARNING"]
 
 
 @pytest.mark.parametrize("transfer", [KvTransfer.PARAMS, KvTransfer.BOOTSTRAP])
-def test_after_a_failed_prefill_the_decode_worker_has_the_prompt_to_compute(
+async def test_after_a_failed_prefill_the_decode_worker_has_the_prompt_to_compute(
     backend: Backend, transfer: KvTransfer
 ) -> None:
     """Its booking counts as prefill until the first token, and the prefill worker has none."""
-
-    async def scenario(stage: Stage) -> None:
+    async with on_stage(backend, **ALWAYS, front_kv_transfer=transfer) as stage:
         stage.script(Script(status=500), Script(stalls_at=0), Script(stalls_at=0))
 
         def seen() -> bool:
@@ -323,27 +283,9 @@ def test_after_a_failed_prefill_the_decode_worker_has_the_prompt_to_compute(
         posting.cancel()
         await stage.until(lambda: len(stage.front.proxy) == 0, "the end of the request")
 
-    on_stage(backend, scenario, **ALWAYS, front_kv_transfer=transfer)
 
-
-def test_a_stream_moves_from_one_decode_worker_to_another() -> None:
+async def test_a_stream_moves_from_one_decode_worker_to_another() -> None:
     """The second one resumes from the tokens so far, without the KV cache that was meant for the first one."""
-
-    async def scenario(stage: Stage) -> None:
-        body = {"model": "m", "prompt": CHAT_PROMPT, "stream": True, "max_tokens": 500}
-        code, headers, raw = await stage.post(body, "/v1/completions", **DETAILS)
-        answer = Answer(raw)
-        assert (code, answer.text, answer.ended, answer.error) == (200, TEXT, True, None)
-        assert headers["X-Kvstreams-Prefill-Worker"] == "1/0"
-        assert len(prefill.bodies) == 1
-        first, second = (body for engine in decoding for body in engine.asked)
-        if "kv_transfer_params" not in first:
-            first, second = second, first
-        assert first["kv_transfer_params"] == PARAMS and "kv_transfer_params" not in second
-        assert second["prompt"] == [*CHAT_PROMPT, *TEXT[:9].encode()]
-        assert [len(engine.asked) for engine in decoding] == [1, 1]
-        assert stage.front.counts.migrations == 1
-
     with (
         local_router(Settings(router_avoid_s=0.0), n_workers=0) as router,
         scripted_engines(1, ScriptedEngine) as (prefill,),
@@ -352,9 +294,18 @@ def test_a_stream_moves_from_one_decode_worker_to_another() -> None:
         engines = [prefill, *decoding]
         with_roles(router, engines)
         share(decoding, Plan(TEXT, dies_at=9), Plan(TEXT))
-
-        async def prefilled(stage: Stage) -> None:
+        async with on_stage((router, engines), **ALWAYS, front_migration=True) as stage:
             prefill.script = PREFILLED
-            await scenario(stage)
-
-        on_stage((router, engines), prefilled, **ALWAYS, front_migration=True)
+            body = {"model": "m", "prompt": CHAT_PROMPT, "stream": True, "max_tokens": 500}
+            code, headers, raw = await stage.post(body, "/v1/completions", **DETAILS)
+            answer = Answer(raw)
+            assert (code, answer.text, answer.ended, answer.error) == (200, TEXT, True, None)
+            assert headers["X-Kvstreams-Prefill-Worker"] == "1/0"
+            assert len(prefill.bodies) == 1
+            first, second = (body for engine in decoding for body in engine.asked)
+            if "kv_transfer_params" not in first:
+                first, second = second, first
+            assert first["kv_transfer_params"] == PARAMS and "kv_transfer_params" not in second
+            assert second["prompt"] == [*CHAT_PROMPT, *TEXT[:9].encode()]
+            assert [len(engine.asked) for engine in decoding] == [1, 1]
+            assert stage.front.counts.migrations == 1

@@ -102,16 +102,8 @@ async def fleet(config: PoolServerConfig = POOL_SERVER) -> AsyncIterator[Fleet]:
             context.destroy(linger=0)
 
 
-def live(scenario: Callable[[Fleet], Awaitable[None]], config: PoolServerConfig = POOL_SERVER) -> None:
-    async def main() -> None:
-        async with asyncio.timeout(PATIENCE_S), fleet(config) as found:
-            await scenario(found)
-
-    asyncio.run(main())
-
-
 async def until(condition: Callable[[], Awaitable[bool]]) -> None:
-    """Wait until a condition holds; the scenario's timeout ends a hang."""
+    """Wait until a condition holds; the test's timeout ends a hang."""
     while not await condition():
         await asyncio.sleep(0.01)
 
@@ -148,10 +140,9 @@ def assert_all(states: dict[int, CxlMemoryMetadata], state: CxlMemoryState, n_bl
     assert [each.state for each in states.values()] == [state] * n_blocks
 
 
-def test_an_engine_loads_what_another_one_computed() -> None:
+async def test_an_engine_loads_what_another_one_computed() -> None:
     """Its time to first token is the loading and the prefill of the rest, and nothing else is computed."""
-
-    async def scenario(at: Fleet) -> None:
+    async with fleet() as at:
         first, second = await at.engine(), await at.engine()
         page = await first.complete()
         assert page["kvstreams"]["pooled_tokens"] == 0
@@ -169,13 +160,10 @@ def test_an_engine_loads_what_another_one_computed() -> None:
         assert (info["loaded"], info["n_owners"]) == (N_FULL, 2)
         assert info["offloaded"] == (len(PROMPT) + 15) // 4  # the second engine joins the blocks of the first
 
-    live(scenario)
 
-
-def test_a_transition_directly_follows_its_store_and_the_pools_event_comes_later() -> None:
+async def test_a_transition_directly_follows_its_store_and_the_pools_event_comes_later() -> None:
     """All are in one ordered stream, so its consumers, live or by replay, know every engine hash."""
-
-    async def scenario(at: Fleet) -> None:
+    async with fleet() as at:
         client = await at.engine()
         await client.complete(max_tokens=1)
         await until(lambda: pooled(client, N_FULL))
@@ -188,14 +176,11 @@ def test_a_transition_directly_follows_its_store_and_the_pools_event_comes_later
         ]
         assert_all(await reported(client), CxlMemoryState.CXL_POOLED, N_FULL)
 
-    live(scenario)
-
 
 @pytest.mark.parametrize("dialect", ["array", "map"])
-def test_transitions_name_the_workers_that_can_read_the_blocks(dialect: Any) -> None:
+async def test_transitions_name_the_workers_that_can_read_the_blocks(dialect: Any) -> None:
     """The first transition of each block says it, for blocks of the answer as well, and a bridge reads it."""
-
-    async def scenario(at: Fleet) -> None:
+    async with fleet() as at:
         client = await at.engine(replace(FAST, event_dialect=dialect, accessible_workers=(7, 9)))
         await client.complete(max_tokens=8)
         n_blocks = (len(PROMPT) + 7) // ENGINE.block_size
@@ -211,26 +196,20 @@ def test_transitions_name_the_workers_that_can_read_the_blocks(dialect: Any) -> 
         assert set(named) == {(7, 9)}
         assert_all(await reported(client), CxlMemoryState.CXL_POOLED, n_blocks)
 
-    live(scenario)
-
 
 @pytest.mark.parametrize(("writes", "n_blocks"), [("all", 7), ("prompt", N_FULL), ("none", 0)])
-def test_an_engine_writes_the_blocks_that_it_is_told_to(writes: Any, n_blocks: int) -> None:
+async def test_an_engine_writes_the_blocks_that_it_is_told_to(writes: Any, n_blocks: int) -> None:
     """Those of prompt and answer, of the prompt alone, or none."""
-
-    async def scenario(at: Fleet) -> None:
+    async with fleet() as at:
         client = await at.engine(replace(FAST, pool_writes=writes))
         await client.complete(max_tokens=17)
         await until(lambda: pooled(client, n_blocks))
         assert (await at.info())["offloaded"] == n_blocks
 
-    live(scenario)
 
-
-def test_an_engine_that_reads_in_place_takes_fewer_blocks_and_its_events_have_no_gap() -> None:
+async def test_an_engine_that_reads_in_place_takes_fewer_blocks_and_its_events_have_no_gap() -> None:
     """A bridge finds the parent of every block, the answer is the same, and what it generates is pooled as well."""
-
-    async def scenario(at: Fleet) -> None:
+    async with fleet() as at:
         first = await at.engine()
         in_place = await at.engine(replace(FAST, pool_reads="in-place"))
         page = await first.complete(max_tokens=12)
@@ -251,14 +230,11 @@ def test_an_engine_that_reads_in_place_takes_fewer_blocks_and_its_events_have_no
         assert len(ledger) == len((await in_place.get("/sim/cache"))["sequence_hashes"]) == n_pooled - N_FULL
         assert_all(await reported(in_place), CxlMemoryState.CXL_POOLED, n_pooled - N_FULL)
 
-    live(scenario)
 
-
-def test_the_journals_of_a_pool_and_its_engines_say_what_was_given(tmp_path: Path) -> None:
+async def test_the_journals_of_a_pool_and_its_engines_say_what_was_given(tmp_path: Path) -> None:
     """Each question of an engine is answered with the leading blocks that had arrived, and its figures say so."""
     journal = tmp_path / "pool.jsonl"
-
-    async def scenario(at: Fleet) -> None:
+    async with fleet(replace(POOL_SERVER, journal=journal)) as at:
         first = await at.engine()
         second = await at.engine(replace(FAST, journal=tmp_path / "second.jsonl"))
         await first.complete(max_tokens=1)
@@ -283,13 +259,10 @@ def test_the_journals_of_a_pool_and_its_engines_say_what_was_given(tmp_path: Pat
         pooled_before = {int(key) for line in lines[: lines.index(asked)] for key in line.get("pooled", ())}
         assert pooled_before == set(keys)
 
-    live(scenario, replace(POOL_SERVER, journal=journal))
 
-
-def test_one_call_may_begin_several_transfers() -> None:
+async def test_one_call_may_begin_several_transfers() -> None:
     """They follow each other on the link, so the pool reports the arrival of each."""
-
-    async def scenario(at: Fleet) -> None:
+    async with fleet() as at:
         session = await at.session()
         assert (await at.call("offload", session=session, keys=[1, 2, 3], sizes=[2, 1]))[0] == 200
         arrived: list[list[int]] = []
@@ -302,13 +275,10 @@ def test_one_call_may_begin_several_transfers() -> None:
         await until(all_arrived)
         assert arrived == [[1, 2], [3]]
 
-    live(scenario)
 
-
-def test_an_eviction_is_reported_even_if_the_gpu_evicted_the_block_before() -> None:
+async def test_an_eviction_is_reported_even_if_the_gpu_evicted_the_block_before() -> None:
     """With a cache of 4 blocks and a pool of 3, the first blocks are evicted from both and reported by engine hash."""
-
-    async def scenario(at: Fleet) -> None:
+    async with fleet(replace(POOL_SERVER, pool=replace(POOL, capacity_blocks=3))) as at:
         client = await at.engine(replace(FAST, engine=replace(ENGINE, n_blocks=4)))
         for prompt in (list(range(12)), list(range(100, 112)), list(range(200, 212))):
             await client.complete(prompt=prompt, max_tokens=1)
@@ -316,13 +286,10 @@ def test_an_eviction_is_reported_even_if_the_gpu_evicted_the_block_before() -> N
         states = [each.state for each in (await reported(client)).values()]
         assert states == [CxlMemoryState.EVICTED] * 6 + [CxlMemoryState.CXL_POOLED] * 3
 
-    live(scenario, replace(POOL_SERVER, pool=replace(POOL, capacity_blocks=3)))
 
-
-def test_when_a_pool_exits_its_blocks_are_reported_as_evicted_and_engines_compute() -> None:
+async def test_when_a_pool_exits_its_blocks_are_reported_as_evicted_and_engines_compute() -> None:
     """The engines attach to the next pool and fill it again."""
-
-    async def scenario(at: Fleet) -> None:
+    async with fleet() as at:
         first, second = await at.engine(), await at.engine()
         await first.complete(max_tokens=1)
         await until(lambda: pooled(first, N_FULL))
@@ -344,13 +311,10 @@ def test_when_a_pool_exits_its_blocks_are_reported_as_evicted_and_engines_comput
         again = await second.complete(prompt=list(range(50, 64)), max_tokens=1)
         assert again["kvstreams"]["pooled_tokens"] == 4 * N_FULL
 
-    live(scenario)
 
-
-def test_engines_attach_again_to_a_pool_that_restarted_between_two_calls() -> None:
+async def test_engines_attach_again_to_a_pool_that_restarted_between_two_calls() -> None:
     """Whichever call notices the restart, no block of the old pool is reported as pooled."""
-
-    async def scenario(at: Fleet) -> None:
+    async with fleet() as at:
         client = await at.engine()
         await client.complete(max_tokens=1)
         await until(lambda: pooled(client, N_FULL))
@@ -363,15 +327,12 @@ def test_engines_attach_again_to_a_pool_that_restarted_between_two_calls() -> No
         await until(attached_again)
         assert_all(await reported(client), CxlMemoryState.EVICTED, N_FULL)
 
-    live(scenario)
 
-
-def test_a_silent_engine_loses_its_session_and_its_blocks_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_silent_engine_loses_its_session_and_its_blocks_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its unfinished writes are dropped, its other blocks stay, and events are repeated until acknowledged."""
     monkeypatch.setattr(pool_server, "SESSION_S", 1.0)
     slow = replace(POOL_SERVER, pool=replace(POOL, offload_gb_per_s=1e-9), time_scale=FAST.time_scale)
-
-    async def scenario(at: Fleet) -> None:
+    async with fleet(slow) as at:
         session = await at.session()
         assert await at.call("offload", session=session, keys=[1, 2]) == (200, {})
         assert (await at.info())["n_in_transit"] == 2
@@ -381,10 +342,7 @@ def test_a_silent_engine_loses_its_session_and_its_blocks_stay(monkeypatch: pyte
 
         await until(dropped)
         assert (await at.call("offload", session=session, keys=[1]))[0] == 404
-
-    live(scenario, slow)
-
-    async def replayed(at: Fleet) -> None:
+    async with fleet() as at:
         session = await at.session()
         await at.call("offload", session=session, keys=[1, 2])
 
@@ -403,45 +361,38 @@ def test_a_silent_engine_loses_its_session_and_its_blocks_stay(monkeypatch: pyte
         await until(silent)
         assert (await at.info())["n_pooled"] == 2
 
-    live(replayed)
 
-
-def test_a_pool_that_hangs_costs_its_engines_a_timeout_but_no_request(
+async def test_a_pool_that_hangs_costs_its_engines_a_timeout_but_no_request(
     monkeypatch: pytest.MonkeyPatch, children: Children, tmp_path: Path
 ) -> None:
     """A request that waits for a stopped pool process is computed, and all blocks are reported as evicted."""
     monkeypatch.setattr(pool_client, "CALL_TIMEOUT_S", 1.0)
     pool = Stack(Settings(), tmp_path, children).pool(POOL, FAST.model, FAST.time_scale)
+    async with asyncio.timeout(PATIENCE_S), started(replace(FAST, pool=pool.url)) as client:
+        await until(lambda: attached(client))
+        await client.complete(max_tokens=1)
+        await until(lambda: pooled(client, N_FULL))
+        pool.child.signal(signal.SIGSTOP)
+        try:
+            page = await client.complete(prompt=list(range(50, 64)), max_tokens=1)
+            assert page["kvstreams"]["cached_tokens"] == 0
 
-    async def scenario() -> None:
-        async with asyncio.timeout(PATIENCE_S), started(replace(FAST, pool=pool.url)) as client:
-            await until(lambda: attached(client))
-            await client.complete(max_tokens=1)
-            await until(lambda: pooled(client, N_FULL))
-            pool.child.signal(signal.SIGSTOP)
-            try:
-                page = await client.complete(prompt=list(range(50, 64)), max_tokens=1)
-                assert page["kvstreams"]["cached_tokens"] == 0
+            async def lost() -> bool:
+                return not await attached(client)
 
-                async def lost() -> bool:
-                    return not await attached(client)
-
-                await until(lost)
-                states = {each.state for each in (await reported(client)).values()}
-                assert states == {CxlMemoryState.EVICTED}
-            finally:
-                pool.child.signal(signal.SIGCONT)
-            await until(lambda: attached(client))
-
-    asyncio.run(scenario())
+            await until(lost)
+            states = {each.state for each in (await reported(client)).values()}
+            assert states == {CxlMemoryState.EVICTED}
+        finally:
+            pool.child.signal(signal.SIGCONT)
+        await until(lambda: attached(client))
 
 
-def test_a_pool_enforces_its_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_pool_enforces_its_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     """The pool refuses one engine too many, and ends the session of an engine that does not take its events."""
     monkeypatch.setattr(pool_server, "SESSIONS_MAX", 1)
     monkeypatch.setattr(pool_server, "EVENT_BLOCKS_MAX", 1)
-
-    async def scenario(at: Fleet) -> None:
+    async with fleet() as at:
         session = await at.session()
         status, page = await at.call("attach", engine="e", model="sim-model", block_size=4, time_scale=1000.0)
         assert (status, page["error"]["code"]) == (503, "too_many_sessions")
@@ -453,17 +404,14 @@ def test_a_pool_enforces_its_limits(monkeypatch: pytest.MonkeyPatch) -> None:
         await until(ended)
         await at.session()
 
-    live(scenario)
 
-
-def test_blocks_that_an_engine_cannot_offload_fast_enough_are_counted_and_not_reported(
+async def test_blocks_that_an_engine_cannot_offload_fast_enough_are_counted_and_not_reported(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """If only one offload may wait, most blocks that are filled in one step stay local."""
     monkeypatch.setattr(pool_client, "OFFLOADS_WAITING_MAX", 1)
     fast = 100_000.0
-
-    async def scenario(at: Fleet) -> None:
+    async with fleet(replace(POOL_SERVER, time_scale=fast)) as at:
         client = await at.engine(replace(FAST, time_scale=fast))
         await client.complete(max_tokens=200)
 
@@ -476,11 +424,9 @@ def test_blocks_that_an_engine_cannot_offload_fast_enough_are_counted_and_not_re
         states = await reported(client)
         assert_all(states, CxlMemoryState.CXL_POOLED, len(states))
 
-    live(scenario, replace(POOL_SERVER, time_scale=fast))
-
 
 @pytest.mark.parametrize("answer", [b"{}", b"[]", b"no json", b'{"error": 7}', b'{"session": 1}'])
-def test_a_server_that_is_not_a_pool_is_not_used(answer: bytes) -> None:
+async def test_a_server_that_is_not_a_pool_is_not_used(answer: bytes) -> None:
     """The engine serves without a pool and keeps trying to attach."""
     asked = asyncio.Event()
 
@@ -488,32 +434,28 @@ def test_a_server_that_is_not_a_pool_is_not_used(answer: bytes) -> None:
         asked.set()
         return web.Response(body=answer)
 
-    async def scenario() -> None:
-        app = web.Application()
-        app.add_routes([web.route("*", "/{rest:.*}", anything)])
-        runner = web.AppRunner(app)
-        await runner.setup()
-        try:
-            await web.TCPSite(runner, "127.0.0.1", 0).start()
-            url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-            async with asyncio.timeout(PATIENCE_S), started(replace(FAST, pool=url)) as client:
-                for _ in range(2):
-                    await asked.wait()
-                    asked.clear()
-                assert not await attached(client)
-                await client.complete()
-                async with client.http.get(f"{client.server.http_url}/health") as response:
-                    assert response.status == 200
-        finally:
-            await runner.cleanup()
-
-    asyncio.run(scenario())
+    app = web.Application()
+    app.add_routes([web.route("*", "/{rest:.*}", anything)])
+    runner = web.AppRunner(app)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        async with asyncio.timeout(PATIENCE_S), started(replace(FAST, pool=url)) as client:
+            for _ in range(2):
+                await asked.wait()
+                asked.clear()
+            assert not await attached(client)
+            await client.complete()
+            async with client.http.get(f"{client.server.http_url}/health") as response:
+                assert response.status == 200
+    finally:
+        await runner.cleanup()
 
 
-def test_an_engine_that_differs_from_the_pool_is_refused_and_serves_without_it() -> None:
+async def test_an_engine_that_differs_from_the_pool_is_refused_and_serves_without_it() -> None:
     """Model, block size and time scale must be equal."""
-
-    async def scenario(at: Fleet) -> None:
+    async with fleet() as at:
         for wrong in ({"model": "other"}, {"block_size": 16}, {"time_scale": 1.0}, {"model": None}):
             sent = {"engine": "e", "model": "sim-model", "block_size": 4, "time_scale": 1000.0, **wrong}
             status, page = await at.call("attach", **sent)
@@ -527,8 +469,6 @@ def test_an_engine_that_differs_from_the_pool_is_refused_and_serves_without_it()
             client.close()
         finally:
             await server.stop()
-
-    live(scenario)
 
 
 @pytest.mark.parametrize(
@@ -549,22 +489,18 @@ def test_an_engine_that_differs_from_the_pool_is_refused_and_serves_without_it()
         ("events", {}, 400),
     ],
 )
-def test_invalid_calls_are_refused(name: str, body: dict[str, Any], status: int) -> None:
+async def test_invalid_calls_are_refused(name: str, body: dict[str, Any], status: int) -> None:
     """An unknown session, invalid keys, and event numbers that do not exist are refused."""
-
-    async def scenario(at: Fleet) -> None:
+    async with fleet() as at:
         sent = body if "session" in body or status == 404 else {"session": await at.session(), **body}
         answer_status, page = await at.call(name, **sent)
         assert answer_status == status
         assert set(page["error"]) == {"code", "message", "detail"}
 
-    live(scenario)
 
-
-def test_every_store_has_the_engines_labels() -> None:
+async def test_every_store_has_the_engines_labels() -> None:
     """A bridge reads the labels on the blocks of prompts and of answers."""
-
-    async def scenario(at: Fleet) -> None:
+    async with fleet() as at:
         client = await at.engine(replace(FAST, moe=MoeLabels(2, 7, None), event_dialect="map"))
         await client.complete()
         await until(lambda: pooled(client, 7))
@@ -576,8 +512,6 @@ def test_every_store_has_the_engines_labels() -> None:
         ]
         assert {event.moe for event in stored} == {MoeLabels(2, 7, None)}
         assert_all(await reported(client), CxlMemoryState.CXL_POOLED, 7)
-
-    live(scenario)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,16 +26,6 @@ from streams.lab.engines.server import SimServerConfig, serve
 from tests.helpers.sim_client import ENGINE, FAST, PATIENCE_S, PROMPT, Client, prompt_hashes, started
 
 
-def live(scenario: Callable[[Client], Awaitable[None]], config: SimServerConfig = FAST) -> None:
-    """Run one scenario with a server of its own."""
-
-    async def main() -> None:
-        async with asyncio.timeout(PATIENCE_S), started(config) as client:
-            await scenario(client)
-
-    asyncio.run(main())
-
-
 def events_of(batches: list[tuple[int, bytes]]) -> list[Any]:
     return [event for _, payload in batches for event in msgpack.unpackb(payload)[1]]
 
@@ -43,10 +33,9 @@ def events_of(batches: list[tuple[int, bytes]]) -> list[Any]:
 # -- completions -----------------------------------------------------------------------------------------------------
 
 
-def test_an_answer_has_openais_shape_and_figures_in_model_time() -> None:
+async def test_an_answer_has_openais_shape_and_figures_in_model_time() -> None:
     """14 tokens take 15 + 1.4 ms to the first token and 20 ms for each of the 4 others, on any machine."""
-
-    async def scenario(client: Client) -> None:
+    async with started() as client:
         page = await client.complete(max_tokens=5, kvstreams_arrival_ms=100)
         assert page["object"] == "text_completion"
         (choice,) = page["choices"]
@@ -70,13 +59,12 @@ def test_an_answer_has_openais_shape_and_figures_in_model_time() -> None:
         assert again["kvstreams"]["model_finish_ms"] == 1100 + 15.2 + 80
         assert again["choices"] == page["choices"]
 
-    live(scenario)
 
-
-def test_a_stream_has_the_same_content_as_a_whole_answer() -> None:
+async def test_a_stream_has_the_same_content_as_a_whole_answer() -> None:
     """The chunks join to the same text and tokens; finish reason and figures come last, then usage and DONE."""
 
-    async def scenario(client: Client) -> None:
+    # 20 model ms per wall ms: an answer of 1.2 model seconds is sent in several chunks.
+    async with started(SimServerConfig(engine=ENGINE, time_scale=20.0)) as client:
         whole = await client.complete(max_tokens=60, return_token_ids=True)
         body = {
             "model": "sim-model",
@@ -104,11 +92,10 @@ def test_a_stream_has_the_same_content_as_a_whole_answer() -> None:
         assert [token for choice in choices for token in choice["token_ids"]] == whole["choices"][0]["token_ids"]
         assert [choice.get("prompt_token_ids") for choice in choices] == [PROMPT] + [None] * (len(choices) - 1)
 
-    # 20 model ms per wall ms: an answer of 1.2 model seconds is sent in several chunks.
-    live(scenario, SimServerConfig(engine=ENGINE, time_scale=20.0))
 
-
-def test_the_first_token_of_a_stream_is_sent_before_the_events_of_its_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_first_token_of_a_stream_is_sent_before_the_events_of_its_prompt(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """No stream waits until the events of a long prompt are encoded. Their order does not change."""
     done: list[str] = []
     stream_event, publish = openai.stream_event, EventPublisher.publish
@@ -123,8 +110,7 @@ def test_the_first_token_of_a_stream_is_sent_before_the_events_of_its_prompt(mon
 
     monkeypatch.setattr(openai, "stream_event", noting_event)
     monkeypatch.setattr(EventPublisher, "publish", noting_publish)
-
-    async def scenario(client: Client) -> None:
+    async with started(SimServerConfig(engine=ENGINE, time_scale=20.0)) as client:
         await client.complete(max_tokens=1)
         done.clear()
         body = {"model": "sim-model", "prompt": PROMPT[::-1], "max_tokens": 60, "stream": True}
@@ -135,58 +121,44 @@ def test_the_first_token_of_a_stream_is_sent_before_the_events_of_its_prompt(mon
         known = [len(event[1]) for event in events_of(await client.replay(0)) if event[0] == "BlockStored"]
         assert known == [3, 3, *[1] * 15]
 
-    live(scenario, SimServerConfig(engine=ENGINE, time_scale=20.0))
 
-
-def test_an_answers_text_appended_to_the_next_prompt_is_found_in_the_cache() -> None:
+async def test_an_answers_text_appended_to_the_next_prompt_is_found_in_the_cache() -> None:
     """Text has one token per byte and answers are printable, so the second turn of a chat reuses prompt and answer."""
-
-    async def scenario(client: Client) -> None:
+    async with started() as client:
         first = await client.complete(prompt="Tell me of Kafka.", max_tokens=20)
         text = "Tell me of Kafka." + first["choices"][0]["text"] + " And then?"
         second = await client.complete(prompt=text, max_tokens=1)
         assert second["usage"]["prompt_tokens"] == len(text.encode())
         assert second["kvstreams"]["cached_tokens"] == (17 + 20 - 1) // 4 * 4
 
-    live(scenario)
 
-
-def test_an_answer_that_is_resumed_with_its_seed_continues_unchanged() -> None:
+async def test_an_answer_that_is_resumed_with_its_seed_continues_unchanged() -> None:
     """Another engine that gets the prompt and the first half of an answer returns the second half."""
-
-    async def scenario(client: Client) -> None:
+    async with started() as client:
         whole = await client.complete(max_tokens=12, seed=5, return_token_ids=True)
         tokens = whole["choices"][0]["token_ids"]
         async with started(FAST) as other:
             rest = await other.complete(prompt=PROMPT + tokens[:7], max_tokens=5, seed=5, return_token_ids=True)
         assert rest["choices"][0]["token_ids"] == tokens[7:]
 
-    live(scenario)
 
-
-def test_an_answer_that_is_resumed_without_a_seed_continues_unchanged() -> None:
+async def test_an_answer_that_is_resumed_without_a_seed_continues_unchanged() -> None:
     """Each token follows from all tokens before it, so that a missing one changes all that come after it."""
-
-    async def scenario(client: Client) -> None:
+    async with started() as client:
         whole = await client.complete(max_tokens=12, return_token_ids=True)
         tokens = whole["choices"][0]["token_ids"]
         for sent, same in ((tokens[:7], True), (tokens[:5] + tokens[6:7], False)):
             rest = await client.complete(prompt=PROMPT + sent, max_tokens=5, return_token_ids=True)
             assert (rest["choices"][0]["token_ids"] == tokens[7:]) == same
 
-    live(scenario)
 
-
-def test_an_explicit_arrival_in_the_past_is_served_as_of_its_time() -> None:
+async def test_an_explicit_arrival_in_the_past_is_served_as_of_its_time() -> None:
     """A request that arrived 10 ms after another, but is sent when that one is done, waits only for its prefill."""
-
-    async def scenario(client: Client) -> None:
+    async with started() as client:
         await client.complete(max_tokens=1, kvstreams_arrival_ms=1000)
         late = await client.complete(prompt=list(range(50, 60)), max_tokens=1, kvstreams_arrival_ms=1010)
         assert late["kvstreams"]["model_ttft_ms"] == pytest.approx(6.4 + 15.0 + 1.0)
         assert late["kvstreams"]["model_finish_ms"] == pytest.approx(1016.4 + 16.0)
-
-    live(scenario)
 
 
 @pytest.mark.parametrize(
@@ -211,26 +183,22 @@ def test_an_explicit_arrival_in_the_past_is_served_as_of_its_time() -> None:
         ([], 400, "object"),
     ],
 )
-def test_a_request_that_cannot_be_served_is_refused_in_openais_shape(body: Any, status: int, words: str) -> None:
+async def test_a_request_that_cannot_be_served_is_refused_in_openais_shape(body: Any, status: int, words: str) -> None:
     """The error has a status, a message, a type and a code, and nothing is queued."""
-
-    async def scenario(client: Client) -> None:
+    async with started() as client:
         answered, page = await client.post("/v1/completions", body)
         assert answered == page["error"]["code"] == status
         assert words in page["error"]["message"]
         assert page["error"]["type"] == ("NotFoundError" if status == 404 else "BadRequestError")
         assert client.server.model.stats().n_waiting == 0
 
-    live(scenario)
-
 
 # -- events ------------------------------------------------------------------------------------------------------------
 
 
-def test_events_have_the_prompts_tokens_and_a_replay_has_every_batch() -> None:
+async def test_events_have_the_prompts_tokens_and_a_replay_has_every_batch() -> None:
     """Events are arrays as in vLLM, their tokens hash to the prompt's blocks, and replayed batches equal live ones."""
-
-    async def scenario(client: Client) -> None:
+    async with started() as client:
         await client.complete(prompt=[99] * 5, max_tokens=1)
         await client.complete(max_tokens=8)
         batches = await client.replay(0)
@@ -254,13 +222,10 @@ def test_events_have_the_prompts_tokens_and_a_replay_has_every_batch() -> None:
         assert topic == b""
         assert dict(await client.replay(0))[int.from_bytes(sequence, "big")] == payload
 
-    live(scenario)
 
-
-def test_the_cache_page_equals_the_sum_of_the_events() -> None:
+async def test_the_cache_page_equals_the_sum_of_the_events() -> None:
     """With evictions, the stores minus the removals of all batches are the blocks that `/sim/cache` returns."""
-
-    async def scenario(client: Client) -> None:
+    async with started(SimServerConfig(engine=EngineConfig(block_size=4, n_blocks=64), time_scale=1000.0)) as client:
         for at in range(12):
             await client.complete(prompt=[at % 5] * 7 + [at] * 60, max_tokens=9)
         page = await client.get("/sim/cache")
@@ -274,14 +239,13 @@ def test_the_cache_page_equals_the_sum_of_the_events() -> None:
         assert sorted(hash_ for hash_, n in copies.items() if n) == sorted(map(int, page["engine_hashes"]))
         assert set(prompt_hashes([11 % 5] * 7 + [11] * 60)) <= set(map(int, page["sequence_hashes"]))
 
-    live(scenario, SimServerConfig(engine=EngineConfig(block_size=4, n_blocks=64), time_scale=1000.0))
-
 
 @pytest.mark.parametrize("dialect", ["map", "map_batch"])
-def test_the_map_dialects_name_their_fields(dialect: Any) -> None:
+async def test_the_map_dialects_name_their_fields(dialect: Any) -> None:
     """Events are maps, in a batch that is an array or a map, and 32-byte hashes end in the u64 of the int dialect."""
 
-    async def scenario(client: Client) -> None:
+    config = SimServerConfig(engine=ENGINE, time_scale=1000.0, dp_rank=3, event_dialect=dialect, hash_dialect="bytes32")
+    async with started(config) as client:
         await client.complete()
         batch = msgpack.unpackb((await client.replay(0))[0][1])
         if dialect == "map_batch":
@@ -298,14 +262,10 @@ def test_the_map_dialects_name_their_fields(dialect: Any) -> None:
             page["engine_hashes"]
         )
 
-    config = SimServerConfig(engine=ENGINE, time_scale=1000.0, dp_rank=3, event_dialect=dialect, hash_dialect="bytes32")
-    live(scenario, config)
 
-
-def test_an_adapter_is_served_as_a_model_of_its_own() -> None:
+async def test_an_adapter_is_served_as_a_model_of_its_own() -> None:
     """An adapter is listed, addressed by its name, shares no blocks with the model, and is named in its events."""
-
-    async def scenario(client: Client) -> None:
+    async with started(SimServerConfig(engine=ENGINE, time_scale=1000.0, lora_names=("tuned",))) as client:
         assert [row["id"] for row in (await client.get("/v1/models"))["data"]] == ["sim-model", "tuned"]
         await client.complete()
         page = await client.complete(model="tuned")
@@ -314,50 +274,38 @@ def test_an_adapter_is_served_as_a_model_of_its_own() -> None:
         assert names[0] is None
         assert names[-1] == "tuned"
 
-    live(scenario, SimServerConfig(engine=ENGINE, time_scale=1000.0, lora_names=("tuned",)))
 
-
-def test_the_replay_buffer_drops_the_oldest_batches() -> None:
+async def test_the_replay_buffer_drops_the_oldest_batches() -> None:
     """A buffer of 3 batches replays the last 3 of 5."""
-
-    async def scenario(client: Client) -> None:
+    async with started(SimServerConfig(engine=ENGINE, time_scale=1000.0, replay_buffer_batches=3)) as client:
         for at in range(5):
             await client.complete(prompt=[at] * 5, max_tokens=1)
         assert [sequence for sequence, _ in await client.replay(0)] == [2, 3, 4]
-
-    live(scenario, SimServerConfig(engine=ENGINE, time_scale=1000.0, replay_buffer_batches=3))
 
 
 # -- the other pages ---------------------------------------------------------------------------------------------------
 
 
-def test_a_reset_is_refused_while_a_request_runs_and_otherwise_published() -> None:
+async def test_a_reset_is_refused_while_a_request_runs_and_otherwise_published() -> None:
     """A refused reset changes nothing; a successful one empties the cache and publishes AllBlocksCleared."""
-
-    async def scenario(client: Client) -> None:
+    async with started(SimServerConfig(engine=ENGINE, time_scale=1.0)) as client:
         body = {"prompt": PROMPT, "max_tokens": 500, "stream": True}
         async with client.http.post(client.server.http_url + "/v1/completions", json=body) as response:
             await response.content.readline()  # the first token is out; all 500 take 10 wall seconds
             status, page = await client.post("/reset_prefix_cache")
             assert (status, page["error"]["code"]) == (409, 409)
             assert len((await client.get("/sim/cache"))["engine_hashes"]) >= 3
-
-    live(scenario, SimServerConfig(engine=ENGINE, time_scale=1.0))
-
-    async def when_idle(client: Client) -> None:
+    async with started() as client:
         await client.complete()
         assert await client.post("/reset_prefix_cache") == (200, None)
         assert events_of(await client.replay(0))[-1] == ["AllBlocksCleared"]
         assert (await client.get("/sim/cache"))["engine_hashes"] == []
         assert (await client.complete())["kvstreams"]["cached_tokens"] == 0
 
-    live(when_idle)
 
-
-def test_the_metrics_page_has_vllms_names() -> None:
+async def test_the_metrics_page_has_vllms_names() -> None:
     """A Prometheus parser finds hits and queries in tokens, the gauges, the cache's size and the start time."""
-
-    async def scenario(client: Client) -> None:
+    async with started() as client:
         await client.complete()
         await client.complete()
         async with client.http.get(client.server.http_url + "/metrics") as response:
@@ -372,13 +320,10 @@ def test_the_metrics_page_has_vllms_names() -> None:
         assert samples["vllm:cache_config_info"].labels["num_gpu_blocks"] == "256"
         assert values["process_start_time_seconds"] > 1e9
 
-    live(scenario)
 
-
-def test_the_addresses_and_the_health_are_served() -> None:
+async def test_the_addresses_and_the_health_are_served() -> None:
     """/sim/info returns the bound addresses, /health an empty 200, and an unknown path a 404 as JSON."""
-
-    async def scenario(client: Client) -> None:
+    async with started() as client:
         info = await client.get("/sim/info")
         assert {name: info[name] for name in ("http", "events", "replay")} == client.server.info()
         assert info["events"].startswith("tcp://127.0.0.1:")
@@ -386,8 +331,6 @@ def test_the_addresses_and_the_health_are_served() -> None:
             assert (response.status, await response.read()) == (200, b"")
         async with client.http.get(info["http"] + "/nowhere") as response:
             assert (await response.json())["error"]["code"] == response.status == 404
-
-    live(scenario)
 
 
 # -- failures on command -----------------------------------------------------------------------------------------------
@@ -423,10 +366,9 @@ def ids(chunks: list[dict[str, Any]]) -> list[int]:
 
 @pytest.mark.parametrize("time_scale", [20.0, 1000.0])
 @pytest.mark.parametrize("n_tokens", [0, 1, 37, 59])
-def test_an_engine_dies_after_exactly_so_many_tokens_of_a_stream(n_tokens: int, time_scale: float) -> None:
+async def test_an_engine_dies_after_exactly_so_many_tokens_of_a_stream(n_tokens: int, time_scale: float) -> None:
     """Whether tokens come one by one or all at once, these and no others have reached the client."""
-
-    async def scenario(client: Client) -> None:
+    async with started(SimServerConfig(engine=ENGINE, time_scale=time_scale)) as client:
         whole = (await client.complete(max_tokens=60, return_token_ids=True))["choices"][0]["token_ids"]
         died: list[bool] = []
 
@@ -446,13 +388,10 @@ def test_an_engine_dies_after_exactly_so_many_tokens_of_a_stream(n_tokens: int, 
         assert ids(got) == whole[:n_tokens]
         assert all(chunk["choices"][0]["finish_reason"] is None for chunk in got)
 
-    live(scenario, SimServerConfig(engine=ENGINE, time_scale=time_scale))
 
-
-def test_a_stalled_engine_sends_nothing_until_it_is_asked_to_go_on() -> None:
+async def test_a_stalled_engine_sends_nothing_until_it_is_asked_to_go_on() -> None:
     """Its connection stays open, requests that come meanwhile wait, and all tokens come in the end, once each."""
-
-    async def scenario(client: Client) -> None:
+    async with started(SimServerConfig(engine=ENGINE, time_scale=20.0)) as client:
         whole = (await client.complete(max_tokens=60, return_token_ids=True))["choices"][0]["token_ids"]
         await client.post("/sim/fault", {"kind": "stall", "after_tokens": 10})
         chunks = aiter(streamed(client.server.http_url, client.http))
@@ -473,13 +412,10 @@ def test_a_stalled_engine_sends_nothing_until_it_is_asked_to_go_on() -> None:
         assert ids(got) == whole
         await late
 
-    live(scenario, SimServerConfig(engine=ENGINE, time_scale=20.0))
 
-
-def test_a_refusal_ends_one_stream_with_an_error_event() -> None:
+async def test_a_refusal_ends_one_stream_with_an_error_event() -> None:
     """It comes after the number of tokens; the next stream is whole, and no block stays in use."""
-
-    async def scenario(client: Client) -> None:
+    async with started() as client:
         await client.post("/sim/fault", {"kind": "refuse", "after_tokens": 8})
         got = await chunks_of(client)
         assert len(ids(got)) == 8
@@ -487,17 +423,12 @@ def test_a_refusal_ends_one_stream_with_an_error_event() -> None:
         assert len(ids(await chunks_of(client))) == 60
         assert client.server.model.stats().n_blocks_used == 0
 
-    live(scenario)
 
-
-def test_an_impossible_fault_gets_400() -> None:
+async def test_an_impossible_fault_gets_400() -> None:
     """The message names what is wrong."""
-
-    async def scenario(client: Client) -> None:
+    async with started() as client:
         status, page = await client.post("/sim/fault", {"kind": "sleep"})
         assert (status, "kind" in page["error"]["message"]) == (400, True)
-
-    live(scenario)
 
 
 def test_an_engine_that_dies_is_killed_as_by_sigkill() -> None:
@@ -519,10 +450,9 @@ def test_an_engine_that_dies_is_killed_as_by_sigkill() -> None:
             process.kill()
 
 
-def test_each_chunk_has_the_usage_so_far_if_a_client_asks_for_it() -> None:
+async def test_each_chunk_has_the_usage_so_far_if_a_client_asks_for_it() -> None:
     """As with vLLM's `continuous_usage_stats`; the cached tokens are known from the first chunk on."""
-
-    async def scenario(client: Client) -> None:
+    async with started(SimServerConfig(engine=ENGINE, time_scale=20.0)) as client:
         await client.complete()
         options = {"include_usage": True, "continuous_usage_stats": True}
         got = await chunks_of(client, stream_options=options)
@@ -530,44 +460,39 @@ def test_each_chunk_has_the_usage_so_far_if_a_client_asks_for_it() -> None:
         assert [chunk["usage"]["completion_tokens"] for chunk in got] == counts
         assert {chunk["usage"]["prompt_tokens_details"]["cached_tokens"] for chunk in got} == {12}
 
-    live(scenario, SimServerConfig(engine=ENGINE, time_scale=20.0))
-
 
 # -- start and stop ----------------------------------------------------------------------------------------------------
 
 
-def test_a_stop_ends_open_requests_and_frees_the_ports() -> None:
+async def test_a_stop_ends_open_requests_and_frees_the_ports() -> None:
     """A waiting request gets a 503, and a second server can bind the same ports at once."""
-
-    async def main() -> None:
-        server = await serve(SimServerConfig(engine=ENGINE, time_scale=0.001))
-        async with asyncio.timeout(PATIENCE_S), aiohttp.ClientSession() as http:
-            waiting = asyncio.create_task(http.post(server.http_url + "/v1/completions", json={"prompt": PROMPT}))
-            while not server.model.stats().n_running:
-                await asyncio.sleep(0.005)
-            await server.stop()
-            response = await waiting
-            assert response.status == 503
-            response.close()
-        ports = [int(url.rsplit(":", 1)[1]) for url in server.info().values()]
-        again = await serve(SimServerConfig(port=ports[0], events_port=ports[1], replay_port=ports[2]))
-        try:
-            assert again.info() == server.info()
-            with pytest.raises(SettingsError, match="bind"):
-                await serve(SimServerConfig(events_port=ports[1]))
-            with pytest.raises(SettingsError, match="listen"):
-                await serve(SimServerConfig(port=ports[0]))
-        finally:
-            await again.stop()
-
-    asyncio.run(main())
+    server = await serve(SimServerConfig(engine=ENGINE, time_scale=0.001))
+    async with asyncio.timeout(PATIENCE_S), aiohttp.ClientSession() as http:
+        waiting = asyncio.create_task(http.post(server.http_url + "/v1/completions", json={"prompt": PROMPT}))
+        while not server.model.stats().n_running:
+            await asyncio.sleep(0.005)
+        await server.stop()
+        response = await waiting
+        assert response.status == 503
+        response.close()
+    ports = [int(url.rsplit(":", 1)[1]) for url in server.info().values()]
+    again = await serve(SimServerConfig(port=ports[0], events_port=ports[1], replay_port=ports[2]))
+    try:
+        assert again.info() == server.info()
+        with pytest.raises(SettingsError, match="bind"):
+            await serve(SimServerConfig(events_port=ports[1]))
+        with pytest.raises(SettingsError, match="listen"):
+            await serve(SimServerConfig(port=ports[0]))
+    finally:
+        await again.stop()
 
 
 @pytest.mark.parametrize("tokens_read", [0, 1])
-def test_the_request_of_a_client_that_hangs_up_is_cancelled(tokens_read: int) -> None:
+async def test_the_request_of_a_client_that_hangs_up_is_cancelled(tokens_read: int) -> None:
     """As in vLLM, its blocks are released, before or after its first token, and other requests are served."""
 
-    async def scenario(client: Client) -> None:
+    # A prefill of 20 ms of wall time, and 8 s for the whole answer, which the test does not wait for.
+    async with started(SimServerConfig(engine=replace(ENGINE, prefill_ms_base=20.0), time_scale=1.0)) as client:
         body = {"prompt": PROMPT * 4, "max_tokens": 400, "stream": True}
         posting = asyncio.create_task(client.http.post(client.server.http_url + "/v1/completions", json=body))
         while not client.server.model.stats().n_running:
@@ -585,14 +510,10 @@ def test_the_request_of_a_client_that_hangs_up_is_cancelled(tokens_read: int) ->
         assert stats.n_blocks_cached >= len(PROMPT) * 4 // 4
         assert len((await client.complete(max_tokens=4))["choices"][0]["text"]) == 4
 
-    # A prefill of 20 ms of wall time, and 8 s for the whole answer, which the test does not wait for.
-    live(scenario, SimServerConfig(engine=replace(ENGINE, prefill_ms_base=20.0), time_scale=1.0))
 
-
-def test_a_chat_is_answered_in_openais_shape() -> None:
+async def test_a_chat_is_answered_in_openais_shape() -> None:
     """The answer's prompt is what /tokenize returns for the same messages, and a stream joins to the same text."""
-
-    async def scenario(client: Client) -> None:
+    async with started() as client:
         body = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 9, "return_token_ids": True}
         status, whole = await client.post("/v1/chat/completions", body)
         assert (status, whole["object"], whole["id"][:9]) == (200, "chat.completion", "chatcmpl-")
@@ -609,8 +530,6 @@ def test_a_chat_is_answered_in_openais_shape() -> None:
         assert first["prompt_token_ids"] == tokenized["tokens"]
         assert "".join(chunk["choices"][0]["delta"]["content"] for chunk in chunks) == message["content"]
         assert [chunk["choices"][0]["finish_reason"] for chunk in chunks][-1] == "length"
-
-    live(scenario)
 
 
 def test_run_serves_until_sigterm() -> None:
@@ -638,11 +557,8 @@ def test_an_invalid_configuration_is_refused(wrong: dict[str, Any]) -> None:
         SimServerConfig(**wrong)
 
 
-def test_tokens_of_a_byte_prompt_are_its_utf8() -> None:
+async def test_tokens_of_a_byte_prompt_are_its_utf8() -> None:
     """A text of three bytes has three tokens, even if it has only two characters."""
-
-    async def scenario(client: Client) -> None:
+    async with started() as client:
         page = await client.complete(prompt="ö!", return_token_ids=True)
         assert page["choices"][0]["prompt_token_ids"] == np.frombuffer("ö!".encode(), dtype=np.uint8).tolist()
-
-    live(scenario)

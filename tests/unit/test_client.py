@@ -7,7 +7,6 @@ import dataclasses
 import re
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable
 from typing import Any
 from urllib.parse import urlencode
 
@@ -243,14 +242,6 @@ def test_the_page_on_the_client_names_every_limit_and_option() -> None:
 # -- reports -----------------------------------------------------------------------------------------------------------
 
 
-def on_loop(scenario: Callable[[], Awaitable[None]]) -> None:
-    async def main() -> None:
-        async with asyncio.timeout(30.0):
-            await scenario()
-
-    asyncio.run(main())
-
-
 class Router:
     """Takes reports while it is open, and notes them."""
 
@@ -266,29 +257,25 @@ class Router:
         self.taken.append((key.request_id, report))
 
 
-def test_reports_that_wait_become_one_with_the_greatest_of_each() -> None:
+async def test_reports_that_wait_become_one_with_the_greatest_of_each() -> None:
     """While a router is away, a long answer has one entry and not thousands."""
-
-    async def scenario() -> None:
-        router = Router()
-        sent = Reports(router.take)
-        sent.add(BookingKey("r"), OutstandingReport(prefill_complete=True))
-        await asyncio.sleep(0)  # this one is being sent
-        for n in (64, 192, 128):
-            sent.add(BookingKey("r"), OutstandingReport(output_tokens=n))
-        assert len(sent) == 2
-        router.open.set()
-        await sent.close(10.0)
-        assert router.taken == [
-            ("r", OutstandingReport(prefill_complete=True)),
-            ("r", OutstandingReport(output_tokens=192)),
-        ]
-        assert sent.lost == 0
-
-    on_loop(scenario)
+    router = Router()
+    sent = Reports(router.take)
+    sent.add(BookingKey("r"), OutstandingReport(prefill_complete=True))
+    await asyncio.sleep(0)  # this one is being sent
+    for n in (64, 192, 128):
+        sent.add(BookingKey("r"), OutstandingReport(output_tokens=n))
+    assert len(sent) == 2
+    router.open.set()
+    await sent.close(10.0)
+    assert router.taken == [
+        ("r", OutstandingReport(prefill_complete=True)),
+        ("r", OutstandingReport(output_tokens=192)),
+    ]
+    assert sent.lost == 0
 
 
-def test_reports_of_one_request_are_never_sent_at_the_same_time_and_those_of_many_are() -> None:
+async def test_reports_of_one_request_are_never_sent_at_the_same_time_and_those_of_many_are() -> None:
     """Otherwise an earlier report could overtake a later one."""
     running: dict[BookingKey, int] = {}
     most: list[int] = []
@@ -300,70 +287,55 @@ def test_reports_of_one_request_are_never_sent_at_the_same_time_and_those_of_man
         await asyncio.sleep(0.001)
         running[key] -= 1
 
-    async def scenario() -> None:
-        sent = Reports(send)
-        for n in range(200):
-            sent.add(BookingKey(f"r{n % 50}"), OutstandingReport(output_tokens=n + 1))
-            if n % 10 == 0:
-                await asyncio.sleep(0)
-        await sent.close(10.0)
-
-    on_loop(scenario)
+    sent = Reports(send)
+    for n in range(200):
+        sent.add(BookingKey(f"r{n % 50}"), OutstandingReport(output_tokens=n + 1))
+        if n % 10 == 0:
+            await asyncio.sleep(0)
+    await sent.close(10.0)
     assert max(most) == reports.CONCURRENT_REPORTS_MAX
 
 
-def test_beyond_the_limit_the_oldest_report_is_dropped_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_beyond_the_limit_the_oldest_report_is_dropped_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """A client whose routers are gone for good does not grow."""
     monkeypatch.setattr(reports, "PENDING_REPORTS_MAX", 3)
-
-    async def scenario() -> None:
-        router = Router()
-        sent = Reports(router.take)
-        for n in range(5):
-            sent.add(BookingKey(f"r{n}"), OutstandingReport(free=True))
-        assert (len(sent), sent.lost) == (3, 2)
-        router.open.set()
-        await sent.close(10.0)
-        assert [request_id for request_id, _ in router.taken] == ["r2", "r3", "r4"]
-
-    on_loop(scenario)
+    router = Router()
+    sent = Reports(router.take)
+    for n in range(5):
+        sent.add(BookingKey(f"r{n}"), OutstandingReport(free=True))
+    assert (len(sent), sent.lost) == (3, 2)
+    router.open.set()
+    await sent.close(10.0)
+    assert [request_id for request_id, _ in router.taken] == ["r2", "r3", "r4"]
 
 
-def test_what_no_router_takes_is_counted_as_lost() -> None:
+async def test_what_no_router_takes_is_counted_as_lost() -> None:
     """A report that is given up, one that is left when the client closes, and one that comes later are lost."""
-
-    async def scenario() -> None:
-        router = Router()
-        router.refuses = True
-        router.open.set()
-        sent = Reports(router.take)
-        sent.add(BookingKey("given up"), OutstandingReport(free=True))
-        while len(sent):
-            await asyncio.sleep(0)
-        router.open.clear()
-        sent.add(BookingKey("left"), OutstandingReport(free=True))
-        await sent.close(0.01)
-        sent.add(BookingKey("late"), OutstandingReport(free=True))
-        assert (len(sent), sent.lost, router.taken) == (0, 3, [])
-
-    on_loop(scenario)
-
-
-def test_settling_drops_what_waits_and_waits_for_what_is_being_sent() -> None:
-    """After it, no report of the request's first engine can reach the booking of its second one."""
-
-    async def scenario() -> None:
-        router = Router()
-        sent = Reports(router.take)
-        sent.add(BookingKey("r"), OutstandingReport(prefill_complete=True))
+    router = Router()
+    router.refuses = True
+    router.open.set()
+    sent = Reports(router.take)
+    sent.add(BookingKey("given up"), OutstandingReport(free=True))
+    while len(sent):
         await asyncio.sleep(0)
-        sent.add(BookingKey("r"), OutstandingReport(output_tokens=64))
-        settling = asyncio.create_task(sent.settle(BookingKey("r")))
-        await asyncio.sleep(0.01)
-        assert not settling.done()
-        router.open.set()
-        await settling
-        await sent.close(10.0)
-        assert router.taken == [("r", OutstandingReport(prefill_complete=True))]
+    router.open.clear()
+    sent.add(BookingKey("left"), OutstandingReport(free=True))
+    await sent.close(0.01)
+    sent.add(BookingKey("late"), OutstandingReport(free=True))
+    assert (len(sent), sent.lost, router.taken) == (0, 3, [])
 
-    on_loop(scenario)
+
+async def test_settling_drops_what_waits_and_waits_for_what_is_being_sent() -> None:
+    """After it, no report of the request's first engine can reach the booking of its second one."""
+    router = Router()
+    sent = Reports(router.take)
+    sent.add(BookingKey("r"), OutstandingReport(prefill_complete=True))
+    await asyncio.sleep(0)
+    sent.add(BookingKey("r"), OutstandingReport(output_tokens=64))
+    settling = asyncio.create_task(sent.settle(BookingKey("r")))
+    await asyncio.sleep(0.01)
+    assert not settling.done()
+    router.open.set()
+    await settling
+    await sent.close(10.0)
+    assert router.taken == [("r", OutstandingReport(prefill_complete=True))]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import pytest
@@ -25,45 +24,37 @@ def consumer() -> Any:
         AssertionError("No partitions are currently assigned"),
     ],
 )
-def test_a_revocation_while_offsets_are_requested_does_not_end_the_worker(
+async def test_a_revocation_while_offsets_are_requested_does_not_end_the_worker(
     revoked: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The consumer keeps the offsets that it has, and the next assignment seeks again."""
+    faust_consumer = consumer()
+    tp = TP("kv-events", 0)
+    faust_consumer._read_offset[tp] = 7
 
-    async def play() -> None:
-        faust_consumer = consumer()
-        tp = TP("kv-events", 0)
-        faust_consumer._read_offset[tp] = 7
+    async def answer() -> dict[TP, int]:
+        raise revoked
 
-        async def answer() -> dict[TP, int]:
-            raise revoked
-
-        monkeypatch.setattr(faust_consumer, "seek_to_committed", answer)
-        await faust_consumer.perform_seek()
-        assert faust_consumer._read_offset[tp] == 7
-
-    asyncio.run(play())
+    monkeypatch.setattr(faust_consumer, "seek_to_committed", answer)
+    await faust_consumer.perform_seek()
+    assert faust_consumer._read_offset[tp] == 7
 
 
-def test_committed_offsets_are_sought_and_other_errors_are_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_committed_offsets_are_sought_and_other_errors_are_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     """The next read starts at the committed offsets."""
+    faust_consumer = consumer()
+    tp = TP("kv-events", 0)
 
-    async def play() -> None:
-        faust_consumer = consumer()
-        tp = TP("kv-events", 0)
+    async def answer() -> dict[TP, int]:
+        return {tp: 42}
 
-        async def answer() -> dict[TP, int]:
-            return {tp: 42}
+    monkeypatch.setattr(faust_consumer, "seek_to_committed", answer)
+    await faust_consumer.perform_seek()
+    assert faust_consumer._read_offset[tp] == 42
 
-        monkeypatch.setattr(faust_consumer, "seek_to_committed", answer)
+    async def fail() -> dict[TP, int]:
+        raise RuntimeError("a fault of ours")
+
+    monkeypatch.setattr(faust_consumer, "seek_to_committed", fail)
+    with pytest.raises(RuntimeError, match="a fault of ours"):
         await faust_consumer.perform_seek()
-        assert faust_consumer._read_offset[tp] == 42
-
-        async def fail() -> dict[TP, int]:
-            raise RuntimeError("a fault of ours")
-
-        monkeypatch.setattr(faust_consumer, "seek_to_committed", fail)
-        with pytest.raises(RuntimeError, match="a fault of ours"):
-            await faust_consumer.perform_seek()
-
-    asyncio.run(play())

@@ -376,7 +376,7 @@ def test_the_ready_endpoints_of_a_kubernetes_service_are_engines(
     following(KubernetesEngines("engines", TEMPLATE, account), act)
 
 
-def test_an_api_server_with_another_certificate_is_not_believed(
+async def test_an_api_server_with_another_certificate_is_not_believed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The token is sent only to a server whose certificate the account's authority has signed."""
@@ -391,27 +391,24 @@ def test_an_api_server_with_another_certificate_is_not_believed(
         asked.append(request.headers["Authorization"])
         return web.json_response({})
 
-    async def main() -> None:
-        app = web.Application()
-        app.router.add_get("/{any:.*}", answer)
-        runner = web.AppRunner(app)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0, ssl_context=tls)
-        await site.start()
-        port = runner.addresses[0][1]
-        account = ServiceAccount(f"https://127.0.0.1:{port}", str(tmp_path))
-        reported = Reported()
-        running = asyncio.create_task(KubernetesEngines("models/engines", TEMPLATE, account).run(reported))
-        try:
-            async with asyncio.timeout(PATIENCE_S):
-                while not any("CERTIFICATE_VERIFY_FAILED" in line for line in caplog.messages):
-                    await asyncio.sleep(0.01)
-        finally:
-            running.cancel()
-            await runner.cleanup()
-        assert reported.urls() is None
-
-    asyncio.run(main())
+    app = web.Application()
+    app.router.add_get("/{any:.*}", answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0, ssl_context=tls)
+    await site.start()
+    port = runner.addresses[0][1]
+    account = ServiceAccount(f"https://127.0.0.1:{port}", str(tmp_path))
+    reported = Reported()
+    running = asyncio.create_task(KubernetesEngines("models/engines", TEMPLATE, account).run(reported))
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            while not any("CERTIFICATE_VERIFY_FAILED" in line for line in caplog.messages):
+                await asyncio.sleep(0.01)
+    finally:
+        running.cancel()
+        await runner.cleanup()
+    assert reported.urls() is None
     assert asked == []
 
 

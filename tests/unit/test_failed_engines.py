@@ -26,35 +26,27 @@ async def background() -> None:
         await asyncio.sleep(0)
 
 
-def test_failures_of_one_engine_at_the_same_time_are_one_call() -> None:
+async def test_failures_of_one_engine_at_the_same_time_are_one_call() -> None:
     """Every request that an engine had fails when it dies."""
-
-    async def scenario() -> None:
-        router = Router()
-        failed = FailedEngines(router)
-        for worker_id in (1, 1, 2, 1):
-            failed.note(worker_id)
-        await background()
-        assert router.asked == [1, 2]
-        assert failed.n_reported == 2
-        await failed.close()
-
-    asyncio.run(scenario())
+    router = Router()
+    failed = FailedEngines(router)
+    for worker_id in (1, 1, 2, 1):
+        failed.note(worker_id)
+    await background()
+    assert router.asked == [1, 2]
+    assert failed.n_reported == 2
+    await failed.close()
 
 
-def test_nothing_is_reported_after_the_end() -> None:
+async def test_nothing_is_reported_after_the_end() -> None:
     """A failure is noted some time after it happened; then the client may be closed, and its loop may end."""
-
-    async def scenario() -> None:
-        router = Router()
-        router.holds.clear()
-        failed = FailedEngines(router)
-        failed.note(1)
-        await background()
-        asyncio.get_running_loop().call_later(0.01, failed.note, 2)
-        await failed.close()
-        await asyncio.sleep(0.05)
-        assert router.asked == [1]
-        assert failed.n_reported == 0
-
-    asyncio.run(scenario())
+    router = Router()
+    router.holds.clear()
+    failed = FailedEngines(router)
+    failed.note(1)
+    await background()
+    asyncio.get_running_loop().call_later(0.01, failed.note, 2)
+    await failed.close()
+    await asyncio.sleep(0.05)
+    assert router.asked == [1]
+    assert failed.n_reported == 0

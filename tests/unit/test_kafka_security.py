@@ -154,22 +154,18 @@ async def provider_of(answer: Any, status: int = 200) -> AsyncIterator[tuple[str
     await runner.cleanup()
 
 
-def test_a_token_of_a_provider_is_requested_once_until_it_expires(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_token_of_a_provider_is_requested_once_until_it_expires(monkeypatch: pytest.MonkeyPatch) -> None:
     """The client authenticates with its id and secret, and keeps the token for most of its lifetime."""
-
-    async def scenario() -> None:
-        now = 1000.0
-        monkeypatch.setattr("streams.security.faust_credentials.monotonic_s", lambda: now)
-        async with provider_of({"access_token": "abc", "expires_in": 100}) as (url, requests):
-            tokens = OidcTokens(replace(OIDC, kafka_oidc_token_url=url, kafka_oidc_scope="kafka"))
-            assert [await tokens.token(), await tokens.token()] == ["abc", "abc"]
-            basic = "Basic " + base64.b64encode(b"me:sesame").decode()
-            assert requests == [{"authorization": basic, "grant_type": "client_credentials", "scope": "kafka"}]
-            now += 81.0
-            await tokens.token()
-            assert len(requests) == 2
-
-    asyncio.run(scenario())
+    now = 1000.0
+    monkeypatch.setattr("streams.security.faust_credentials.monotonic_s", lambda: now)
+    async with provider_of({"access_token": "abc", "expires_in": 100}) as (url, requests):
+        tokens = OidcTokens(replace(OIDC, kafka_oidc_token_url=url, kafka_oidc_scope="kafka"))
+        assert [await tokens.token(), await tokens.token()] == ["abc", "abc"]
+        basic = "Basic " + base64.b64encode(b"me:sesame").decode()
+        assert requests == [{"authorization": basic, "grant_type": "client_credentials", "scope": "kafka"}]
+        now += 81.0
+        await tokens.token()
+        assert len(requests) == 2
 
 
 @pytest.mark.parametrize(
@@ -181,16 +177,12 @@ def test_a_token_of_a_provider_is_requested_once_until_it_expires(monkeypatch: p
         ({"access_token": "a", "expires_in": "sesame"}, 200, "not that of a token endpoint"),
     ],
 )
-def test_a_provider_that_gives_no_token_is_named(answer: Any, status: int, reason: str) -> None:
+async def test_a_provider_that_gives_no_token_is_named(answer: Any, status: int, reason: str) -> None:
     """The error has the URL and shows nothing of the answer and of the secret."""
-
-    async def scenario() -> None:
-        async with provider_of(answer, status) as (url, _):
-            with pytest.raises(KafkaRefused, match=reason) as caught:
-                await OidcTokens(replace(OIDC, kafka_oidc_token_url=url)).token()
-            assert url in str(caught.value) and "sesame" not in f"{caught.value!r}{caught.value.__cause__!r}"
-
-    asyncio.run(scenario())
+    async with provider_of(answer, status) as (url, _):
+        with pytest.raises(KafkaRefused, match=reason) as caught:
+            await OidcTokens(replace(OIDC, kafka_oidc_token_url=url)).token()
+        assert url in str(caught.value) and "sesame" not in f"{caught.value!r}{caught.value.__cause__!r}"
 
 
 def test_a_provider_that_does_not_answer_is_named() -> None:

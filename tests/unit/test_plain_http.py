@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import Any
 
 import pytest
 import trustme
@@ -21,20 +20,16 @@ PATIENCE_S = 20.0
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
 ENDLESS = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 
-Run = Callable[[Coroutine[Any, Any, None]], None]
+NewLoop = Callable[[], asyncio.AbstractEventLoop]
 
 Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
-@pytest.fixture(params=[asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
-def run(request: pytest.FixtureRequest) -> Run:
-    """Give what runs a scenario, on each event loop that the client is used on."""
-
-    def run_scenario(scenario: Coroutine[Any, Any, None]) -> None:
-        with asyncio.Runner(loop_factory=request.param) as runner:
-            runner.run(scenario)
-
-    return run_scenario
+@pytest.fixture(autouse=True, params=[asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
+def new_loop(request: pytest.FixtureRequest) -> NewLoop:
+    """Give each event loop that the client is used on; the test runs on it."""
+    new_loop: NewLoop = request.param
+    return new_loop
 
 
 class Server:
@@ -128,78 +123,62 @@ async def get(http: PlainHttp, server: Server, silence_s: float = PATIENCE_S, **
         (b"HTTP/1.0 200 OK\r\n\r\nuntil it closes", 200, b"until it closes"),
     ],
 )
-def test_every_form_of_an_answer_is_read(run: Run, raw: bytes, status: int, body: bytes, piece: int) -> None:
+async def test_every_form_of_an_answer_is_read(raw: bytes, status: int, body: bytes, piece: int) -> None:
     """The status and the whole body arrive, wherever the bytes are cut."""
-
-    async def scenario() -> None:
-        async with serving(answering(raw, piece=piece)) as server, client() as http:
-            answer = await get(http, server)
-            assert (answer.status, await answer.read()) == (status, body)
-            assert answer.at_eof and await answer.readany() == b""
-
-    run(scenario())
+    async with serving(answering(raw, piece=piece)) as server, client() as http:
+        answer = await get(http, server)
+        assert (answer.status, await answer.read()) == (status, body)
+        assert answer.at_eof and await answer.readany() == b""
 
 
-def test_requests_arrive_as_they_were_given(run: Run) -> None:
+async def test_requests_arrive_as_they_were_given() -> None:
     """Path, query, headers and body are sent, with the host and the length; a line break is refused."""
-
-    async def scenario() -> None:
-        async with serving(answering(OK, OK)) as server, client() as http:
-            headers = {"X-One": "é", "Content-Type": "text/plain"}
-            answer = await http.request("POST", f"{server.url}/base/", "/p?q=1", headers, b"body", PATIENCE_S)
-            assert await answer.read() == b"ok"
-            host = server.url.removeprefix("http://")
-            assert server.requests == [
-                f"POST /base/p?q=1 HTTP/1.1\r\nHost: {host}\r\nX-One: é\r\nContent-Type: text/plain\r\n"
-                "Content-Length: 4\r\n\r\nbody".encode()
-            ]
-            with pytest.raises(ValueError, match="X-Two"):
-                await http.request("GET", server.url, "/", {"X-Two": "a\r\nX-Three: b"}, None, PATIENCE_S)
-            large = bytes(range(256)) * 4096
-            await (await http.request("POST", server.url, "/", {}, large, PATIENCE_S)).read()
-            assert server.requests[-1].endswith(b"\r\n\r\n" + large)
-
-    run(scenario())
+    async with serving(answering(OK, OK)) as server, client() as http:
+        headers = {"X-One": "é", "Content-Type": "text/plain"}
+        answer = await http.request("POST", f"{server.url}/base/", "/p?q=1", headers, b"body", PATIENCE_S)
+        assert await answer.read() == b"ok"
+        host = server.url.removeprefix("http://")
+        assert server.requests == [
+            f"POST /base/p?q=1 HTTP/1.1\r\nHost: {host}\r\nX-One: é\r\nContent-Type: text/plain\r\n"
+            "Content-Length: 4\r\n\r\nbody".encode()
+        ]
+        with pytest.raises(ValueError, match="X-Two"):
+            await http.request("GET", server.url, "/", {"X-Two": "a\r\nX-Three: b"}, None, PATIENCE_S)
+        large = bytes(range(256)) * 4096
+        await (await http.request("POST", server.url, "/", {}, large, PATIENCE_S)).read()
+        assert server.requests[-1].endswith(b"\r\n\r\n" + large)
 
 
-def test_a_connection_is_used_again_until_it_was_idle_for_too_long(run: Run) -> None:
+async def test_a_connection_is_used_again_until_it_was_idle_for_too_long() -> None:
     """One connection serves requests one after the other; an idle one is closed after keepalive_s."""
-
-    async def scenario() -> None:
-        async with serving(answering(*[OK] * 4)) as server, client(keepalive_s=0.2) as http:
-            for _ in range(3):
-                assert await (await get(http, server)).read() == b"ok"
-            assert (server.n_connections, len(http)) == (1, 1)
-            while len(http):
-                await asyncio.sleep(0.01)
+    async with serving(answering(*[OK] * 4)) as server, client(keepalive_s=0.2) as http:
+        for _ in range(3):
             assert await (await get(http, server)).read() == b"ok"
-            assert server.n_connections == 2
+        assert (server.n_connections, len(http)) == (1, 1)
+        while len(http):
+            await asyncio.sleep(0.01)
+        assert await (await get(http, server)).read() == b"ok"
+        assert server.n_connections == 2
 
-    run(scenario())
 
-
-def test_a_server_in_use_has_a_connection_ready_for_the_next_request(run: Run) -> None:
+async def test_a_server_in_use_has_a_connection_ready_for_the_next_request() -> None:
     """Long answers take a connection each. The second request in a row opens one for the third, and so on."""
-
-    async def scenario() -> None:
-        async with serving(answering(*[ENDLESS] * 4)) as server, client(keepalive_s=0.5, keeps_spares=True) as http:
-            first = await get(http, server)
-            assert len(http) == 1  # a server that is used once gets no further connection
-            second = await get(http, server)
-            while len(http) < 3 or http._spares:
-                await asyncio.sleep(0.001)
-            third = await get(http, server)
-            while len(http) < 4 or http._spares:
-                await asyncio.sleep(0.001)
-            assert (server.n_connections, len(server.requests)) == (4, 3)
-            while len(http) > 3:  # the spare one was idle for keepalive_s
-                await asyncio.sleep(0.01)
-            assert [answer.status for answer in (first, second, third)] == [200] * 3
-
-    run(scenario())
+    async with serving(answering(*[ENDLESS] * 4)) as server, client(keepalive_s=0.5, keeps_spares=True) as http:
+        first = await get(http, server)
+        assert len(http) == 1  # a server that is used once gets no further connection
+        second = await get(http, server)
+        while len(http) < 3 or http._spares:
+            await asyncio.sleep(0.001)
+        third = await get(http, server)
+        while len(http) < 4 or http._spares:
+            await asyncio.sleep(0.001)
+        assert (server.n_connections, len(server.requests)) == (4, 3)
+        while len(http) > 3:  # the spare one was idle for keepalive_s
+            await asyncio.sleep(0.01)
+        assert [answer.status for answer in (first, second, third)] == [200] * 3
 
 
-def test_a_spare_connection_that_the_server_closes_is_not_used(run: Run) -> None:
+async def test_a_spare_connection_that_the_server_closes_is_not_used() -> None:
     """The next request opens one of its own, and those that are under way go on."""
 
     def serve(server: Server) -> Serve:
@@ -212,22 +191,19 @@ def test_a_spare_connection_that_the_server_closes_is_not_used(run: Run) -> None
 
         return handle
 
-    async def scenario() -> None:
-        async with serving(serve) as server, client(keeps_spares=True) as http:
-            answers = [await get(http, server), await get(http, server)]
-            while server.n_connections < 3 or http._spares or len(http) > 2:
-                await asyncio.sleep(0.001)
-            answers.append(await get(http, server))
-            assert server.n_connections == 4
-            assert not any(answer.at_eof or answer.status != 200 for answer in answers)
-            for answer in answers:
-                answer.close()
-
-    run(scenario())
+    async with serving(serve) as server, client(keeps_spares=True) as http:
+        answers = [await get(http, server), await get(http, server)]
+        while server.n_connections < 3 or http._spares or len(http) > 2:
+            await asyncio.sleep(0.001)
+        answers.append(await get(http, server))
+        assert server.n_connections == 4
+        assert not any(answer.at_eof or answer.status != 200 for answer in answers)
+        for answer in answers:
+            answer.close()
 
 
 @pytest.mark.parametrize("repeatable", [True, False])
-def test_a_kept_connection_that_the_server_closes_fails_or_is_replaced(run: Run, repeatable: bool) -> None:
+async def test_a_kept_connection_that_the_server_closes_fails_or_is_replaced(repeatable: bool) -> None:
     """A request that may be repeated is sent again on another connection; any other fails."""
 
     def serve(server: Server) -> Serve:
@@ -240,17 +216,14 @@ def test_a_kept_connection_that_the_server_closes_fails_or_is_replaced(run: Run,
 
         return handle
 
-    async def scenario() -> None:
-        async with serving(serve) as server, client() as http:
-            await (await get(http, server)).read()
-            if repeatable:
-                assert await (await get(http, server, repeatable=True)).read() == b"ok"
-                assert (server.n_connections, len(server.requests)) == (2, 3)
-            else:
-                with pytest.raises(ConnectionBroken):
-                    await get(http, server)
-
-    run(scenario())
+    async with serving(serve) as server, client() as http:
+        await (await get(http, server)).read()
+        if repeatable:
+            assert await (await get(http, server, repeatable=True)).read() == b"ok"
+            assert (server.n_connections, len(server.requests)) == (2, 3)
+        else:
+            with pytest.raises(ConnectionBroken):
+                await get(http, server)
 
 
 @pytest.mark.parametrize(
@@ -266,7 +239,7 @@ def test_a_kept_connection_that_the_server_closes_fails_or_is_replaced(run: Run,
         (ENDLESS + b"4\r\nhalf\r\nZZ\r\n", b"half"),
     ],
 )
-def test_a_broken_answer_is_not_taken_for_a_whole_one(run: Run, raw: bytes, before: bytes | None) -> None:
+async def test_a_broken_answer_is_not_taken_for_a_whole_one(raw: bytes, before: bytes | None) -> None:
     """ConnectionBroken is raised after what arrived. before: that part of the body, None without headers."""
 
     def serve(server: Server) -> Serve:
@@ -277,19 +250,16 @@ def test_a_broken_answer_is_not_taken_for_a_whole_one(run: Run, raw: bytes, befo
 
         return handle
 
-    async def scenario() -> None:
-        async with serving(serve) as server, client() as http:
-            if before is None:
-                with pytest.raises(ConnectionBroken):
-                    await get(http, server)
-            else:
-                answer, got = await get(http, server), bytearray()
-                with pytest.raises(ConnectionBroken):
-                    await read_into(got, answer)
-                assert got == before and not answer.at_eof
-            assert len(http) == 0 or await gone(http)
-
-    run(scenario())
+    async with serving(serve) as server, client() as http:
+        if before is None:
+            with pytest.raises(ConnectionBroken):
+                await get(http, server)
+        else:
+            answer, got = await get(http, server), bytearray()
+            with pytest.raises(ConnectionBroken):
+                await read_into(got, answer)
+            assert got == before and not answer.at_eof
+        assert len(http) == 0 or await gone(http)
 
 
 async def read_into(got: bytearray, answer: HttpAnswer) -> None:
@@ -311,16 +281,12 @@ async def gone(http: PlainHttp) -> bool:
     return True
 
 
-def test_a_server_that_is_not_there_has_not_seen_the_request(run: Run) -> None:
+async def test_a_server_that_is_not_there_has_not_seen_the_request() -> None:
     """A refused connection, and an address that is none, raise ConnectFailed."""
-
-    async def scenario() -> None:
-        async with client() as http:
-            for url in ("http://127.0.0.1:1", "ftp://127.0.0.1", "http://", "http://[", "http://127.0.0.1:99999"):
-                with pytest.raises(ConnectFailed):
-                    await http.request("GET", url, "/", {}, None, PATIENCE_S)
-
-    run(scenario())
+    async with client() as http:
+        for url in ("http://127.0.0.1:1", "ftp://127.0.0.1", "http://", "http://[", "http://127.0.0.1:99999"):
+            with pytest.raises(ConnectFailed):
+                await http.request("GET", url, "/", {}, None, PATIENCE_S)
 
 
 def silent(server: Server) -> Serve:
@@ -334,26 +300,22 @@ def silent(server: Server) -> Serve:
     return handle
 
 
-def test_silence_counts_while_it_is_waited_for(run: Run) -> None:
+async def test_silence_counts_while_it_is_waited_for() -> None:
     """A reader gets TimeoutError after silence_s; an answer that nobody reads does not fail."""
-
-    async def scenario() -> None:
-        async with serving(silent) as server, client() as http:
-            answer = await get(http, server, silence_s=0.1)
-            await asyncio.sleep(0.3)
-            assert await answer.readany() == b"ab"
-            with pytest.raises(TimeoutError):
-                await answer.readany()
-            assert await gone(http)
-            answer = await get(http, server)
-            answer.limit_silence(0.1)
-            with pytest.raises(TimeoutError):
-                await answer.pump(lambda _: True)
-
-    run(scenario())
+    async with serving(silent) as server, client() as http:
+        answer = await get(http, server, silence_s=0.1)
+        await asyncio.sleep(0.3)
+        assert await answer.readany() == b"ab"
+        with pytest.raises(TimeoutError):
+            await answer.readany()
+        assert await gone(http)
+        answer = await get(http, server)
+        answer.limit_silence(0.1)
+        with pytest.raises(TimeoutError):
+            await answer.pump(lambda _: True)
 
 
-def test_a_short_answer_must_be_complete_in_time(run: Run) -> None:
+async def test_a_short_answer_must_be_complete_in_time() -> None:
     """Bytes that arrive do not extend the time, as they do for a stream."""
 
     def trickling(server: Server) -> Serve:
@@ -366,34 +328,27 @@ def test_a_short_answer_must_be_complete_in_time(run: Run) -> None:
 
         return handle
 
-    async def scenario() -> None:
-        async with serving(trickling) as server, client() as http:
-            answer = await get(http, server, silence_s=0.2, is_short=True)
-            with pytest.raises(TimeoutError):
-                await answer.read()
-            assert await gone(http)
-
-    run(scenario())
+    async with serving(trickling) as server, client() as http:
+        answer = await get(http, server, silence_s=0.2, is_short=True)
+        with pytest.raises(TimeoutError):
+            await answer.read()
+        assert await gone(http)
 
 
-def test_closing_an_answer_closes_its_connection(run: Run) -> None:
+async def test_closing_an_answer_closes_its_connection() -> None:
     """The server sees the end of the connection, and the reader that waits is released."""
-
-    async def scenario() -> None:
-        async with serving(silent) as server, client() as http:
-            answer = await get(http, server)
-            waiting = asyncio.create_task(answer.read())
-            await asyncio.sleep(0.05)
-            answer.close()
-            with pytest.raises(ConnectionBroken):
-                await waiting
-            while server.requests[-1] != b"":
-                await asyncio.sleep(0.01)
-
-    run(scenario())
+    async with serving(silent) as server, client() as http:
+        answer = await get(http, server)
+        waiting = asyncio.create_task(answer.read())
+        await asyncio.sleep(0.05)
+        answer.close()
+        with pytest.raises(ConnectionBroken):
+            await waiting
+        while server.requests[-1] != b"":
+            await asyncio.sleep(0.01)
 
 
-def test_a_cancelled_request_closes_its_connection(run: Run) -> None:
+async def test_a_cancelled_request_closes_its_connection() -> None:
     """Nothing of it is left, and the next request has a connection of its own."""
 
     def serve(server: Server) -> Serve:
@@ -405,21 +360,18 @@ def test_a_cancelled_request_closes_its_connection(run: Run) -> None:
 
         return handle
 
-    async def scenario() -> None:
-        async with serving(serve) as server, client() as http:
-            asking = asyncio.create_task(get(http, server))
-            while not server.requests:
-                await asyncio.sleep(0.01)
-            asking.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await asking
-            assert await gone(http)
-            assert await (await get(http, server)).read() == b"ok"
-
-    run(scenario())
+    async with serving(serve) as server, client() as http:
+        asking = asyncio.create_task(get(http, server))
+        while not server.requests:
+            await asyncio.sleep(0.01)
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+        assert await gone(http)
+        assert await (await get(http, server)).read() == b"ok"
 
 
-def test_a_pump_passes_everything_on_until_it_is_stopped(run: Run) -> None:
+async def test_a_pump_passes_everything_on_until_it_is_stopped() -> None:
     """Bytes come in order; what arrives after a stop is kept for the next pump; what the function raises is raised."""
     pieces = [b"%03d" % number for number in range(100)]
     got = bytearray()
@@ -436,34 +388,31 @@ def test_a_pump_passes_everything_on_until_it_is_stopped(run: Run) -> None:
 
         return handle
 
-    async def scenario() -> None:
-        async with serving(serve) as server, client() as http:
-            answer, n_pumps, n_taken = await get(http, server), 0, 0
+    async with serving(serve) as server, client() as http:
+        answer, n_pumps, n_taken = await get(http, server), 0, 0
 
-            def take(data: bytes) -> bool:
-                nonlocal n_taken
-                n_taken += 1
-                got.extend(data)
-                return n_taken % 2 == 0
+        def take(data: bytes) -> bool:
+            nonlocal n_taken
+            n_taken += 1
+            got.extend(data)
+            return n_taken % 2 == 0
 
-            while not answer.at_eof:
-                n_pumps += 1
-                await answer.pump(take)
-                await asyncio.sleep(0.001)
-            assert bytes(got) == b"".join(pieces) and 5 < n_pumps < n_taken
-            answer = await get(http, server)
+        while not answer.at_eof:
+            n_pumps += 1
+            await answer.pump(take)
+            await asyncio.sleep(0.001)
+        assert bytes(got) == b"".join(pieces) and 5 < n_pumps < n_taken
+        answer = await get(http, server)
 
-            def fail(data: bytes) -> bool:
-                raise KeyError(data[:1])
+        def fail(data: bytes) -> bool:
+            raise KeyError(data[:1])
 
-            with pytest.raises(KeyError):
-                await pump_all(answer, fail)
-            answer.close()
-
-    run(scenario())
+        with pytest.raises(KeyError):
+            await pump_all(answer, fail)
+        answer.close()
 
 
-def test_a_pump_raises_what_breaks_the_answer(run: Run) -> None:
+async def test_a_pump_raises_what_breaks_the_answer() -> None:
     """The bytes before it were passed on."""
     got = bytearray()
 
@@ -471,27 +420,24 @@ def test_a_pump_raises_what_breaks_the_answer(run: Run) -> None:
         got.extend(data)
         return True
 
-    async def scenario() -> None:
-        raw = b"HTTP/1.1 200 OK\r\nContent-Length: 10\r\n\r\nhalf"
+    raw = b"HTTP/1.1 200 OK\r\nContent-Length: 10\r\n\r\nhalf"
 
-        def serve(server: Server) -> Serve:
-            async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-                await server.request(reader)
-                writer.write(raw)
-                await asyncio.sleep(0.05)
+    def serve(server: Server) -> Serve:
+        async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await server.request(reader)
+            writer.write(raw)
+            await asyncio.sleep(0.05)
 
-            return handle
+        return handle
 
-        async with serving(serve) as server, client() as http:
-            answer = await get(http, server)
-            with pytest.raises(ConnectionBroken):
-                await pump_all(answer, take)
-            assert got == b"half"
-
-    run(scenario())
+    async with serving(serve) as server, client() as http:
+        answer = await get(http, server)
+        with pytest.raises(ConnectionBroken):
+            await pump_all(answer, take)
+        assert got == b"half"
 
 
-def test_a_reader_that_does_not_read_stops_the_server(run: Run) -> None:
+async def test_a_reader_that_does_not_read_stops_the_server() -> None:
     """At most WAITING_BYTES_MAX and one read are kept; then everything arrives."""
     total = 64 << 20
 
@@ -507,35 +453,28 @@ def test_a_reader_that_does_not_read_stops_the_server(run: Run) -> None:
 
         return handle
 
-    async def scenario() -> None:
-        async with serving(serve) as server, client() as http:
-            answer = await get(http, server)
-            await asyncio.sleep(0.3)
-            assert len(server.requests) < total >> 21
-            assert 0 < answer._n_waiting <= plain_http.WAITING_BYTES_MAX + (1 << 20)
-            assert len(await answer.read()) == total
-
-    run(scenario())
+    async with serving(serve) as server, client() as http:
+        answer = await get(http, server)
+        await asyncio.sleep(0.3)
+        assert len(server.requests) < total >> 21
+        assert 0 < answer._n_waiting <= plain_http.WAITING_BYTES_MAX + (1 << 20)
+        assert len(await answer.read()) == total
 
 
-def test_closing_the_client_fails_what_is_under_way(run: Run) -> None:
+async def test_closing_the_client_fails_what_is_under_way() -> None:
     """Its connections are closed, and it takes no further requests."""
-
-    async def scenario() -> None:
-        async with serving(silent) as server, client() as http:
-            answer = await get(http, server)
-            http.close()
-            assert await answer.readany() == b"ab"
-            with pytest.raises(ConnectionBroken):
-                await answer.readany()
-            with pytest.raises(ConnectFailed):
-                await get(http, server)
-            assert await gone(http)
-
-    run(scenario())
+    async with serving(silent) as server, client() as http:
+        answer = await get(http, server)
+        http.close()
+        assert await answer.readany() == b"ab"
+        with pytest.raises(ConnectionBroken):
+            await answer.readany()
+        with pytest.raises(ConnectFailed):
+            await get(http, server)
+        assert await gone(http)
 
 
-def test_a_server_is_asked_over_tls_if_its_certificate_is_trusted(run: Run) -> None:
+async def test_a_server_is_asked_over_tls_if_its_certificate_is_trusted() -> None:
     """Kept connections and pumps work as without TLS; with another authority, there is no connection."""
     ours, others = trustme.CA(), trustme.CA()
     serves = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -546,23 +485,20 @@ def test_a_server_is_asked_over_tls_if_its_certificate_is_trusted(run: Run) -> N
         authority.configure_trust(context)
         return PlainHttp(keepalive_s=5.0, connect_timeout_s=5.0, ssl=context)
 
-    async def scenario() -> None:
-        async with serving(answering(OK, OK), serves) as server:
-            http, got = trusting(ours), bytearray()
-            assert await (await get(http, server)).read() == b"ok"
-            answer = await get(http, server)
+    async with serving(answering(OK, OK), serves) as server:
+        http, got = trusting(ours), bytearray()
+        assert await (await get(http, server)).read() == b"ok"
+        answer = await get(http, server)
 
-            def take(data: bytes) -> bool:
-                got.extend(data)
-                return True
+        def take(data: bytes) -> bool:
+            got.extend(data)
+            return True
 
-            await pump_all(answer, take)
-            assert got == b"ok" and server.n_connections == 1
-            http.close()
-            http = trusting(others)
-            with pytest.raises(ConnectFailed):
-                await get(http, server)
-            http.close()
-            assert await gone(http)
-
-    run(scenario())
+        await pump_all(answer, take)
+        assert got == b"ok" and server.n_connections == 1
+        http.close()
+        http = trusting(others)
+        with pytest.raises(ConnectFailed):
+            await get(http, server)
+        http.close()
+        assert await gone(http)

@@ -51,7 +51,7 @@ def test_an_engine_without_events_may_hold_its_answer_back() -> None:
 
 
 @pytest.mark.parametrize("hangs", [False, True], ids=["errors", "hangs"])
-def test_a_feed_is_behind_while_its_engine_cannot_be_polled(hangs: bool) -> None:
+async def test_a_feed_is_behind_while_its_engine_cannot_be_polled(hangs: bool) -> None:
     """Its metrics page works, and the feed's own socket is connected; the feed is live again after an answer."""
 
     async def act(fed: FeedUnderTest, engine: PolledEngine) -> None:
@@ -64,22 +64,19 @@ def test_a_feed_is_behind_while_its_engine_cannot_be_polled(hangs: bool) -> None
         engine.status, engine.hangs = 200, False
         await fed.until(lambda: fed.numbers() == [0, 1, 2] and fed.state is LIVE, "the next answer")
 
-    async def main() -> None:
-        settings, context, producer = Settings(bridge_lease_s=600.0), zmq.asyncio.Context(), RecordingProducer()
-        with PolledEngine("m") as engine:
-            dialect = DIALECTS["trtllm"]
-            address = EngineAddress(WorkerId(7), engine.url, engine.events, None, model="m", dialect=dialect)
-            lease = held_lease(settings, Worker(WorkerId(7), engine.url, "m", 16))
-            async with aiohttp.ClientSession() as http:
-                wiring = EngineWiring(settings, producer, context, http, address, "m", lease, 1, lambda _: 0)
-                async with polled(wiring) as read:
-                    fed = FeedUnderTest(RankFeed(read, 0, None), producer)
-                    running = asyncio.create_task(fed.feed.run())
-                    try:
-                        await act(fed, engine)
-                    finally:
-                        running.cancel()
-                        await asyncio.gather(running, return_exceptions=True)
-        context.destroy(linger=0)
-
-    asyncio.run(main())
+    settings, context, producer = Settings(bridge_lease_s=600.0), zmq.asyncio.Context(), RecordingProducer()
+    with PolledEngine("m") as engine:
+        dialect = DIALECTS["trtllm"]
+        address = EngineAddress(WorkerId(7), engine.url, engine.events, None, model="m", dialect=dialect)
+        lease = held_lease(settings, Worker(WorkerId(7), engine.url, "m", 16))
+        async with aiohttp.ClientSession() as http:
+            wiring = EngineWiring(settings, producer, context, http, address, "m", lease, 1, lambda _: 0)
+            async with polled(wiring) as read:
+                fed = FeedUnderTest(RankFeed(read, 0, None), producer)
+                running = asyncio.create_task(fed.feed.run())
+                try:
+                    await act(fed, engine)
+                finally:
+                    running.cancel()
+                    await asyncio.gather(running, return_exceptions=True)
+    context.destroy(linger=0)

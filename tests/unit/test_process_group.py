@@ -125,21 +125,17 @@ sys.exit(3)
     assert not any(is_running(int(path.name.rsplit("-", 1)[1])) for path in tmp_path.iterdir())
 
 
-def test_a_process_that_ignores_the_signal_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_process_that_ignores_the_signal_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that does not end within its time is killed."""
     monkeypatch.setattr(process_group, "END_MARGIN_S", 0.2)
     code = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)" + STAYING
-
-    async def run() -> None:
-        running = asyncio.create_task(ProcessGroup(settings(), program(code, tmp_path)).run())
-        await asyncio.to_thread(wait_for, lambda: len(list(tmp_path.iterdir())) == 2, PATIENCE_S, "both processes")
-        began = time.monotonic()
-        running.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await running
-        assert time.monotonic() - began < PATIENCE_S
-
-    asyncio.run(run())
+    running = asyncio.create_task(ProcessGroup(settings(), program(code, tmp_path)).run())
+    await asyncio.to_thread(wait_for, lambda: len(list(tmp_path.iterdir())) == 2, PATIENCE_S, "both processes")
+    began = time.monotonic()
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert time.monotonic() - began < PATIENCE_S
     assert not any(is_running(int(path.name.rsplit("-", 1)[1])) for path in tmp_path.iterdir())
 
 

@@ -111,19 +111,16 @@ def test_a_replay_without_an_end_yields_its_batches_and_then_raises() -> None:
     with_engine(engine, act)
 
 
-def test_a_replay_whose_request_cannot_be_sent_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_replay_whose_request_cannot_be_sent_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     """After a socket of another type has refused a connection, ZMQ sends nothing for a while; this ends in time."""
-
-    async def main() -> None:
-        context = zmq.asyncio.Context()
-        batches = replay(context, "tcp://127.0.0.1:1", 0, timeout_s=0.1)
-        with pytest.raises(ReplaySilent, match="takes no request"):
-            await asyncio.wait_for(anext(batches), 10)
-        context.destroy(linger=0)
 
     # As if the connection had just been refused; that happens once in some hundred times.
     monkeypatch.setattr(zmq.asyncio.Socket, "connect", lambda *_: None)
-    asyncio.run(main())
+    context = zmq.asyncio.Context()
+    batches = replay(context, "tcp://127.0.0.1:1", 0, timeout_s=0.1)
+    with pytest.raises(ReplaySilent, match="takes no request"):
+        await asyncio.wait_for(anext(batches), 10)
+    context.destroy(linger=0)
 
 
 def test_the_last_batch_shows_whether_it_is_the_same_incarnation() -> None:

@@ -42,82 +42,62 @@ async def until_called(reads: Reads, n: int) -> None:
         await asyncio.sleep(0.005)
 
 
-def test_engines_that_wait_with_the_same_key_share_a_call() -> None:
+async def test_engines_that_wait_with_the_same_key_share_a_call() -> None:
     """Each gets its own result; the other keys have calls of their own, at most two at a time."""
     reads = Reads()
-
-    async def main() -> None:
-        shared = SharedCalls(reads, asyncio.Semaphore(2))
-        asked = [(key, WorkerId(n)) for n in range(5) for key in "abcd"]
-        results = await asyncio.gather(*(shared.result(*each) for each in asked))
-        assert results == [f"{key}{worker_id}" for key, worker_id in asked]
-
-    asyncio.run(main())
+    shared = SharedCalls(reads, asyncio.Semaphore(2))
+    asked = [(key, WorkerId(n)) for n in range(5) for key in "abcd"]
+    results = await asyncio.gather(*(shared.result(*each) for each in asked))
+    assert results == [f"{key}{worker_id}" for key, worker_id in asked]
     assert sorted(reads.calls) == [(key, [0, 1, 2, 3, 4]) for key in "abcd"]
     assert reads.n_running_max <= 2
 
 
-def test_an_engine_never_joins_a_call_that_has_begun() -> None:
+async def test_an_engine_never_joins_a_call_that_has_begun() -> None:
     """What it reads must include everything that was written before it asked."""
     reads = Reads()
-
-    async def main() -> None:
-        shared = SharedCalls(reads, asyncio.Semaphore(2))
-        reads.go.clear()
-        first = asyncio.create_task(shared.result("a", WorkerId(1)))
-        await until_called(reads, 1)
-        later = [asyncio.create_task(shared.result("a", WorkerId(n))) for n in (1, 2)]
-        await asyncio.sleep(2 * shared_calls.JOIN_S)
-        assert len(reads.calls) == 1
-        reads.go.set()
-        assert await asyncio.gather(first, *later) == ["a1", "a1", "a2"]
-
-    asyncio.run(main())
+    shared = SharedCalls(reads, asyncio.Semaphore(2))
+    reads.go.clear()
+    first = asyncio.create_task(shared.result("a", WorkerId(1)))
+    await until_called(reads, 1)
+    later = [asyncio.create_task(shared.result("a", WorkerId(n))) for n in (1, 2)]
+    await asyncio.sleep(2 * shared_calls.JOIN_S)
+    assert len(reads.calls) == 1
+    reads.go.set()
+    assert await asyncio.gather(first, *later) == ["a1", "a1", "a2"]
     assert reads.calls == [("a", [1]), ("a", [1, 2])]
 
 
-def test_an_error_reaches_every_engine_of_the_call_and_no_other() -> None:
+async def test_an_error_reaches_every_engine_of_the_call_and_no_other() -> None:
     """The next call is made all the same."""
     reads = Reads()
     reads.error = ValueError("no answer")
-
-    async def main() -> None:
-        shared = SharedCalls(reads, asyncio.Semaphore(1))
-        found = await asyncio.gather(*(shared.result("a", WorkerId(n)) for n in range(3)), return_exceptions=True)
-        assert [str(each) for each in found] == ["no answer"] * 3
-        reads.error = None
-        assert await shared.result("a", WorkerId(7)) == "a7"
-
-    asyncio.run(main())
+    shared = SharedCalls(reads, asyncio.Semaphore(1))
+    found = await asyncio.gather(*(shared.result("a", WorkerId(n)) for n in range(3)), return_exceptions=True)
+    assert [str(each) for each in found] == ["no answer"] * 3
+    reads.error = None
+    assert await shared.result("a", WorkerId(7)) == "a7"
 
 
-def test_an_engine_that_is_released_while_it_waits_is_not_read() -> None:
+async def test_an_engine_that_is_released_while_it_waits_is_not_read() -> None:
     """The others get their results; with no engine left, nothing is called."""
     reads = Reads()
-
-    async def main() -> None:
-        shared = SharedCalls(reads, asyncio.Semaphore(1))
-        tasks = [asyncio.create_task(shared.result("a", WorkerId(n))) for n in range(3)]
-        await asyncio.sleep(0)
-        tasks[1].cancel()
-        assert [await tasks[0], await tasks[2]] == ["a0", "a2"]
-        alone = asyncio.create_task(shared.result("b", WorkerId(1)))
-        await asyncio.sleep(0)
-        alone.cancel()
-        await asyncio.sleep(3 * shared_calls.JOIN_S)
-
-    asyncio.run(main())
+    shared = SharedCalls(reads, asyncio.Semaphore(1))
+    tasks = [asyncio.create_task(shared.result("a", WorkerId(n))) for n in range(3)]
+    await asyncio.sleep(0)
+    tasks[1].cancel()
+    assert [await tasks[0], await tasks[2]] == ["a0", "a2"]
+    alone = asyncio.create_task(shared.result("b", WorkerId(1)))
+    await asyncio.sleep(0)
+    alone.cancel()
+    await asyncio.sleep(3 * shared_calls.JOIN_S)
     assert reads.calls == [("a", [0, 2])]
 
 
-def test_a_call_has_a_limited_number_of_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_call_has_a_limited_number_of_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     """The others follow in the next call."""
     monkeypatch.setattr(shared_calls, "ENGINES_PER_CALL_MAX", 4)
     reads = Reads()
-
-    async def main() -> None:
-        shared = SharedCalls(reads, asyncio.Semaphore(2))
-        assert len(await asyncio.gather(*(shared.result("a", WorkerId(n)) for n in range(10)))) == 10
-
-    asyncio.run(main())
+    shared = SharedCalls(reads, asyncio.Semaphore(2))
+    assert len(await asyncio.gather(*(shared.result("a", WorkerId(n)) for n in range(10)))) == 10
     assert [len(worker_ids) for _, worker_ids in reads.calls] == [4, 4, 2]

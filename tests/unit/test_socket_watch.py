@@ -110,78 +110,66 @@ def test_a_poll_in_between_finds_what_waits_for_the_next_one() -> None:
     watching(2, act)
 
 
-def test_a_long_poll_is_continued_after_everything_else() -> None:
+async def test_a_long_poll_is_continued_after_everything_else() -> None:
     """Other tasks have their turn in between, and every message is read."""
+    watch, log = SocketWatch(), list[tuple[float, Pipe]]()
+    pipes = [Pipe(watch, log) for _ in range(6)]
+    turns: list[int] = []
 
-    async def main() -> None:
-        watch, log = SocketWatch(), list[tuple[float, Pipe]]()
-        pipes = [Pipe(watch, log) for _ in range(6)]
-        turns: list[int] = []
+    def read_slowly(pipe: Pipe) -> None:
+        time.sleep(POLL_S_MAX)
+        pipe.read()
 
-        def read_slowly(pipe: Pipe) -> None:
-            time.sleep(POLL_S_MAX)
-            pipe.read()
-
-        for pipe in pipes:
-            watch.remove(pipe.descriptor)
-            watch.add(pipe.descriptor, partial(read_slowly, pipe))
-            pipe.write()
-        assert watch.poll() and watch.is_cut_short and 0 < len(log) < len(pipes)
-        while len(log) < len(pipes):
-            turns.append(len(log))
-            await asyncio.sleep(0)
-        assert len(set(turns)) >= 3
-        await until(lambda: not watch.poll())
-        assert not watch.is_cut_short
-        for pipe in pipes:
-            pipe.close()
-
-    asyncio.run(main())
+    for pipe in pipes:
+        watch.remove(pipe.descriptor)
+        watch.add(pipe.descriptor, partial(read_slowly, pipe))
+        pipe.write()
+    assert watch.poll() and watch.is_cut_short and 0 < len(log) < len(pipes)
+    while len(log) < len(pipes):
+        turns.append(len(log))
+        await asyncio.sleep(0)
+    assert len(set(turns)) >= 3
+    await until(lambda: not watch.poll())
+    assert not watch.is_cut_short
+    for pipe in pipes:
+        pipe.close()
 
 
-def test_a_callback_that_fails_or_removes_another_socket_does_not_stop_the_watch() -> None:
+async def test_a_callback_that_fails_or_removes_another_socket_does_not_stop_the_watch() -> None:
     """The other sockets are read at the same poll, and all of them later; a removed one is not called any more."""
+    watch, log = SocketWatch(), list[tuple[float, Pipe]]()
+    failing, removed, other = (Pipe(watch, log) for _ in range(3))
 
-    async def main() -> None:
-        watch, log = SocketWatch(), list[tuple[float, Pipe]]()
-        failing, removed, other = (Pipe(watch, log) for _ in range(3))
+    def fail() -> None:
+        failing.read()
+        watch.remove(removed.descriptor)
+        raise RuntimeError("a test")
 
-        def fail() -> None:
-            failing.read()
-            watch.remove(removed.descriptor)
-            raise RuntimeError("a test")
-
-        watch.remove(failing.descriptor)
-        watch.add(failing.descriptor, fail)
-        removed_reads = len(log)
-        for pipe in (failing, other):
-            pipe.write()
-        await until(lambda: len(log) == 2)
-        removed.write()
-        for pipe in (failing, other):
-            pipe.write()
-        await until(lambda: len(log) == 4)
-        assert {pipe for _, pipe in log[removed_reads:]} == {failing, other}
-        for pipe in (failing, removed, other):
-            pipe.close()
-
-    asyncio.run(main())
+    watch.remove(failing.descriptor)
+    watch.add(failing.descriptor, fail)
+    removed_reads = len(log)
+    for pipe in (failing, other):
+        pipe.write()
+    await until(lambda: len(log) == 2)
+    removed.write()
+    for pipe in (failing, other):
+        pipe.write()
+    await until(lambda: len(log) == 4)
+    assert {pipe for _, pipe in log[removed_reads:]} == {failing, other}
+    for pipe in (failing, removed, other):
+        pipe.close()
 
 
-def test_a_watch_whose_last_socket_was_removed_watches_the_next_one() -> None:
+async def test_a_watch_whose_last_socket_was_removed_watches_the_next_one() -> None:
     """An engine's connection breaks, and another socket replaces the first one."""
-
-    async def main() -> None:
-        watch, log = SocketWatch(), list[tuple[float, Pipe]]()
-        for n in range(3):
-            pipe = Pipe(watch, log)
-            pipe.write()
-            await until(lambda n=n: len(log) == n + 1)  # type: ignore[misc]
-            pipe.close()
-        watch.remove(pipe.descriptor)  # a socket that was never added, or removed before, changes nothing
-        assert not watch.poll()
-
-    asyncio.run(main())
+    watch, log = SocketWatch(), list[tuple[float, Pipe]]()
+    for n in range(3):
+        pipe = Pipe(watch, log)
+        pipe.write()
+        await until(lambda n=n: len(log) == n + 1)  # type: ignore[misc]
+        pipe.close()
+    watch.remove(pipe.descriptor)  # a socket that was never added, or removed before, changes nothing
+    assert not watch.poll()
 
 
 def test_the_interval_is_a_small_part_of_what_a_batch_may_need() -> None:
