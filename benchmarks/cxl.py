@@ -34,7 +34,7 @@ from streams.cxl.records import BlockKey, BlockRow, Placement, block_key, encode
 from streams.kafka.records import encode_worker
 from streams.lab.engines.held_chains import runs_of_chain
 from streams.router_api.deciding.router import Router
-from streams.router_api.messages.wire import RouteRequest
+from streams.router_api.messages.requests import RouteRequest
 from streams.settings import Settings
 from streams.tables.records import encode_run, run_key
 

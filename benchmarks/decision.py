@@ -43,7 +43,8 @@ from streams.kafka.load_records import encoded_load
 from streams.kafka.records import encode_metrics, encode_pulse, encode_worker, pulse_key
 from streams.lab.engines.held_chains import FIRST_EPOCH, runs_of_chain
 from streams.router_api.deciding.router import Router
-from streams.router_api.messages.wire import ConfigOverride, RouteRequest, answer_json
+from streams.router_api.messages.answer_json import answer_json
+from streams.router_api.messages.requests import ConfigOverride, RouteRequest
 from streams.settings import Settings
 from streams.tables.records import (
     PartitionRecord,

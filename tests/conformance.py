@@ -36,7 +36,7 @@ from streams.core.routing.selection import select_by_cost
 from streams.core.workers import Worker
 from streams.kafka.records import encode_worker
 from streams.router_api.knowledge.view import View
-from streams.router_api.messages.wire import MoeQuery
+from streams.router_api.messages.requests import MoeQuery
 from streams.settings import Settings
 from tests.helpers.folded_index import FoldedIndex, UnknownParent, apply_event
 from tests.helpers.holdings import batch

@@ -24,7 +24,9 @@ from streams.router_api.deciding.admission import Admission, may_wait
 from streams.router_api.deciding.prepared_request import PreparedRequest
 from streams.router_api.deciding.router import Router
 from streams.router_api.messages.answer import RouteAnswer
-from streams.router_api.messages.wire import RouteRequest, answer_json, invalid_body
+from streams.router_api.messages.answer_json import answer_json
+from streams.router_api.messages.body_errors import invalid_body
+from streams.router_api.messages.requests import RouteRequest
 from streams.router_api.processes.server import make_router, tick_forever
 from streams.settings import Settings
 from streams.topics import topics

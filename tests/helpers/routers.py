@@ -13,10 +13,8 @@ from streams.core.routing.selection import RouterMode
 from streams.cxl.events import CxlPool
 from streams.cxl.records import BlockKey, BlockRow, Placement, block_key, encode_block, encode_pool, pool_key
 from streams.router_api.deciding.router import Router
-from streams.router_api.messages.wire import (
-    answer_json,
-    parse_route_query,
-)
+from streams.router_api.messages.answer_json import answer_json
+from streams.router_api.messages.requests import parse_route_query
 from streams.settings import Settings
 from streams.tables.records import (
     encode_run,

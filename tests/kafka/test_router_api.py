@@ -30,7 +30,8 @@ from streams.lab.kafka.ports import free_port
 from streams.process.waiting import wait_for
 from streams.router_api.deciding.router import Router
 from streams.router_api.http.handlers import FACT, Handlers, error_shape
-from streams.router_api.messages.wire import COUNT_MAX, parse_worker, render_json
+from streams.router_api.messages.answer_json import render_json
+from streams.router_api.messages.requests import COUNT_MAX, parse_worker
 from streams.router_api.sharing import registry as registry_module
 from streams.settings import WEIGHT_MAX, Settings
 from streams.tables.changelog import read_to_end

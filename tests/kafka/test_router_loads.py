@@ -17,7 +17,7 @@ from streams.core.loads.bookings import Booking, BookingId, BookingPhase
 from streams.kafka.clients import ensure_topics, producer
 from streams.kafka.load_records import request_partition
 from streams.process.waiting import wait_for
-from streams.router_api.messages.wire import COUNT_MAX, NAME_CHARS_MAX
+from streams.router_api.messages.requests import COUNT_MAX, NAME_CHARS_MAX
 from streams.router_api.sharing.late_calls import BUFFERED_CALL_TTL_MS, BUFFERED_CALLS_MAX
 from streams.router_api.sharing.loads_sync import LoadsSync
 from streams.settings import Settings

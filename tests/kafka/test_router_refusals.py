@@ -14,7 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from streams.core.ids import U32_MAX, U64_MASK
-from streams.router_api.messages.wire import COUNT_MAX, NAME_CHARS_MAX, TAINTS_MAX
+from streams.router_api.messages.requests import COUNT_MAX, NAME_CHARS_MAX, TAINTS_MAX
 from streams.settings import WEIGHT_MAX, Settings
 from tests.helpers.api import (
     BLOCK_SIZE,

@@ -7,7 +7,7 @@ import pytest
 from streams.core.loads.bookings import BookingPhase
 from streams.errors import NoEligibleWorker, UnknownModel
 from streams.router_api.deciding.router import Router
-from streams.router_api.messages.wire import parse_route_query
+from streams.router_api.messages.requests import parse_route_query
 from tests.helpers.api import TOKENS, packed, rank_of
 from tests.helpers.routers import ask, router_of
 from tests.helpers.shared_loads import World, booking

@@ -31,7 +31,7 @@ from streams.client.payloads import (
 )
 from streams.client.reports import BookingKey, OutstandingReport, Reports
 from streams.errors import InvalidRequest, RouterUnavailable
-from streams.router_api.messages.wire import RouteRequest, parse_route_query, worker_filter
+from streams.router_api.messages.requests import RouteRequest, parse_route_query, worker_filter
 from tests.helpers.pages import ROOT
 
 #: A request with a value of every kind of field.

@@ -36,7 +36,8 @@ from streams.process.waiting import wait_for
 from streams.router_api.deciding import decision_recorder
 from streams.router_api.deciding.decision_recorder import DecisionRecorder
 from streams.router_api.deciding.router import Router
-from streams.router_api.messages.wire import RouteRequest, answer_json, parse_route, parse_route_query
+from streams.router_api.messages.answer_json import answer_json
+from streams.router_api.messages.requests import RouteRequest, parse_route, parse_route_query
 from tests.helpers.api import PATIENCE_S, packed
 from tests.helpers.recording_producer import RecordingProducer
 from tests.helpers.routers import router_of

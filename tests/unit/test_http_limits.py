@@ -29,7 +29,8 @@ from streams.router_api.http.bodies import SHORT_BODY_BYTES_MAX, UNCOUNTED_BODY_
 from streams.router_api.http.body_parsing import LARGE_BODY_BYTES
 from streams.router_api.http.handlers import FACT
 from streams.router_api.knowledge import eligible_cache, index_view
-from streams.router_api.messages.wire import NAME_CHARS_MAX, WORKER_IDS_MAX, without_middle
+from streams.router_api.messages.body_errors import without_middle
+from streams.router_api.messages.requests import NAME_CHARS_MAX, WORKER_IDS_MAX
 from streams.settings import Settings
 from tests.helpers.api import OCTETS, PATIENCE_S, Api, metrics, packed
 from tests.helpers.local_router import LocalRouter, hold, local_router, random_blocks, rank

@@ -6,7 +6,7 @@ import pytest
 
 from streams.errors import InvalidRequest
 from streams.router_api.http.body_parsing import LargeBody
-from streams.router_api.messages.wire import RouteRequest
+from streams.router_api.messages.requests import RouteRequest
 
 
 @pytest.mark.parametrize("start", [b'{"token_ids": ', b'{"allowed_worker_ids": ', b'{"router_config_override": '])

@@ -12,7 +12,7 @@ from streams.core.ids import DpRank, RankId, WorkerId
 from streams.core.routing.selection import RouterMode
 from streams.errors import InvalidRequest, NoEligibleWorker
 from streams.router_api.deciding.router import Router
-from streams.router_api.messages.wire import RouteRequest, parse_route_query
+from streams.router_api.messages.requests import RouteRequest, parse_route_query
 from tests.helpers.api import TOKENS, packed
 from tests.helpers.routers import QUERY, ask, hosts, label, put, router_of
 from tests.helpers.views import BLOCK_SIZE, hold, rank, register

@@ -19,7 +19,7 @@ from streams.errors import InvalidRequest
 from streams.router_api.http.calls import CALLS, JSON, Call
 from streams.router_api.http.handlers import Handlers
 from streams.router_api.http.openapi import document
-from streams.router_api.messages.wire import ROUTE_REQUESTS_MAX, parse_route
+from streams.router_api.messages.requests import ROUTE_REQUESTS_MAX, parse_route
 from streams.settings import Settings
 from tests.helpers.api import OCTETS, Api, packed
 from tests.helpers.local_router import LocalRouter, local_router

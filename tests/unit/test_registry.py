@@ -22,7 +22,7 @@ from streams.errors import BadRecord, BlockSizeContradicted, InvalidRequest, NoE
 from streams.kafka.clients import worker_key
 from streams.kafka.records import cordon_key, encode_batch, encode_cordon, encode_model, encode_worker, model_key
 from streams.router_api.knowledge.view import View
-from streams.router_api.messages.wire import parse_route_query, parse_worker
+from streams.router_api.messages.requests import parse_route_query, parse_worker
 from streams.settings import Settings
 from streams.tables.index_reducer import IndexReducer
 from streams.tables.records import encode_progress, progress_key

@@ -42,7 +42,8 @@ from streams.lab.engines.chat_template import tokenizer_files
 from streams.lab.engines.openai import ServedModels
 from streams.router_api.knowledge import fleet_view
 from streams.router_api.knowledge.view import View
-from streams.router_api.messages.wire import parse_render, render_json
+from streams.router_api.messages.answer_json import render_json
+from streams.router_api.messages.requests import parse_render
 from streams.settings import Settings
 from streams.tables.records import encode_progress, progress_key
 from tests.helpers.http_double import HttpDouble

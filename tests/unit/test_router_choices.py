@@ -33,14 +33,8 @@ from streams.process.waiting import wait_for
 from streams.router_api.deciding import prompt_matches
 from streams.router_api.deciding.prompt_matches import UNMATCHED_DECISIONS
 from streams.router_api.deciding.router import Router
-from streams.router_api.messages.wire import (
-    UNFILTERED,
-    BookRequest,
-    answer_json,
-    parse_route,
-    parse_route_query,
-    worker_filter,
-)
+from streams.router_api.messages.answer_json import answer_json
+from streams.router_api.messages.requests import UNFILTERED, BookRequest, parse_route, parse_route_query, worker_filter
 from streams.settings import Settings
 from streams.tables.records import encode_progress, progress_key
 from tests.helpers.api import PATIENCE_S, TOKENS, packed

@@ -32,7 +32,7 @@ from streams.core.routing.selection import RouterMode
 from streams.kafka.clients import worker_key
 from streams.process.waiting import wait_for
 from streams.router_api.deciding.admission import Admission, Outcome
-from streams.router_api.messages.wire import RouteRequest
+from streams.router_api.messages.requests import RouteRequest
 from streams.settings import Settings
 from tests.helpers.api import JSON, OCTETS, PATIENCE_S, Answer, Api, metrics, packed
 from tests.helpers.local_router import LocalRouter, hold, local_router, rank, register

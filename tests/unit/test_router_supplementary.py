@@ -20,7 +20,8 @@ from streams.errors import BadRecord, InvalidRequest, NoEligibleWorker
 from streams.kafka.clients import partition_of
 from streams.lab.engines.held_chains import runs_of_chain
 from streams.router_api.deciding.router import Router
-from streams.router_api.messages.wire import RouteRequest, answer_json, parse_route_query
+from streams.router_api.messages.answer_json import answer_json
+from streams.router_api.messages.requests import RouteRequest, parse_route_query
 from streams.settings import Settings
 from streams.tables.records import (
     PartitionRecord,

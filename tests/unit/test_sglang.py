@@ -16,7 +16,7 @@ from streams.engines.dialects import pages
 from streams.engines.dialects.interface import DecodedBatch
 from streams.engines.dialects.sglang import SGLANG, SglangDecoder
 from streams.engines.ledger import Ledger
-from streams.router_api.messages.wire import blocks_of, parse_route
+from streams.router_api.messages.requests import blocks_of, parse_route
 from tests.helpers.reference import chain_hashes
 from tests.helpers.sglang_events import BLOCK, TOKENS, array, stored
 

@@ -27,7 +27,7 @@ from streams.lab.kafka.ports import free_port
 from streams.process.waiting import wait_for
 from streams.router_api.http import tracing
 from streams.router_api.http.tracing import SERVICE_NAME, TracedRouter
-from streams.router_api.messages.wire import RouteRequest
+from streams.router_api.messages.requests import RouteRequest
 from streams.router_api.processes.server import make_router
 from streams.settings import Settings
 from tests.helpers.api import PATIENCE_S, metrics

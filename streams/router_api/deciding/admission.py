@@ -28,7 +28,7 @@ from streams.process.metrics import Distribution
 from streams.router_api.deciding.prepared_request import PreparedRequest
 from streams.router_api.deciding.router import Router
 from streams.router_api.messages.answer import RouteAnswer
-from streams.router_api.messages.wire import NAME_CHARS_MAX
+from streams.router_api.messages.requests import NAME_CHARS_MAX
 
 log = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from streams.core.routing.selection import RouterMode
 from streams.core.routing.supplementary import SupplementaryMatches
 from streams.errors import InvalidRequest, NoEligibleWorker
 from streams.router_api.knowledge.view import View
-from streams.router_api.messages.wire import Blocks, MoeQuery
+from streams.router_api.messages.requests import Blocks, MoeQuery
 
 _NO_RANKS: frozenset[RankId] = frozenset()
 

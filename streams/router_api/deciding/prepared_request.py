@@ -10,7 +10,7 @@ from typing import NamedTuple
 from streams.core.routing.eligibility import WorkerFilter
 from streams.core.routing.request import RoutingRequest
 from streams.core.workers import Role
-from streams.router_api.messages.wire import Blocks, MoeQuery, RouteRequest
+from streams.router_api.messages.requests import Blocks, MoeQuery, RouteRequest
 
 
 class PreparedRequest(NamedTuple):

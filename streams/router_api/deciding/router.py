@@ -1,8 +1,8 @@
 """A router: one method for each call that chooses a rank or changes load. HTTP handlers and other code call it.
 
 What lives here: the steps from a parsed request to a booking, which combine the view, the loads and the core. What must
-not: aiohttp, JSON and parsing (wire), the rules of a choice (core.routing), calls that change the registry (registry),
-how the parts are made (compose), and whether all topics are read (readiness).
+not: aiohttp, JSON and parsing (messages), the rules of a choice (core.routing), changes of the registry (registry), how
+the parts are made (compose), and whether all topics are read (readiness).
 """
 
 from __future__ import annotations
@@ -42,17 +42,15 @@ from streams.router_api.deciding.matching import match
 from streams.router_api.deciding.prepared_request import PreparedRequest, booked_phase
 from streams.router_api.deciding.prompt_matches import PromptMatches
 from streams.router_api.messages.answer import RouteAnswer
-from streams.router_api.messages.wire import (
+from streams.router_api.messages.answer_json import booking_json, matches_json, trust_json
+from streams.router_api.messages.requests import (
     POLICY_OVERRIDES,
     UNFILTERED,
     BookRequest,
     MoeQuery,
     RouteRequest,
     blocks_of,
-    booking_json,
-    matches_json,
     rank_of,
-    trust_json,
     worker_filter,
 )
 from streams.router_api.sharing.registry import PUBLISH_TIMEOUT_S

@@ -1,6 +1,6 @@
 """The types of the HTTP API's answers. The OpenAPI document is generated from them, and tests check real answers.
 
-What lives here: the shape of each JSON answer, with the names that clients read. What must not: requests (wire), how an
+What lives here: the shape of each JSON answer, with the names that clients read. What must not: requests, how an
 answer is found (router), and calls (calls).
 
 Answers are written as dictionaries, so that these types cost nothing while requests are answered.

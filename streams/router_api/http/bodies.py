@@ -1,7 +1,7 @@
 """Reading the bodies of requests: how large they may be, how long they may take, and how many are read at a time.
 
 What lives here: those limits, decompression, and the threads on which large bodies are parsed. What must not: the
-meaning of bodies (wire, body_parsing) and connections without a request (connections).
+meaning of bodies (requests, body_parsing) and connections without a request (connections).
 
 Owner of the count of bytes; everything but decompression and parsing runs on the loop that serves the API.
 """

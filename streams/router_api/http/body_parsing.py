@@ -1,7 +1,8 @@
 """From the body of a request to the request: the only place that decides how a body with tokens is parsed.
 
 What lives here: which bodies are parsed at once and which on a thread, and parsing the lists of a large JSON body piece
-by piece. What must not: the fields of requests and their limits (wire), and reading bodies and threads (bodies).
+by piece. What must not: the fields of requests and their limits (messages/requests), and reading bodies and threads
+(bodies).
 
 | body | parsed |
 |---|---|
@@ -25,14 +26,13 @@ from aiohttp import web
 from streams.core.hashing import pack_tokens
 from streams.errors import InvalidRequest, RequestTooLarge
 from streams.router_api.http.bodies import Bodies
-from streams.router_api.messages.wire import (
+from streams.router_api.messages.body_errors import decode_body, invalid_body
+from streams.router_api.messages.requests import (
     NAME_CHARS_MAX,
     OCTET_STREAM,
     WORKER_IDS_MAX,
     BookRequest,
     RouteRequest,
-    decode_body,
-    invalid_body,
     parse_route_query,
 )
 

@@ -1,7 +1,7 @@
 """Every call of the HTTP API, in one table. Routes, rights, the OpenAPI document and its page all derive from it.
 
 What lives here: each call's method, path, handler, types, right and summary. What must not: handling calls (handlers),
-the types themselves (wire for requests, answers for answers), and tokens that carry rights (security).
+the types themselves (messages/requests, answers for answers), and tokens that carry rights (security).
 
 To add a call: add a row here, its method to handlers.Handlers, and its line to docs/http.md. Tests compare the three.
 """
@@ -38,7 +38,7 @@ from streams.router_api.http.answers import (
     WorkerAnswer,
     WorkersAnswer,
 )
-from streams.router_api.messages.wire import (
+from streams.router_api.messages.requests import (
     OCTET_STREAM,
     BookRequest,
     OutputBody,

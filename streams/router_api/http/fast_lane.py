@@ -1,7 +1,7 @@
 """Short requests of the most frequent calls, answered as soon as their bytes arrive.
 
 What lives here: which requests take this way, and the bytes of their answers. What must not: what a request means
-(wire, router), requests that wait for something, which aiohttp and handlers answer like all others, and connections
+(requests, router), requests that wait for something, which aiohttp and handlers answer like all others, and connections
 (protocol).
 
 aiohttp makes a task, a future, a request and a response for each request, and looks for its route. That is most of the
@@ -36,11 +36,10 @@ from streams.process.aiohttp_internals import RawRequestMessage
 from streams.router_api.deciding.router import Router
 from streams.router_api.http.body_parsing import LARGE_BODY_BYTES
 from streams.router_api.http.metrics import RouterMetrics
-from streams.router_api.messages.wire import (
+from streams.router_api.messages.answer_json import answer_json, error_json
+from streams.router_api.messages.requests import (
     OCTET_STREAM,
     RouteRequest,
-    answer_json,
-    error_json,
     is_list,
     parse_output,
     parse_report_query,

@@ -1,7 +1,7 @@
 """The HTTP calls of docs/http.md, bound to a Router: the same ones under Faust and under `kvstreams router`.
 
 What lives here: reading requests, calling the router, and responding; the shape of all errors. What must not: decisions
-(router), and the JSON of values (wire).
+(router), and the JSON of values (answer_json).
 """
 
 from __future__ import annotations
@@ -51,13 +51,20 @@ from streams.router_api.http.live_page import PAGE, SCRIPT, STYLE, page_response
 from streams.router_api.http.metrics import RouterMetrics
 from streams.router_api.http.openapi import PAGE_HEADERS, document_json, page_html
 from streams.router_api.http.protocol import ApiProtocol
-from streams.router_api.messages.wire import (
+from streams.router_api.messages.answer_json import (
+    answer_json,
+    error_json,
+    pool_json,
+    pooled_json,
+    render_json,
+    report_json,
+    worker_json,
+)
+from streams.router_api.messages.requests import (
     NAME_CHARS_MAX,
     OCTET_STREAM,
     BookRequest,
     RouteRequest,
-    answer_json,
-    error_json,
     is_list,
     parse_book,
     parse_output,
@@ -67,12 +74,7 @@ from streams.router_api.messages.wire import (
     parse_requests,
     parse_route,
     parse_worker,
-    pool_json,
-    pooled_json,
-    render_json,
-    report_json,
     u64,
-    worker_json,
 )
 from streams.security.access import ANY_RIGHT, grant_of
 from streams.security.tokens import Grant, Right

@@ -1,6 +1,6 @@
 """The OpenAPI 3.1 document of the HTTP API, generated from the table of calls and the types that validate bodies.
 
-What lives here: the document, and the page that shows it. What must not: the calls and their types (calls, wire,
+What lives here: the document, and the page that shows it. What must not: the calls and their types (calls, requests,
 answers), and serving them (handlers).
 """
 
@@ -19,7 +19,7 @@ from streams.core.ids import U64_MASK
 from streams.cxl.events import POOL_NAME_CHARS_MAX
 from streams.router_api.http.answers import ErrorAnswer
 from streams.router_api.http.calls import CALLS, JSON, Call, Tag
-from streams.router_api.messages.wire import (
+from streams.router_api.messages.requests import (
     LIST_PARAMETERS,
     NAME_CHARS_MAX,
     NO_PARAMETERS,

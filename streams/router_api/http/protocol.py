@@ -16,7 +16,7 @@ from aiohttp import web
 from streams.errors import HTTP_ERROR, KvStreamsError
 from streams.process.aiohttp_internals import DirectProtocol, RawRequestMessage, arrived_body
 from streams.router_api.http.fast_lane import LOST, Call, FastLane
-from streams.router_api.messages.wire import error_json
+from streams.router_api.messages.answer_json import error_json
 
 #: Characters of the parser's explanation, whose further lines quote the request.
 _REASON_CHARS_MAX = 200

@@ -1,6 +1,6 @@
 """The answer to one request for a rank.
 
-What lives here: the value that `Router` returns. What must not: JSON (wire), and how the answer was found (router).
+What lives here: the value that `Router` returns. What must not: JSON (answer_json), and how it was found (router).
 """
 
 from __future__ import annotations

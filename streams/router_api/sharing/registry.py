@@ -45,7 +45,7 @@ from streams.kafka.records import (
 from streams.model_registry import claim_model, writer_name
 from streams.process.waiting import wait_for
 from streams.router_api.knowledge.view import View
-from streams.router_api.messages.wire import PoolBody, pool_members
+from streams.router_api.messages.requests import PoolBody, pool_members
 from streams.router_api.sharing.log_order import LogOrder
 from streams.settings import RouterSettings
 from streams.topics import topics

@@ -1,35 +1,28 @@
-"""The requests and answers of the HTTP API (docs/http.md).
+"""The requests of the HTTP API (docs/http.md): their fields, and their limits.
 
-What lives here: request bodies as types, their parsing and validation, and the JSON of answers. What must not:
-decisions (router), and aiohttp (handlers).
+What lives here: request bodies and queries as types, their parsing and checks. What must not: how a body with tokens is
+parsed (http/body_parsing), the JSON of answers (answer_json), decisions (deciding/router), and aiohttp (http/handlers).
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, replace
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Annotated, Any, Literal, NamedTuple
 from urllib.parse import urlsplit
 
 import msgspec
 import numpy as np
-from msgspec import inspect
 
 from streams.core.block_facts.moe_labels import MoeSelector
-from streams.core.engine_metrics import MetricsReport
 from streams.core.hashing import hash_seed, pack_tokens, request_hashes, salted_seed, sequence_hashes
 from streams.core.ids import U32_MAX, U64_MASK, DpRank, HashArray, Incarnation, RankId, WorkerId
-from streams.core.loads.bookings import Booking
-from streams.core.routing.cost import RankTerms
 from streams.core.routing.eligibility import WorkerFilter
 from streams.core.routing.selection import RouterMode
-from streams.core.routing.trust import Trust
 from streams.core.workers import (
     DP_SIZE_MAX,
     LORA_NAME_CHARS_MAX,
     LORA_NAMES_MAX,
-    NOT_PROBED,
     RenderOutcome,
     RenderParity,
     RenderPart,
@@ -38,10 +31,9 @@ from streams.core.workers import (
     Role,
     Worker,
 )
-from streams.cxl.events import POOL_EPOCH_GIVEN_MAX, POOL_MEMBERS_MAX, POOL_NAME_CHARS_MAX, CxlPool
-from streams.cxl.pooled_view import PooledBlock
+from streams.cxl.events import POOL_EPOCH_GIVEN_MAX, POOL_MEMBERS_MAX, POOL_NAME_CHARS_MAX
 from streams.errors import InvalidRequest, RequestTooLarge
-from streams.router_api.messages.answer import RouteAnswer
+from streams.router_api.messages.body_errors import decode_body, shortened, with_values
 from streams.settings import NUMBER_MAX, WEIGHT_MAX
 
 OCTET_STREAM = "application/octet-stream"
@@ -61,12 +53,6 @@ ROUTE_REQUESTS_MAX = 256
 
 #: Experts that a request may name. Models have a few hundred in a layer.
 EXPERTS_MAX = 4096
-
-#: Characters of a message about an invalid body. It may quote the body, which may be megabytes long.
-_MESSAGE_CHARS_MAX = 1000
-
-#: Characters at the end of a message that are kept when its middle is left out: the path of a field, which is shorter.
-_MESSAGE_END_CHARS = 256
 
 #: The greatest number of tokens, blocks or requests: these are Avro ints on Kafka.
 COUNT_MAX = (1 << 31) - 1
@@ -308,7 +294,7 @@ def parse_report_query(query: Mapping[str, str]) -> ReportQuery:
         return msgspec.convert(values, ReportQuery)
     except msgspec.ValidationError as exc:
         raise InvalidRequest(
-            f"query parameters: {_with_values(str(exc), ReportQuery)}", remedy="The only parameter is phase"
+            f"query parameters: {with_values(str(exc), ReportQuery)}", remedy="The only parameter is phase"
         ) from exc
 
 
@@ -320,7 +306,7 @@ def parse_route_query(query: Mapping[str, str]) -> RouteRequest:
     if not values.keys() <= _ROUTE_PARAMETERS.keys():
         unknown = next(name for name in values if name not in _ROUTE_PARAMETERS)
         raise InvalidRequest(
-            f"unknown query parameter {_shortened(unknown)!r}; the known ones are {', '.join(_ROUTE_PARAMETERS)}. The "
+            f"unknown query parameter {shortened(unknown)!r}; the known ones are {', '.join(_ROUTE_PARAMETERS)}. The "
             "body contains the tokens"
         )
     for name in LIST_PARAMETERS:
@@ -334,7 +320,7 @@ def parse_route_query(query: Mapping[str, str]) -> RouteRequest:
     try:
         return msgspec.convert(values, RouteRequest, strict=False)
     except msgspec.ValidationError as exc:
-        raise InvalidRequest(_with_values(str(exc), RouteRequest)) from exc
+        raise InvalidRequest(with_values(str(exc), RouteRequest)) from exc
 
 
 def parse_book(body: bytes) -> BookRequest:
@@ -404,19 +390,6 @@ def parse_render(worker_id: WorkerId, body: bytes, probed_at_ms: int) -> RenderP
     )
 
 
-def render_json(parity: RenderParity | None) -> dict[str, Any]:
-    """Whether a worker's engine makes the same tokens as a front, as in GET /workers. None: no front has probed it."""
-    result = NOT_PROBED if parity is None else parity.result
-    return {
-        "outcome": result.outcome,
-        "reason": result.reason,
-        "part": result.part,
-        "from_token": result.from_token,
-        "probed_at_ms": None if parity is None else parity.probed_at_ms,
-        "probed_by": None if parity is None else parity.probed_by,
-    }
-
-
 def parse_pool(body: bytes) -> PoolBody:
     """Parse the body of PUT /pools/{pool_id}; raises InvalidRequest."""
     return decode_body(_pool_decoder, body)
@@ -425,29 +398,6 @@ def parse_pool(body: bytes) -> PoolBody:
 def pool_members(body: PoolBody) -> tuple[WorkerId, ...]:
     """Return the members of a pool, each once and in order; raises InvalidRequest."""
     return tuple(sorted({worker_id(member, f"members[{at}]") for at, member in enumerate(body.members)}))
-
-
-def pool_json(pool: CxlPool) -> dict[str, Any]:
-    """A pool as in GET /pools."""
-    return asdict(pool)
-
-
-def pooled_json(block: PooledBlock, reachable: Iterable[WorkerId]) -> dict[str, Any]:
-    """A pooled block as in GET /state/cxl."""
-    return {
-        "sequence_hash": block.sequence,
-        "parent": block.parent,
-        "position": block.position,
-        "engine_hash": block.engine,
-        "worker_id": block.owner.worker_id,
-        "dp_rank": block.owner.dp_rank,
-        "model": block.model,
-        "state": block.metadata.state.value,
-        "pool_id": block.metadata.pool_id,
-        "pool_epoch": block.pool_epoch,
-        "accessible_workers": list(block.metadata.accessible_workers),
-        "reachable_workers": sorted(reachable),
-    }
 
 
 def blocks_of(
@@ -513,44 +463,6 @@ def rank_of(body: BookRequest) -> RankId:
     return RankId(worker_id(body.worker_id), DpRank(body.dp_rank))
 
 
-def terms_json(terms: RankTerms) -> dict[str, Any]:
-    """One candidate with every term of its cost, in blocks, and those of its policy."""
-    policy_terms = {} if terms.policy_terms is None else {"policy_terms": dict(terms.policy_terms)}
-    return {
-        "worker_id": terms.rank.worker_id,
-        "dp_rank": terms.rank.dp_rank,
-        "scores": terms.scores,
-        "cxl_accessible_scores": terms.cxl_accessible_scores,
-        "moe_scores": terms.moe_scores,
-        "effective_cached_blocks": terms.effective_cached_blocks,
-        "own_prefill_blocks": terms.own_prefill_blocks,
-        "active_prefill_blocks": terms.active_prefill_blocks,
-        "decode_blocks": terms.decode_blocks,
-        "cost": terms.cost,
-        **policy_terms,
-    }
-
-
-#: What POST /matches counts of each rank, in the order of `matches_json`.
-_MATCHED = ("scores", "cxl_accessible_scores", "moe_scores")
-
-
-def matches_json(request_blocks: int, matched: Mapping[RankId, Sequence[int]], trust: Trust) -> dict[str, Any]:
-    """The answer to POST /matches. matched: own, CXL-accessible and MoE-matching blocks of each rank that has any.
-
-    A worker's counts are the greatest of its ranks, each for itself.
-    """
-    ranks, by_worker = [], dict[WorkerId, list[int]]()
-    for rank, counts in sorted(matched.items()):
-        ranks.append({"worker_id": rank.worker_id, "dp_rank": rank.dp_rank, **dict(zip(_MATCHED, counts, strict=True))})
-        known = by_worker.setdefault(rank.worker_id, [0] * len(_MATCHED))
-        by_worker[rank.worker_id] = [max(pair) for pair in zip(known, counts, strict=True)]
-    workers = [
-        {"worker_id": worker_id, **dict(zip(_MATCHED, counts, strict=True))} for worker_id, counts in by_worker.items()
-    ]
-    return {"request_blocks": request_blocks, "workers": workers, "ranks": ranks, **trust_json(trust)}
-
-
 #: What most requests require of their worker, except for the model.
 UNFILTERED = WorkerFilter(model="")
 
@@ -583,164 +495,3 @@ def _worker_ids(values: list[int | str] | None, name: str) -> frozenset[WorkerId
     if values is None:
         return None
     return frozenset(worker_id(value, f"{name}[{index}]") for index, value in enumerate(values))
-
-
-def trust_json(trust: Trust) -> dict[str, Any]:
-    """How far an answer can be trusted, and why it is degraded if it is."""
-    if trust.reason is None:
-        return {"mode": trust.mode.value}
-    return {"mode": trust.mode.value, "degraded_because": trust.reason.value}
-
-
-def answer_json(answer: RouteAnswer) -> dict[str, Any]:
-    """The answer to POST /route."""
-    rank, trust, chosen_trust = answer.rank, answer.trust, answer.chosen_trust
-    fields: dict[str, Any] = {
-        "request_id": answer.request_id,
-        "worker_id": rank.worker_id,
-        "dp_rank": rank.dp_rank,
-        "url": answer.worker_url,
-        "overlap_blocks": answer.overlap_blocks,
-        "request_blocks": answer.request_blocks,
-        "cost": answer.cost,
-        "router_mode": answer.router_mode,
-        "mode": trust.mode,  # a StrEnum: reading its `value` takes longer, and orjson writes the same
-        "chosen_mode": chosen_trust.mode,
-    }
-    if trust.reason is not None:
-        fields["degraded_because"] = trust.reason
-    if chosen_trust.reason is not None:
-        fields["chosen_degraded_because"] = chosen_trust.reason
-    if answer.moe_filter_applied is not None:
-        fields["moe_filter_applied"] = answer.moe_filter_applied
-    if answer.pooled_blocks:
-        fields["pooled_blocks"] = answer.pooled_blocks
-    if answer.queued_ms is not None:
-        fields["queued_ms"] = answer.queued_ms
-    if answer.candidates is not None:
-        fields["block_size"] = answer.block_size
-        fields["candidates"] = [terms_json(terms) for terms in answer.candidates]
-    return fields
-
-
-def error_json(code: str, message: str, detail: dict[str, Any] | None = None) -> dict[str, Any]:
-    """An error in the shape of all errors."""
-    return {"error": {"code": code, "message": message, "detail": detail or {}}}
-
-
-def booking_json(request_id: str, booking: Booking) -> dict[str, Any]:
-    """A booking as POST /loads/{request_id} returns it."""
-    return {
-        "request_id": request_id,
-        "worker_id": booking.rank.worker_id,
-        "dp_rank": booking.rank.dp_rank,
-        "overlap_blocks": booking.overlap_blocks,
-        "request_blocks": booking.request_blocks,
-    }
-
-
-def worker_json(worker: Worker) -> dict[str, Any]:
-    """A worker of the registry, as in GET /workers."""
-    return asdict(worker)
-
-
-def report_json(report: MetricsReport) -> dict[str, Any]:
-    """The metrics that an engine reported for one rank, unchanged."""
-    return {
-        "dp_rank": report.rank.dp_rank,
-        **asdict(report.metrics),
-        "scraped_at_ms": report.scraped_at_ms,
-        "scrapes_failed": report.n_scrapes_failed,
-    }
-
-
-_T = TypeVar("_T")
-
-
-def decode_body(decoder: msgspec.json.Decoder[_T], body: bytes) -> _T:
-    """Decode a body; raises InvalidRequest, which explains what is wrong with it."""
-    if not body.strip():
-        raise InvalidRequest("the body is empty; it must be a JSON object")
-    try:
-        return decoder.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError) as exc:  # msgspec raises the latter for invalid UTF-8 in strings
-        raise invalid_body(exc, decoder.type) from exc
-    except RecursionError as exc:
-        raise InvalidRequest("the body is not valid: it is nested too deeply") from exc
-
-
-#: msgspec's message about an unknown field: its name, and the path of the object that has it.
-_UNKNOWN_FIELD = re.compile(r"Object contains unknown field `(.*?)`(?: - at `\$((?:\.\w+)*)`)?", re.DOTALL)
-
-
-def invalid_body(exc: Exception, kind: Any) -> InvalidRequest:
-    """Explain why a body is not valid. kind: the type as which it was decoded; of an unknown field, list the others."""
-    message = without_middle(str(exc))
-    unknown = _UNKNOWN_FIELD.fullmatch(message)
-    if unknown is None:
-        return InvalidRequest(f"the body is not valid: {_with_values(message, kind)}")
-    name, path = _shortened(unknown[1]), (unknown[2] or "").lstrip(".")
-    where = f" of {path}" if path else ""
-    return InvalidRequest(
-        f"the body is not valid: unknown field {name!r}{where}; the known ones are {', '.join(_fields_at(kind, path))}"
-    )
-
-
-#: msgspec's message about a value that is none of those that a field may have, and the path of that field.
-_INVALID_VALUE = re.compile(r"Invalid enum value .* - at `\$((?:\.\w+)+)`", re.DOTALL)
-
-
-def _with_values(message: str, kind: Any) -> str:
-    """A message of msgspec, with the values that the field may have if it is about one with few of them."""
-    message = without_middle(message)
-    invalid = _INVALID_VALUE.fullmatch(message)
-    if invalid is None:
-        return _shortened(message)
-    path, _, name = invalid[1].lstrip(".").rpartition(".")
-    values: list[object] = []
-    for each in _kinds_of(_struct_at(kind, path), name):
-        if isinstance(each, inspect.LiteralType):
-            values += each.values
-        elif isinstance(each, inspect.EnumType):
-            values += [member.value for member in each.cls]
-    return _shortened(message) + (f"; use one of {', '.join(map(str, values))}" if values else "")
-
-
-def _fields_at(kind: Any, path: str) -> list[str]:
-    """Names of the fields of the struct at a path of fields, such as `router_config_override.moe_query`."""
-    return [field.encode_name for field in _struct_at(kind, path).fields]
-
-
-def _struct_at(kind: Any, path: str) -> inspect.StructType:
-    at = inspect.type_info(kind)
-    for name in filter(None, path.split(".")):
-        assert isinstance(at, inspect.StructType)  # the path leads through objects
-        below = next((each for each in _kinds_of(at, name) if isinstance(each, inspect.StructType)), None)
-        if below is None:  # the unknown name itself looks like the end of the message
-            break
-        at = below
-    assert isinstance(at, inspect.StructType)
-    return at
-
-
-def _kinds_of(struct: inspect.StructType, name: str) -> tuple[inspect.Type, ...]:
-    """The types of which a field's value may be; none if there is no such field."""
-    found = next((field.type for field in struct.fields if field.encode_name == name), None)
-    if found is None:
-        return ()
-    return found.types if isinstance(found, inspect.UnionType) else (found,)
-
-
-def without_middle(message: str) -> str:
-    """Return the beginning and the end of a message that quotes megabytes of a body.
-
-    The search for the end of a name of 15 MB would take 0.3 s, and no other thread would run meanwhile.
-    """
-    longest = _MESSAGE_CHARS_MAX + 2 * _MESSAGE_END_CHARS  # of a message that is searched
-    if len(message) <= longest:
-        return message
-    return message[: longest - _MESSAGE_END_CHARS] + message[-_MESSAGE_END_CHARS:]
-
-
-def _shortened(text: str) -> str:
-    return text if len(text) <= _MESSAGE_CHARS_MAX else f"{text[:_MESSAGE_CHARS_MAX]}…"
