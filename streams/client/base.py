@@ -223,8 +223,8 @@ class KvRouter(Requests):
 
     async def close(self) -> None:
         """End what is still running, send the last reports for at most CLOSE_TIMEOUT_S, and close all connections."""
-        for each in list(self._live):
-            each.close()
+        for unfinished in list(self._live):
+            unfinished.close()
         await self._failed_engines.close()
         await self._reports.close(CLOSE_TIMEOUT_S)
         if self._engines is not None:

@@ -77,17 +77,17 @@ class EventSplitter:
 
     def feed(self, received: bytes) -> list[bytes]:
         """Return the data of the events that are complete now. Raises ValueError beyond EVENT_BYTES_MAX."""
-        found: list[bytes] = []
+        events: list[bytes] = []
         self._rest += received
         while (end := self._rest.find(b"\n")) >= 0:
             line = bytes(self._rest[:end]).rstrip(b"\r")
             del self._rest[: end + 1]
             # OpenAI's API has one line of data for each event; names, ids and comments are not used.
             if line.startswith(b"data:"):
-                found.append(line[5:].strip())
+                events.append(line[5:].strip())
         if len(self._rest) > EVENT_BYTES_MAX:
             raise ValueError(f"an event has more than {EVENT_BYTES_MAX} bytes")
-        return found
+        return events
 
 
 class Watchdog:

@@ -46,7 +46,9 @@ class FailedEngines:
         now_s = asyncio.get_running_loop().time()
         if now_s - self._reported_s.get(worker_id, float("-inf")) < REPEAT_S or len(self._calls) >= CALLS_MAX:
             return
-        self._reported_s = {each: at_s for each, at_s in self._reported_s.items() if now_s - at_s < REPEAT_S}
+        self._reported_s = {
+            reported_id: at_s for reported_id, at_s in self._reported_s.items() if now_s - at_s < REPEAT_S
+        }
         self._reported_s[worker_id] = now_s
         call = asyncio.create_task(self._avoid(worker_id), name=f"kvstreams-avoid-{worker_id}")
         self._calls.add(call)

@@ -219,10 +219,10 @@ class Generation:
     def _note_usage(self, stream: EngineStream) -> None:
         """Note what the last engine found of the prompt, if it said so."""
         if stream.usage is not None and self._migration is not None:
-            found = prompt_computed(stream.usage, self._heard_s)
+            computed = prompt_computed(stream.usage, self._heard_s)
             stream.usage = None
-            if found is not None:
-                self._migration.handle(found)
+            if computed is not None:
+                self._migration.handle(computed)
 
     async def _migrate(self, stream: Migration, failure: EngineFailed) -> dict[str, Any] | None:
         """Go on at another engine. Returns the end of the answer if only that was missing.

@@ -333,7 +333,7 @@ class KvRouterClient(KvRouter):
         if first is None:
             self._turn = (self._turn + 1) % n
             first = self._turn
-        order = [(first + at) % n for at in range(n)]
+        order = [(first + offset) % n for offset in range(n)]
         now_s = asyncio.get_running_loop().time()
         return sorted(order, key=lambda router: self._penalised_until_s[router] > now_s)  # sorting is stable
 

@@ -335,7 +335,7 @@ def _stop_characters(body: Mapping[str, Any]) -> int:
     """Return how many characters of a stop string may be out before the one that completes it."""
     stop = body.get("stop")
     stops = [stop] if isinstance(stop, str) else stop if isinstance(stop, list) else []
-    return max((len(each) - 1 for each in stops if isinstance(each, str) and each), default=0)
+    return max((len(text) - 1 for text in stops if isinstance(text, str) and text), default=0)
 
 
 def obstacle(body: Mapping[str, Any]) -> str | None:
@@ -368,7 +368,7 @@ def _has_several_prompts(prompt: Any) -> bool:
 
 def _has_media(messages: Any) -> bool:
     """Whether messages have a part that is not text."""
-    contents = [each.get("content") for each in messages or () if isinstance(each, Mapping)]
+    contents = [message.get("content") for message in messages or () if isinstance(message, Mapping)]
     parts = [part for content in contents if isinstance(content, list) for part in content]
     return any(isinstance(part, Mapping) and part.get("type", "text") not in _TEXT_PARTS for part in parts)
 
@@ -502,9 +502,9 @@ class Migration:
         """
         if self.figures.migrations:
             recovered, prefilled, own = self._expected
-            found = min(event.cached_tokens, event.prompt_tokens)
-            pooled = min(recovered, max(0, found - own)) if event.pooled_tokens is None else event.pooled_tokens
-            actual = min(pooled, found), event.prompt_tokens - found
+            cached = min(event.cached_tokens, event.prompt_tokens)
+            pooled = min(recovered, max(0, cached - own)) if event.pooled_tokens is None else event.pooled_tokens
+            actual = min(pooled, cached), event.prompt_tokens - cached
             self.figures.tokens_recovered += actual[0] - recovered
             self.figures.tokens_prefilled_again += actual[1] - prefilled
             self._expected = *actual, own

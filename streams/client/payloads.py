@@ -108,7 +108,7 @@ def query_of(fields: Mapping[str, Any]) -> dict[str, str] | None:
     query: dict[str, str] = {}
     for name, value in fields.items():
         if name == "router_config_override":
-            query.update({key: _parameter(each) for key, each in value.items() if each is not None})
+            query.update({key: _parameter(part) for key, part in value.items() if part is not None})
         else:
             query[name] = _parameter(value)
     return query if sum(len(name) + len(value) + 2 for name, value in query.items()) <= QUERY_CHARS_MAX else None

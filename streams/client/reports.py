@@ -120,7 +120,7 @@ class Reports:
     async def _send_all(self) -> None:
         while True:
             # Two reports of one booking are never sent at the same time, so that they arrive in order.
-            key = next((each for each in self._waiting if each not in self._sending), None)
+            key = next((booking for booking in self._waiting if booking not in self._sending), None)
             if key is None:
                 return
             report = self._waiting.pop(key)

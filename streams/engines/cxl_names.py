@@ -81,12 +81,12 @@ class CxlNames:
         self, rows: PooledRows, incarnation: Incarnation
     ) -> dict[CxlMemoryMetadata, list[tuple[BlockAddress, EngineHash]]]:
         """Return the blocks that a table lacks or has in another state, by their metadata. rows: the table's."""
-        found: dict[CxlMemoryMetadata, list[tuple[BlockAddress, EngineHash]]] = {}
+        missing: dict[CxlMemoryMetadata, list[tuple[BlockAddress, EngineHash]]] = {}
         for name, (address, metadata) in self._pooled.items():
             row = (incarnation, metadata.state, metadata.pool_id)
             if metadata.state in PLACED and rows.get(address.sequence) != row:
-                found.setdefault(metadata, []).append((address, EngineHash(name)))
-        return found
+                missing.setdefault(metadata, []).append((address, EngineHash(name)))
+        return missing
 
     def apply(self, event: EngineEvent, ledger: Ledger) -> None:
         """Apply an event that is already on Kafka to the ledger and the names; nothing is published."""
@@ -108,7 +108,7 @@ class CxlNames:
         """
         state = changed.state
         enters = RULES[state].placement is PlacementEffect.SET
-        found: list[tuple[BlockAddress, EngineHash]] = []
+        blocks: list[tuple[BlockAddress, EngineHash]] = []
         unknown: list[int] = []
         for name in map(EngineHash, changed.engine.tolist()):
             held, known = ledger.address(name), self._pooled.get(name)
@@ -117,20 +117,20 @@ class CxlNames:
             if address is None:
                 unknown.append(name)
             else:
-                found.append((address, name))
-        if enters and len(self._pooled) + len(found) > POOLED_NAMES_MAX:
+                blocks.append((address, name))
+        if enters and len(self._pooled) + len(blocks) > POOLED_NAMES_MAX:
             raise BadRecord(
                 "over_capacity", f"{len(self._pooled)} blocks of a rank are in pools; at most {POOLED_NAMES_MAX}"
             )
         if enters:
-            self.enter(found, state, changed.pool_id, changed.accessible_workers)
+            self.enter(blocks, state, changed.pool_id, changed.accessible_workers)
         elif state is CxlMemoryState.CXL_POOLED:
-            known_names = [row for row in found if row[1] in self._pooled]
+            known_names = [row for row in blocks if row[1] in self._pooled]
             self.enter(known_names, state, changed.pool_id, changed.accessible_workers)
         else:
-            for _, name in found:
+            for _, name in blocks:
                 self._pooled.pop(name, None)
-        return addressed(found), unknown
+        return addressed(blocks), unknown
 
 
 def announced_states(event: EngineEvent) -> list[CxlStateChanged]:

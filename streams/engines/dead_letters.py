@@ -26,7 +26,7 @@ def of_payload(sequence: int, n_bytes: int, digest: int, unusable: Sequence[Unus
             "bytes": n_bytes,
             "digest": f"{digest:016x}",
             "n_unusable": len(unusable),
-            "unusable": [_event(each) for each in unusable[:EVENTS_SHOWN_MAX]],
+            "unusable": [_event(event) for event in unusable[:EVENTS_SHOWN_MAX]],
         }
     )
 

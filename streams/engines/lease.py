@@ -242,21 +242,21 @@ class EngineLease:
         return replace(worker, lease=lease, block_size=worker.block_size if self._own is None else self._own.block_size)
 
 
-def _addressed(found: Worker | None, own: Worker, fixed: tuple[str, ...]) -> Worker:
+def _addressed(registered: Worker | None, own: Worker, fixed: tuple[str, ...]) -> Worker:
     """Return the registration with this bridge's addresses and adapters; everything else is an operator's choice.
 
     fixed: further fields that the operator has set at this bridge.
     """
-    if found is None:
+    if registered is None:
         return own
     return replace(
-        found,
+        registered,
         url=own.url,
         model=own.model,
         block_size=own.block_size,
         dp_size=own.dp_size,
         events_endpoint=own.events_endpoint,
         replay_endpoint=own.replay_endpoint,
-        lora_names=found.lora_names if own.lora_names is None else own.lora_names,
+        lora_names=registered.lora_names if own.lora_names is None else own.lora_names,
         **{name: getattr(own, name) for name in fixed},
     )

@@ -92,7 +92,7 @@ def parse_metrics(page: bytes, *, dp_size: int, block_size: int) -> dict[DpRank,
         raise BadRecord("not_text", f"the page is not UTF-8: {exc}") from exc
     relevant = "\n".join(line for line in text.split("\n") if line.startswith(_PREFIXES))
     # Rank and gauge, to the negated position of the name in _NAMES and the number.
-    found: dict[tuple[DpRank, int], tuple[int, float]] = {}
+    samples: dict[tuple[DpRank, int], tuple[int, float]] = {}
     try:
         for family in text_string_to_metric_families(relevant + "\n"):
             for sample in family.samples:
@@ -104,14 +104,14 @@ def parse_metrics(page: bytes, *, dp_size: int, block_size: int) -> dict[DpRank,
                     if value is not None:
                         reported = (-_PREFERENCE[sample.name], value)
                         key = (rank, reading.gauge)
-                        found[key] = max(found.get(key, reported), reported)
+                        samples[key] = max(samples.get(key, reported), reported)
     except ValueError as exc:
         raise BadRecord("bad_page", f"a line is not a Prometheus sample: {exc}") from exc
-    if not found:
+    if not samples:
         raise BadRecord("no_metrics", "the page has none of the names that vLLM, SGLang or TensorRT-LLM use")
-    ranks = sorted({rank for rank, _ in found})
+    ranks = sorted({rank for rank, _ in samples})
     return {
-        rank: _gauges({gauge: value for (of, gauge), (_, value) in found.items() if of == rank}, block_size)
+        rank: _gauges({gauge: value for (of, gauge), (_, value) in samples.items() if of == rank}, block_size)
         for rank in ranks
     }
 

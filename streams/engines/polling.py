@@ -231,11 +231,11 @@ def numbered(events: Sequence[Any]) -> Mapping[int, list[tuple[int, bytes]]]:
     An event without a number is part of the batch before it, or of the first one. If no event of a rank has one, they
     are lost, and a gap follows.
     """
-    found: dict[int, list[tuple[int, list[Any]]]] = {}
+    by_rank: dict[int, list[tuple[int, list[Any]]]] = {}
     unnumbered: dict[int, list[Any]] = {}
     for event in events:
         dp_rank = rank_of_event(event)
-        batches = found.setdefault(dp_rank, [])
+        batches = by_rank.setdefault(dp_rank, [])
         number = event.get("event_id") if isinstance(event, dict) else None
         if type(number) is int and 0 <= number <= _ID_MAX:
             batches.append((number, [*unnumbered.pop(dp_rank, ()), event]))
@@ -243,4 +243,6 @@ def numbered(events: Sequence[Any]) -> Mapping[int, list[tuple[int, bytes]]]:
             batches[-1][1].append(event)
         else:
             unnumbered.setdefault(dp_rank, []).append(event)
-    return {rank: [(number, json.dumps(each).encode()) for number, each in batches] for rank, batches in found.items()}
+    return {
+        rank: [(number, json.dumps(batch).encode()) for number, batch in batches] for rank, batches in by_rank.items()
+    }

@@ -37,7 +37,7 @@ def read_pooled(
     settings: ScopeSettings, partition: int, worker_ids: Collection[WorkerId]
 ) -> Mapping[WorkerId, Mapping[RankId, PooledRows]]:
     """Read which blocks of workers the table has, by worker and rank. Blocks; raises TableError."""
-    found: dict[WorkerId, dict[RankId, dict[SequenceHash, PooledRow]]] = {worker_id: {} for worker_id in worker_ids}
+    rows: dict[WorkerId, dict[RankId, dict[SequenceHash, PooledRow]]] = {worker_id: {} for worker_id in worker_ids}
     for key, value in read_rows(settings, partition, worker_ids).items():
         if not key.startswith(BLOCK_PREFIX):
             continue
@@ -45,6 +45,6 @@ def read_pooled(
             where, row = decode_block(key, value)
         except BadRecord:
             continue  # agents and routers skip the record as well
-        of_rank = found[where.owner.worker_id].setdefault(where.owner, {})
+        of_rank = rows[where.owner.worker_id].setdefault(where.owner, {})
         of_rank[where.sequence] = (row.placement.incarnation, row.placement.state, where.pool_id)
-    return found
+    return rows

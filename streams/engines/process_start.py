@@ -72,9 +72,9 @@ async def read_body(response: aiohttp.ClientResponse, bytes_max: int) -> bytes:
 
 def parse_process_start(page: str) -> Evidence:
     """Find the start time on a Prometheus page, converted to microseconds."""
-    found = _START_TIME.search(page)
+    match = _START_TIME.search(page)
     try:
-        return Evidence(True, Incarnation(round(float(found[1]) * 1_000_000)) if found else None)
+        return Evidence(True, Incarnation(round(float(match[1]) * 1_000_000)) if match else None)
     except (ValueError, OverflowError):
         return Evidence(True, None)
 
@@ -96,7 +96,9 @@ def listed_models(body: bytes) -> tuple[str, ...]:
     except (ValueError, RecursionError) as exc:
         raise KvStreamsError("the answer is not JSON") from exc
     models = answer.get("data") if isinstance(answer, dict) else None
-    names = [each.get("id") if isinstance(each, dict) else None for each in models] if isinstance(models, list) else []
+    names = (
+        [model.get("id") if isinstance(model, dict) else None for model in models] if isinstance(models, list) else []
+    )
     if not names or not isinstance(names[0], str) or not names[0]:
         raise KvStreamsError("the answer names no model")
     if not names[0].isprintable():

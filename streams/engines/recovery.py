@@ -226,14 +226,14 @@ def held_runs(run: Run) -> list[RestatedRun]:
             stretches.append([offset])
     return [
         RestatedRun(
-            start=run.start + at[0],
-            parent=run.parent if at[0] == 0 else SequenceHash(run.sequence[at[0] - 1]),
-            engine=np.array(run.engine[at[0] : at[-1] + 1], dtype=np.uint64),
-            local=np.array(run.local[at[0] : at[-1] + 1], dtype=np.uint64),
+            start=run.start + offsets[0],
+            parent=run.parent if offsets[0] == 0 else SequenceHash(run.sequence[offsets[0] - 1]),
+            engine=np.array(run.engine[offsets[0] : offsets[-1] + 1], dtype=np.uint64),
+            local=np.array(run.local[offsets[0] : offsets[-1] + 1], dtype=np.uint64),
             tier=run.key.tier,
-            facts=tuple(BlockFacts(offset - at[0], 1, run.moe[offset]) for offset in at if offset in run.moe),
+            facts=tuple(BlockFacts(offset - offsets[0], 1, run.moe[offset]) for offset in offsets if offset in run.moe),
         )
-        for at in stretches
+        for offsets in stretches
     ]
 
 
@@ -273,7 +273,7 @@ def recover_workers(settings: ScopeSettings, partition: int, worker_ids: Collect
                     table[record.key] = record.value
 
     read_to_end(settings, names.index_changelog.name, partition, None, take)
-    found = _from_table(table, worker_ids)
+    recovered_ranks = _from_table(table, worker_ids)
     after_table = _applied_offset(table, of_partition, names.kv_events.name) + 1
     keys = {worker_key(worker_id): worker_id for worker_id in worker_ids}
 
@@ -281,19 +281,19 @@ def recover_workers(settings: ScopeSettings, partition: int, worker_ids: Collect
         for record in records:
             worker_id = keys.get(record.key)
             if worker_id is not None:
-                _fold_record(found[worker_id], settings, worker_id, record)
+                _fold_record(recovered_ranks[worker_id], settings, worker_id, record)
 
     log = first_offset(settings, names.kv_events.name, partition, after_table)
     if log.low > after_table:
-        for ranks in found.values():
+        for ranks in recovered_ranks.values():
             for recovered in ranks.values():
                 recovered.ledger.lost_events()  # no agent was running for longer than events are kept
     if log.first is not None:
         read_to_end(settings, names.kv_events.name, partition, log.first, fold)
-    with_ranks = {worker_id: ranks for worker_id, ranks in found.items() if ranks}
+    with_ranks = {worker_id: ranks for worker_id, ranks in recovered_ranks.items() if ranks}
     if with_ranks:
         _recover_names(settings, with_ranks, partition, _applied_offset(table, of_partition, names.cxl_events.name))
-    return found
+    return recovered_ranks
 
 
 def _key_beginnings(worker_id: WorkerId) -> tuple[bytes, bytes]:
@@ -304,22 +304,22 @@ def _key_beginnings(worker_id: WorkerId) -> tuple[bytes, bytes]:
     return run[:_BEGINNING_BYTES], progress_key(rank)[:_BEGINNING_BYTES]
 
 
-def _recover_names(settings: ScopeSettings, found: RanksOf, partition: int, applied: int) -> None:
+def _recover_names(settings: ScopeSettings, ranks_of: RanksOf, partition: int, applied: int) -> None:
     """Read which blocks are in CXL pools, and under which names: the table, then the transitions after it."""
-    keys = {worker_key(worker_id): worker_id for worker_id in found}
+    keys = {worker_key(worker_id): worker_id for worker_id in ranks_of}
 
     def fold(records: list[Record]) -> None:
         for record in records:
             worker_id = keys.get(record.key)
             if worker_id is not None:
-                _fold_transition(found[worker_id], record.value, settings)
+                _fold_transition(ranks_of[worker_id], record.value, settings)
 
-    table = read_rows(settings, partition, found)
+    table = read_rows(settings, partition, ranks_of)
     for key, value in sorted(table.items()):  # blocks come before parked transitions, and these in order
         owner = owner_of_row(key)
         if owner is None:
             continue
-        ranks = found[WorkerId(owner)]
+        ranks = ranks_of[WorkerId(owner)]
         try:
             if key.startswith(BLOCK_PREFIX):
                 where, row = decode_block(key, value)
@@ -355,16 +355,16 @@ def _from_table(table: dict[bytes, bytes], worker_ids: Collection[WorkerId]) -> 
     for key, value in table.items():
         try:
             if key.startswith(PROGRESS_PREFIX):
-                each = decode_progress(key, value)
-                progress[each.rank] = each
+                rank_progress = decode_progress(key, value)
+                progress[rank_progress.rank] = rank_progress
             elif key.startswith(RUN_PREFIX):
                 runs.setdefault(parse_run_key(key).rank, []).append(decode_run(key, value))
         except BadRecord:
             continue  # agents and routers skip the record as well
-    found: RanksOf = {worker_id: {} for worker_id in worker_ids}
-    for rank, each in progress.items():
-        found[rank.worker_id][rank.dp_rank] = recovered_rank(each, runs.get(rank, []))
-    return found
+    ranks_of: RanksOf = {worker_id: {} for worker_id in worker_ids}
+    for rank, rank_progress in progress.items():
+        ranks_of[rank.worker_id][rank.dp_rank] = recovered_rank(rank_progress, runs.get(rank, []))
+    return ranks_of
 
 
 def _applied_offset(table: dict[bytes, bytes], key: bytes, topic: str) -> int:

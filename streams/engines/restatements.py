@@ -97,10 +97,10 @@ def _packed(runs: Iterable[RestatedRun], bytes_max: int) -> Iterator[list[Restat
 
 def _fitting(run: RestatedRun, free_bytes: int) -> int:
     """Return how many leading blocks of a run fit, with their facts."""
-    for each in run.facts:
-        free_after = free_bytes - _bytes_of(each)
-        if free_after < (each.first + 1) * _BLOCK_BYTES:
-            return min(free_bytes // _BLOCK_BYTES, each.first)
+    for facts in run.facts:
+        free_after = free_bytes - _bytes_of(facts)
+        if free_after < (facts.first + 1) * _BLOCK_BYTES:
+            return min(free_bytes // _BLOCK_BYTES, facts.first)
         free_bytes = free_after
     return min(free_bytes // _BLOCK_BYTES, len(run.local))
 
@@ -112,18 +112,18 @@ def _bytes_of(facts: BlockFacts) -> int:
     return _FACTS_BYTES + _PLACEMENT_BYTES + len((facts.cxl.pool_id or "").encode()) + _WORKER_BYTES * n_workers
 
 
-def _cut(run: RestatedRun, at: int) -> tuple[RestatedRun, RestatedRun | None]:
-    """Return the first `at` blocks of a run, and the rest, whose parent is the last of them."""
-    if len(run.local) <= at:
+def _cut(run: RestatedRun, n_kept: int) -> tuple[RestatedRun, RestatedRun | None]:
+    """Return the first `n_kept` blocks of a run, and the rest, whose parent is the last of them."""
+    if len(run.local) <= n_kept:
         return run, None
     before, after = [], []
-    for each in run.facts:
-        end = each.first + each.n_blocks
-        if each.first < at:
-            before.append(replace(each, n_blocks=min(end, at) - each.first))
-        if end > at:
-            first = max(each.first - at, 0)
-            after.append(replace(each, first=first, n_blocks=end - at - first))
-    head = RestatedRun(run.start, run.parent, run.engine[:at], run.local[:at], run.tier, tuple(before))
+    for facts in run.facts:
+        end = facts.first + facts.n_blocks
+        if facts.first < n_kept:
+            before.append(replace(facts, n_blocks=min(end, n_kept) - facts.first))
+        if end > n_kept:
+            first = max(facts.first - n_kept, 0)
+            after.append(replace(facts, first=first, n_blocks=end - n_kept - first))
+    head = RestatedRun(run.start, run.parent, run.engine[:n_kept], run.local[:n_kept], run.tier, tuple(before))
     last = SequenceHash(int(sequence_hashes(head.local, run.parent)[-1]))
-    return head, RestatedRun(run.start + at, last, run.engine[at:], run.local[at:], run.tier, tuple(after))
+    return head, RestatedRun(run.start + n_kept, last, run.engine[n_kept:], run.local[n_kept:], run.tier, tuple(after))

@@ -56,7 +56,7 @@ class SharedCalls(Generic[_Key, _Result]):
                     now, later = waiting[:ENGINES_PER_CALL_MAX], waiting[ENGINES_PER_CALL_MAX:]
                     if later:
                         self._waiting[key] = later
-                    await self._serve_engines(key, [each for each in now if not each[1].done()])
+                    await self._serve_engines(key, [call for call in now if not call[1].done()])
         finally:
             del self._running[key]
             for _, future in self._waiting.pop(key, ()):

@@ -53,11 +53,11 @@ class SocketWatch:
 
     def poll(self) -> bool:
         """Call back for every descriptor that is readable now; return whether there was one."""
-        found = self._selector.select(0)
+        readable = self._selector.select(0)
         watched = self._selector.get_map()
         ends_at_s = time.monotonic() + POLL_S_MAX
         self.is_cut_short = False
-        for key, _ in found:
+        for key, _ in readable:
             if time.monotonic() > ends_at_s:
                 self.is_cut_short = True
                 break
@@ -67,7 +67,7 @@ class SocketWatch:
                 key.data()
             except Exception:  # the other sockets must be read nevertheless
                 log.exception("a socket cannot be read")
-        return bool(found)
+        return bool(readable)
 
     def _on_readable(self) -> None:
         """Poll, and from now on by the clock, for as long as there is something to read."""
@@ -78,10 +78,10 @@ class SocketWatch:
         loop = asyncio.get_running_loop()
         due_at_s = loop.time() + POLL_EVERY_S
         self._next_poll = None
-        found = self.poll()
+        had_readable = self.poll()
         if not self._selector.get_map():
             self._stop()
-        elif found:
+        elif had_readable:
             # Counted from the beginning of this poll: a process with much to do polls again once others had their turn.
             self._next_poll = loop.call_at(due_at_s, self._poll_and_continue)
         else:

@@ -118,7 +118,7 @@ class VerdictWatch:
         return VerdictStatus.PARKED if sent.intersection(self._parked.values()) else VerdictStatus.DECIDED
 
     def _verdict(self, status: VerdictStatus, sent: frozenset[int]) -> TransitionVerdict:
-        return TransitionVerdict(status, tuple(why for at, why in sorted(self._refused.items()) if at in sent))
+        return TransitionVerdict(status, tuple(why for offset, why in sorted(self._refused.items()) if offset in sent))
 
     def _take(self, message: Message) -> None:
         topic, offset, error = message.topic() or "", message.offset() or 0, message.error()

@@ -65,9 +65,9 @@ class StreamWatch:
         """Parse events until one has a token."""
         head = self._head
         head += data
-        while not self.has_token and (at := head.find(b"\n")) >= 0:
-            line = bytes(head[:at])
-            del head[: at + 1]
+        while not self.has_token and (end := head.find(b"\n")) >= 0:
+            line = bytes(head[:end])
+            del head[: end + 1]
             if line.endswith(b"\r"):
                 self._end = b"\r\n\r\n"
                 line = line[:-1]

@@ -164,8 +164,8 @@ def transferred_fields(answer: bytes) -> dict[str, Any] | None:
         return None
     if isinstance(page.get(_PARAMS), dict) and page[_PARAMS]:
         return {_PARAMS: page[_PARAMS]}
-    found = {name: page[name] for name in _BOOTSTRAP if page.get(name) is not None}
-    return found if len(found) == len(_BOOTSTRAP) else None
+    fields = {name: page[name] for name in _BOOTSTRAP if page.get(name) is not None}
+    return fields if len(fields) == len(_BOOTSTRAP) else None
 
 
 def decode_body(body: bytes, more: Mapping[str, Any]) -> bytes:

@@ -104,8 +104,8 @@ class Fleet:
                 known = roles.get(model) or ModelRoles(block_size=worker["block_size"])
                 roles[model] = known.including(worker["worker_id"], worker["role"])
         self._engines, self._created_s, self._roles = engines, created, roles
-        found = {worker["worker_id"]: worker.get("incarnation") for worker in workers}
-        self._incarnations = {worker_id: number for worker_id, number in found.items() if number is not None}
+        incarnations = {worker["worker_id"]: worker.get("incarnation") for worker in workers}
+        self._incarnations = {worker_id: number for worker_id, number in incarnations.items() if number is not None}
         self._adapters = {adapter: model for adapter, model in adapters.items() if adapter not in created}
 
     def not_ready(self) -> str | None:

@@ -27,7 +27,7 @@ COMPLETED, REFUSED, FAILED, BROKEN, CLIENT_GONE, CLIENT_SLOW = OUTCOMES = (
 )
 
 #: How an engine fails after a stream's first token.
-FAILURES = tuple(each.value for each in Failure)
+FAILURES = tuple(failure.value for failure in Failure)
 
 _SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
@@ -89,7 +89,7 @@ FRONT_METRICS: tuple[Metric[FrontCounts], ...] = (
         "Failures of engines after a stream's first token, with `front_migration`: the connection broke (`died`), "
         "nothing came for `front_stall_timeout_s` (`stalled`), or the engine reported an error or refused to resume "
         "(`refused`).",
-        lambda counts: {each: counts.engine_failures[each] for each in FAILURES},
+        lambda counts: {failure: counts.engine_failures[failure] for failure in FAILURES},
         Label("how", FAILURES),
     ),
     counter(
@@ -128,7 +128,7 @@ FRONT_METRICS: tuple[Metric[FrontCounts], ...] = (
     counter(
         "kvstreams_front_tokenizer_characters_total",
         "Characters of prompts by what the tokenizer did: those of a `cached` piece were not encoded again.",
-        lambda counts: {each: counts.characters[each] for each in ("cached", "encoded")},
+        lambda counts: {how: counts.characters[how] for how in ("cached", "encoded")},
         Label("how", ("cached", "encoded")),
     ),
     counter(
@@ -145,8 +145,8 @@ FRONT_METRICS: tuple[Metric[FrontCounts], ...] = (
     counter(
         "kvstreams_front_render_probes_total",
         "Probes of whether an engine makes the same tokens as this front, by their outcomes.",
-        lambda counts: {each.value: counts.render_probes[each] for each in RenderOutcome},
-        Label("outcome", tuple(each.value for each in RenderOutcome)),
+        lambda counts: {outcome.value: counts.render_probes[outcome] for outcome in RenderOutcome},
+        Label("outcome", tuple(outcome.value for outcome in RenderOutcome)),
     ),
     histogram(
         "kvstreams_front_tokenize_seconds", "Time to tokenize a prompt.", read=lambda counts: counts.tokenize_seconds

@@ -49,14 +49,14 @@ PROMPTS: Mapping[RenderPart, tuple[Kind, Mapping[str, Any]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Two lists of tokens that differ. at: position of the first difference. n_ours, n_theirs: their lengths."""
+    """Two lists of tokens that differ. position: of the first difference. n_ours, n_theirs: their lengths."""
 
-    at: int
+    position: int
     n_ours: int
     n_theirs: int
 
     def __str__(self) -> str:
-        return f"{self.n_theirs} tokens instead of {self.n_ours}, different from token {self.at} on"
+        return f"{self.n_theirs} tokens instead of {self.n_ours}, different from token {self.position} on"
 
 
 def compare(ours: Sequence[int], theirs: Sequence[int]) -> Difference | None:
@@ -64,8 +64,10 @@ def compare(ours: Sequence[int], theirs: Sequence[int]) -> Difference | None:
     if ours == theirs:
         return None
     pairs = zip(ours, theirs, strict=False)
-    at = next((at for at, (one, other) in enumerate(pairs) if one != other), min(len(ours), len(theirs)))
-    return Difference(at, len(ours), len(theirs))
+    position = next(
+        (position for position, (one, other) in enumerate(pairs) if one != other), min(len(ours), len(theirs))
+    )
+    return Difference(position, len(ours), len(theirs))
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,14 +86,14 @@ def judge(rendered: Mapping[RenderPart, RenderedPair]) -> RenderResult:
     """
     unknown: RenderResult | None = None
     n_compared = 0
-    for part, each in rendered.items():
-        if each.ours is not None and each.theirs is not None:
+    for part, tokens in rendered.items():
+        if tokens.ours is not None and tokens.theirs is not None:
             n_compared += 1
-            difference = compare(each.ours, each.theirs)
+            difference = compare(tokens.ours, tokens.theirs)
             if difference is not None:
-                return RenderResult(RenderOutcome.DIFFERS, part=part, from_token=difference.at)
-        elif each.ours is not each.theirs and unknown is None:
-            reason = RenderReason.ENGINE_REFUSED if each.theirs is None else RenderReason.FRONT_REFUSED
+                return RenderResult(RenderOutcome.DIFFERS, part=part, from_token=difference.position)
+        elif tokens.ours is not tokens.theirs and unknown is None:
+            reason = RenderReason.ENGINE_REFUSED if tokens.theirs is None else RenderReason.FRONT_REFUSED
             unknown = RenderResult(RenderOutcome.UNKNOWN, reason, part)
     if unknown is not None:
         return unknown

@@ -265,8 +265,8 @@ class Prefilling:
         try:
             async with asyncio.timeout(timeout_s):
                 for pause_s in pauses_s(timeout_s):
-                    found = (await self._router.find_matches_for_request(token_ids, **fields)).by_rank
-                    reaching = ranks_that_reach(found.scores, found.cxl_accessible_scores, n_blocks)
+                    overlap = (await self._router.find_matches_for_request(token_ids, **fields)).by_rank
+                    reaching = ranks_that_reach(overlap.scores, overlap.cxl_accessible_scores, n_blocks)
                     if (booking.worker_id, booking.dp_rank) in reaching:
                         return True
                     if reaching and await booking.reassign_to(sorted({rank.worker_id for rank in reaching})):

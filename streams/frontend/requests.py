@@ -142,8 +142,8 @@ def route_options(request: FrontRequest, headers: Mapping[str, str], grant: Gran
         "tenant": grant.tenant or _name(headers, TENANT),
     }
     required = _utf_8(TAINTS, headers.get(TAINTS)) or ""
-    taints = [each.strip() for each in required.split(",") if each.strip()]
-    if len(taints) > TAINTS_MAX or any(len(each) > NAME_CHARS_MAX for each in taints):
+    taints = [taint.strip() for taint in required.split(",") if taint.strip()]
+    if len(taints) > TAINTS_MAX or any(len(taint) > NAME_CHARS_MAX for taint in taints):
         raise InvalidRequest(f"{TAINTS} has more than {TAINTS_MAX} taints, or one of over {NAME_CHARS_MAX} characters")
     options["required_taints"] = taints or None
     priority = _priority(headers)
@@ -169,7 +169,7 @@ def engine_headers(headers: Mapping[str, str], request_id: str, key: str | None)
 
 def client_headers(headers: Mapping[str, str]) -> list[tuple[str, str]]:
     """Return the headers of an engine's answer that reach the client."""
-    named = {each.strip().lower() for each in headers.get("Connection", "").split(",")}
+    named = {header.strip().lower() for header in headers.get("Connection", "").split(",")}
     return [(name, value) for name, value in headers.items() if name.lower() not in _HOP_BY_HOP | named]
 
 

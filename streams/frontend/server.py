@@ -106,8 +106,8 @@ class Secrets:
         watched = [*self._keys.values(), *([] if self._token is None else [self._token])]
         while watched:
             await asyncio.sleep(CHECK_S)
-            for each in watched:
-                await asyncio.to_thread(each.check)
+            for secret in watched:
+                await asyncio.to_thread(secret.check)
 
 
 def _watched(setting: str, file: str) -> Watched[str]:

@@ -145,7 +145,7 @@ def _text_of(part: Any) -> str:
 
 def _list_of_objects(body: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
     values = body.get(name)
-    if not isinstance(values, list) or not values or not all(isinstance(each, dict) for each in values):
+    if not isinstance(values, list) or not values or not all(isinstance(value, dict) for value in values):
         raise InvalidRequest(f"{name} must be a list of objects, and not empty")
     return values
 

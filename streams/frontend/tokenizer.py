@@ -90,10 +90,10 @@ class TokenCache:
 
     def get(self, text: str) -> array[int] | None:
         """Return the tokens of a text, if they are cached."""
-        found = self._entries.get(text)
-        if found is not None:
+        tokens = self._entries.get(text)
+        if tokens is not None:
             self._entries.move_to_end(text)
-        return found
+        return tokens
 
     def put(self, text: str, tokens: array[int]) -> None:
         """Keep the tokens of a text that is not cached; one that would take a quarter of the cache is not kept."""
@@ -164,24 +164,24 @@ class ModelTokenizer:
         """Return the tokens of a prompt's pieces. known: those of pieces that were encoded elsewhere."""
         tokens, n_cached = array("I"), 0
         for piece in rendered.pieces:
-            found = self._cache.get(piece)
-            if found is None:
-                found = self._take(piece, None if known is None else known.get(piece))
+            piece_tokens = self._cache.get(piece)
+            if piece_tokens is None:
+                piece_tokens = self._take(piece, None if known is None else known.get(piece))
             else:
                 n_cached += len(piece)
-            tokens += found
+            tokens += piece_tokens
         if rendered.has_special:
             tokens = self._before + tokens + (self._after if rendered.whole else array("I"))
         return Encoded(_packed(tokens), rendered.whole, rendered.n_characters, n_cached)
 
     def pieces(self, texts: list[str]) -> tuple[list[array[int]], int]:
         """Return the tokens of each of these pieces, and how many of their characters were found in the cache."""
-        found, n_cached = [], 0
+        tokens, n_cached = [], 0
         for text in texts:
             cached = self._cache.get(text)
             n_cached += 0 if cached is None else len(text)
-            found.append(self._take(text) if cached is None else cached)
-        return found, n_cached
+            tokens.append(self._take(text) if cached is None else cached)
+        return tokens, n_cached
 
     def _take(self, text: str, tokens: array[int] | None = None) -> array[int]:
         """Return the tokens of a piece that is not cached, and cache them. tokens: None if they are not known."""
@@ -199,26 +199,26 @@ class ModelTokenizer:
         plain = self._direct("a")
         (encoding,) = self._tokenizer.encode_batch_fast(["a"], add_special_tokens=True)
         around = array("I", encoding.ids)
-        for at in range(len(around) - len(plain) + 1):
-            if around[at : at + len(plain)] == plain:
-                return around[:at], around[at + len(plain) :]
+        for position in range(len(around) - len(plain) + 1):
+            if around[position : position + len(plain)] == plain:
+                return around[:position], around[position + len(plain) :]
         return array("I"), array("I")
 
     def _pattern(self) -> re.Pattern[str] | None:
         """Return the pattern that splits a text at special tokens, or None if pieces depend on each other."""
         added = self._tokenizer.get_added_tokens_decoder().values()
         special = [
-            each.content
-            for each in added
-            if each.content and not (each.lstrip or each.rstrip or each.normalized or each.single_word)
+            token.content
+            for token in added
+            if token.content and not (token.lstrip or token.rstrip or token.normalized or token.single_word)
         ]
         if not special:
             return None
         special.sort(key=len, reverse=True)  # the longest is matched first, as the tokenizer does
         pattern = re.compile(f"({'|'.join(map(re.escape, special))})")
         for probe in _PROBES:
-            for each in (special[0], special[-1]):
-                text = probe.replace("SPECIAL", each)
+            for token in (special[0], special[-1]):
+                text = probe.replace("SPECIAL", token)
                 tokens = array("I")
                 for piece in pattern.split(text):
                     tokens += self._direct(piece) if piece else array("I")
@@ -269,7 +269,7 @@ def _template(folder: Path, config: Mapping[str, Any]) -> ChatTemplate | None:
     file = folder / "chat_template.jinja"
     source = _read(file) if file.exists() else config.get("chat_template")
     if isinstance(source, list):  # several by name; engines use `default` unless a request names another one
-        named = {each.get("name"): each.get("template") for each in source if isinstance(each, dict)}
+        named = {template.get("name"): template.get("template") for template in source if isinstance(template, dict)}
         source = named.get("default")
     if not isinstance(source, str):
         return None

@@ -116,14 +116,14 @@ class TokenizerProcess:
         Raises InvalidRequest, TokenizerEnded.
         """
         name = model.encode()
-        found = await self._ask(_REQUEST.pack(_PIECES, len(name)) + name, orjson.dumps(texts))
-        lengths = token_array(found.tokens[: 4 * len(texts)])
-        tokens, at = token_array(found.tokens[4 * len(texts) :]), 0
+        answer = await self._ask(_REQUEST.pack(_PIECES, len(name)) + name, orjson.dumps(texts))
+        lengths = token_array(answer.tokens[: 4 * len(texts)])
+        tokens, position = token_array(answer.tokens[4 * len(texts) :]), 0
         parts = []
         for length in lengths:
-            parts.append(tokens[at : at + length])
-            at += length
-        return parts, found.n_cached
+            parts.append(tokens[position : position + length])
+            position += length
+        return parts, answer.n_cached
 
     async def _ask(self, head: bytes, body: bytes) -> PackedTokens:
         frames = self._frames
@@ -132,9 +132,9 @@ class TokenizerProcess:
         answered = frames.next()
         frames.send(head, body)
         answer = await answered
-        found, whole, n_characters, n_cached = _ANSWER.unpack_from(answer)
+        succeeded, whole, n_characters, n_cached = _ANSWER.unpack_from(answer)
         rest = answer[_ANSWER.size :]
-        if not found:
+        if not succeeded:
             raise InvalidRequest(rest.decode())
         return PackedTokens(rest, whole, n_characters, n_cached)
 
@@ -268,8 +268,8 @@ def main() -> None:
                 tokens = b"".join(map(pack_tokens, parts))
                 _send(sent, _ANSWER.pack(True, True, sum(map(len, texts)), n_cached), lengths, tokens)
                 continue
-            found = tokenizers[model].encode(_KINDS[kind], request[name_end:])
-            _send(sent, _ANSWER.pack(True, found.whole, found.n_characters, found.n_cached), found.tokens)
+            encoded = tokenizers[model].encode(_KINDS[kind], request[name_end:])
+            _send(sent, _ANSWER.pack(True, encoded.whole, encoded.n_characters, encoded.n_cached), encoded.tokens)
         except InvalidRequest as exc:
             _send(sent, _ANSWER.pack(False, False, 0, 0), str(exc).encode())
         except Exception as exc:  # the request is routed by load; nothing may end this process for the others

@@ -135,8 +135,8 @@ class Tokenizing:
 
         Never raises for what a client sent: what cannot be tokenized is routed by load.
         """
-        found = await self._found(request, body, model, engine, http, key)
-        prompt = found or Prompt(UNKNOWN_TOKENS, NONE, whole=False)
+        known = await self._known_prompt(request, body, model, engine, http, key)
+        prompt = known or Prompt(UNKNOWN_TOKENS, NONE, whole=False)
         self.sources[prompt.source] += 1
         return prompt
 
@@ -147,10 +147,10 @@ class Tokenizing:
         body = {"prompt": text, "add_special_tokens": False, **({} if model is None else {"model": model})}
         raw = orjson.dumps(body["prompt"])
         request = FrontRequest(Kind.COMPLETION, model, False, None, None, raw)
-        found = await self._found(request, orjson.dumps(body), model, engine, http, key)
-        return None if found is None else found.tokens
+        prompt = await self._known_prompt(request, orjson.dumps(body), model, engine, http, key)
+        return None if prompt is None else prompt.tokens
 
-    async def _found(
+    async def _known_prompt(
         self,
         request: FrontRequest,
         body: bytes,
@@ -166,10 +166,10 @@ class Tokenizing:
                 return _known((await self._in_process(lambda process: process.ids(request.prompt))).tokens, IDS)
             name = model if model in self._paths else ""
             if name in self._paths:
-                found = await self._by_files(request.kind, name, body)
-                self.characters["cached"] += found.n_cached
-                self.characters["encoded"] += found.n_characters - found.n_cached
-                return _known(found.tokens, FILES, whole=found.whole)
+                encoded = await self._by_files(request.kind, name, body)
+                self.characters["cached"] += encoded.n_cached
+                self.characters["encoded"] += encoded.n_characters - encoded.n_cached
+                return _known(encoded.tokens, FILES, whole=encoded.whole)
             if engine is not None:
                 return _known(await self._by_engine(request, body, engine, http, key), ENGINE)
         except InvalidRequest:
@@ -203,8 +203,8 @@ class Tokenizing:
         if missing:
             tokens, n_cached = await self._in_process(lambda process: process.pieces(name, missing))
             known = dict(zip(missing, tokens, strict=True))
-        found = tokenizer.join(rendered, known)
-        return PackedTokens(found.tokens, found.whole, found.n_characters, found.n_cached + n_cached)
+        joined = tokenizer.join(rendered, known)
+        return PackedTokens(joined.tokens, joined.whole, joined.n_characters, joined.n_cached + n_cached)
 
     async def _in_process(self, call: Callable[[TokenizerProcess], Awaitable[_T]]) -> _T:
         """Ask the process that has the fewest requests."""

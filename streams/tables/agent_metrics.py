@@ -52,12 +52,12 @@ class AgentSnapshot:
 
     def refused(self) -> dict[str, int]:
         """Refused transitions by reason."""
-        found = (
+        refused = (
             (key.removeprefix(_REFUSED_PREFIX), n)
             for key, n in self.verdicts.items()
             if key.startswith(_REFUSED_PREFIX)
         )
-        return dict(found)
+        return dict(refused)
 
 
 AGENT_METRICS: tuple[Metric[AgentSnapshot], ...] = (
@@ -94,7 +94,7 @@ AGENT_METRICS: tuple[Metric[AgentSnapshot], ...] = (
     counter(
         "kvstreams_agent_transitions_total",
         "Transitions of `cxl-events` that were not refused, by outcome",
-        lambda now: {each: now.verdicts.get(f"{_OUTCOME_PREFIX}{each}", 0) for each in TransitionOutcome},
+        lambda now: {outcome: now.verdicts.get(f"{_OUTCOME_PREFIX}{outcome}", 0) for outcome in TransitionOutcome},
         Label("outcome", tuple(TransitionOutcome)),
     ),
     counter(

@@ -34,7 +34,7 @@ def read_to_end(
 ) -> int:
     """Read as read_messages does, but pass a Record for each message, which costs more per record."""
     return read_messages(
-        settings, topic, partition, start, lambda messages: on_records([as_record(each) for each in messages])
+        settings, topic, partition, start, lambda messages: on_records([as_record(message) for message in messages])
     )
 
 

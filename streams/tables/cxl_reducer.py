@@ -184,21 +184,21 @@ class PartitionReducer:
     def take_refused(self) -> list[tuple[SourceRecord, BadRecord]]:
         """Return parked transitions that turned out to be illegal, or whose batch never arrived."""
         late = self.pooled.take_refused()
-        self._verdicts.update(f"cxl_refused_{each.why.reason}" for each in late)
+        self._verdicts.update(f"cxl_refused_{refusal.why.reason}" for refusal in late)
         return [
             (
                 SourceRecord(
                     topic=self._cxl_topic,
-                    partition=partition_of(each.owner.worker_id, self._settings.partitions),
-                    offset=each.row.offset,
-                    timestamp_ms=each.row.timestamp_ms,
-                    key=worker_key(each.owner.worker_id),
-                    value=each.row.raw,
+                    partition=partition_of(refusal.owner.worker_id, self._settings.partitions),
+                    offset=refusal.row.offset,
+                    timestamp_ms=refusal.row.timestamp_ms,
+                    key=worker_key(refusal.owner.worker_id),
+                    value=refusal.row.raw,
                     headers=(),
                 ),
-                each.why,
+                refusal.why,
             )
-            for each in late
+            for refusal in late
         ]
 
     def take_changes(self) -> dict[TableSpec, list[Change]]:

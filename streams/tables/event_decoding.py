@@ -86,7 +86,7 @@ class EventRows(Sequence[KvEvent]):
         engine, tier = self._hashes(row[EVENT_ENGINE], row[EVENT_BLOCKS]), Tier(row[EVENT_TIER])
         if row[EVENT_KIND] == REMOVED:
             return BlocksRemoved(engine, tier)
-        labels = [None if each == NO_LABEL else each for each in row[EVENT_LABELS : EVENT_LABELS + LABEL_WORDS]]
+        labels = [None if label == NO_LABEL else label for label in row[EVENT_LABELS : EVENT_LABELS + LABEL_WORDS]]
         return BlocksStored(
             EngineHash(row[EVENT_PARENT] & U64_MASK) if row[EVENT_HAS_PARENT] else None,
             engine,
@@ -131,7 +131,7 @@ def rows_of(events: Iterable[KvEvent]) -> tuple[Int64Array, int, object]:
 
 def label_words(moe: MoeLabels) -> list[int]:
     """Return the LABEL_WORDS words by which kernels know a block's labels."""
-    return [NO_LABEL if each is None else each for each in (moe.layer_id, moe.expert_id, moe.expert_group)]
+    return [NO_LABEL if label is None else label for label in (moe.layer_id, moe.expert_id, moe.expert_group)]
 
 
 def decode_events(

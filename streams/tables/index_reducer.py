@@ -241,7 +241,9 @@ class IndexReducer:
         Progress comes first, since a new epoch tells readers to drop the runs of older ones.
         """
         changes = self.holdings.take_changes(TOMBSTONES_PER_BATCH)
-        records: list[Change] = [(progress_key(each.rank), encode_progress(each)) for each in changes.progress]
+        records: list[Change] = [
+            (progress_key(progress.rank), encode_progress(progress)) for progress in changes.progress
+        ]
         records += [(parked_key(key), raw) for key, raw in changes.parked]
         records += changes.runs
         return {self._table: records}

@@ -69,10 +69,10 @@ def labels_of(columns: RunColumns, first: int, last: int) -> dict[int, list[Labe
     offset = columns.offset
     rows = np.empty((int(offset[last] - offset[first]), LABEL_ROW_WORDS), dtype=np.int64)
     n_rows = decode_labels(address_of(columns.data), len(columns.data), columns.address, first, last, rows.ctypes.data)
-    found: dict[int, list[LabelledBlock]] = {}
+    blocks: dict[int, list[LabelledBlock]] = {}
     for record, sequence, *labels in rows[:n_rows].tolist():
-        found.setdefault(record, []).append((SequenceHash(sequence & U64_MASK), _labels(*labels)))
-    return found
+        blocks.setdefault(record, []).append((SequenceHash(sequence & U64_MASK), _labels(*labels)))
+    return blocks
 
 
 @lru_cache(maxsize=_KEPT_LABELS)

@@ -172,10 +172,10 @@ class RunTable:
             written = int(self._ends[0])
             ends = self._ends[1 : written + 1].tolist()
             data = self._out[: ends[-1] if ends else 0].tobytes()
-            at = 0
+            record = 0
             for end in ends:
-                changes.append((data[at : at + KEY_BYTES], data[at + KEY_BYTES : end]))
-                at = end
+                changes.append((data[record : record + KEY_BYTES], data[record + KEY_BYTES : end]))
+                record = end
         while tombstones_max > 0:
             written = encode_stale(self._at, out, min(tombstones_max, _RECORDS_PER_CALL))
             if not written:
@@ -250,7 +250,7 @@ class RunTable:
 
     def _tombstones(self, n_keys: int) -> list[Change]:
         data = self._out[: n_keys * KEY_BYTES].tobytes()
-        return [(data[at : at + KEY_BYTES], None) for at in range(0, len(data), KEY_BYTES)]
+        return [(data[begin : begin + KEY_BYTES], None) for begin in range(0, len(data), KEY_BYTES)]
 
     def _grow_maps(self, failure: int, n_blocks: int) -> None:
         """Grow the maps for this many more blocks; raises IndexFull if another limit is reached."""

@@ -156,16 +156,16 @@ class PartitionStore:
 
         A damaged block ends RocksDB's iterator just as the last key does, so its status is checked at the end.
         """
-        found = self._db.iter()
-        found.seek(prefix)
-        while found.valid():
-            key, value = found.key(), found.value()
+        rows = self._db.iter()
+        rows.seek(prefix)
+        while rows.valid():
+            key, value = rows.key(), rows.value()
             assert isinstance(key, bytes) and isinstance(value, bytes)  # raw mode has no other types
             if not key.startswith(prefix):
                 return
             yield key, value
-            found.next()
-        found.status()
+            rows.next()
+        rows.status()
 
     def _move_aside(self) -> Path:
         aside = self.path.with_suffix(".damaged")

@@ -261,7 +261,7 @@ def test_bookings_near_their_limit_are_found_before_any_is_dropped(share: float,
 def test_tokens_differ_from_the_first_one_on_that_does(ours: list[int], theirs: list[int], at: int | None) -> None:
     """A prompt that ends earlier differs at its end."""
     found = compare(ours, theirs)
-    assert (None if found is None else found.at) == at
+    assert (None if found is None else found.position) == at
     assert found is None or str(found).startswith(f"{len(theirs)} tokens instead of {len(ours)}")
 
 

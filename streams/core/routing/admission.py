@@ -59,7 +59,7 @@ _CLOSED = float("inf")
 def is_first(router_id: str, router_ids: Iterable[str], worker_id: WorkerId, period: int) -> bool:
     """Whether none of the routers is before this one in the order of a worker. period: number of the period."""
     own = _rendezvous(router_id, worker_id, period)
-    return all(_rendezvous(each, worker_id, period) <= own for each in router_ids)
+    return all(_rendezvous(other_id, worker_id, period) <= own for other_id in router_ids)
 
 
 def _rendezvous(router_id: str, worker_id: WorkerId, period: int) -> tuple[int, str]:
@@ -201,46 +201,48 @@ class Gate:
         work = self._propagation_tokens if self._ms_per_token is None else PROPAGATION_MS
         if len(self._router_ids) < 2 or not work:
             return _NO_CHARGES
-        found = self._candidates_of(ranks)
+        candidates = self._candidates_of(ranks)
         period = self._period()
-        if found.others_as_of != (period, self._router_ids):
-            found.others_as_of = (period, self._router_ids)
+        if candidates.others_as_of != (period, self._router_ids):
+            candidates.others_as_of = (period, self._router_ids)
             router_id, routers = self._router_id(), self._router_ids
-            found.others = {rank: work for rank in ranks if not is_first(router_id, routers, rank.worker_id, period)}
-        return found.others
+            candidates.others = {
+                rank: work for rank in ranks if not is_first(router_id, routers, rank.worker_id, period)
+            }
+        return candidates.others
 
     def _period(self) -> int:
         return int(self._wall_ms // PERIOD_MS)
 
     def _candidates_of(self, ranks: Sequence[RankId]) -> _Candidates:
-        found = self._candidates.get(id(ranks))
-        if found is None:
+        candidates = self._candidates.get(id(ranks))
+        if candidates is None:
             if len(self._candidates) >= _CANDIDATES_MAX:
                 self._candidates.clear()
-            found = self._candidates[id(ranks)] = _Candidates(ranks)
-        return found
+            candidates = self._candidates[id(ranks)] = _Candidates(ranks)
+        return candidates
 
     def _close(self, rank: RankId) -> None:
-        for each in self._candidates.values():
-            each.open.discard(rank)
+        for candidates in self._candidates.values():
+            candidates.open.discard(rank)
 
     def _open_ranks(self, ranks: Sequence[RankId], loads: ActiveLoads) -> set[RankId]:
         """Return those of these ranks that are open to this router in this pump."""
-        found = self._candidates_of(ranks)
-        if found.pump == self._pump:
-            return found.open
-        found.pump = self._pump
-        if found.loads is not loads or found.numbering != loads.numbering:
-            found.loads, found.numbering, found.rows = loads, loads.numbering, loads.rows_of(ranks)
-        found.open = set()
+        candidates = self._candidates_of(ranks)
+        if candidates.pump == self._pump:
+            return candidates.open
+        candidates.pump = self._pump
+        if candidates.loads is not loads or candidates.numbering != loads.numbering:
+            candidates.loads, candidates.numbering, candidates.rows = loads, loads.numbering, loads.rows_of(ranks)
+        candidates.open = set()
         idle = None if self._idle is None else set(self._idle(ranks, loads))
         period, router_id = self._period(), self._router_id()
-        for rank, is_over in zip(ranks, self._are_over(loads, found.rows), strict=True):
+        for rank, is_over in zip(ranks, self._are_over(loads, candidates.rows), strict=True):
             if is_over or (idle is not None and rank not in idle):
                 self._opened_ms[rank] = _CLOSED
             elif rank not in self._charges and self._is_our_turn(rank, router_id, period):
-                found.open.add(rank)
-        return found.open
+                candidates.open.add(rank)
+        return candidates.open
 
     def _is_our_turn(self, rank: RankId, router_id: str, period: int) -> bool:
         opened_ms = self._opened_ms.get(rank)

@@ -24,7 +24,7 @@ def avoided_workers(
 
     unusable: ranks that get no requests anyway. They count neither as ranks of the model nor as avoided.
     """
-    marked = [each for each in avoidances if each.worker_id in workers]
+    marked = [avoidance for avoidance in avoidances if avoidance.worker_id in workers]
     if not marked:
         return frozenset()
     usable: Counter[WorkerId] = Counter()
@@ -36,9 +36,9 @@ def avoided_workers(
     for model in allowed:
         allowed[model] //= AVOIDED_RANKS_DIVISOR
     avoided: set[WorkerId] = set()
-    for each in sorted(marked, key=lambda each: (each.avoided_at_ms, each.worker_id)):
-        model, n_ranks = workers[each.worker_id].model, usable[each.worker_id]
+    for avoidance in sorted(marked, key=lambda avoidance: (avoidance.avoided_at_ms, avoidance.worker_id)):
+        model, n_ranks = workers[avoidance.worker_id].model, usable[avoidance.worker_id]
         if n_ranks <= allowed[model]:
             allowed[model] -= n_ranks
-            avoided.add(each.worker_id)
+            avoided.add(avoidance.worker_id)
     return frozenset(avoided)

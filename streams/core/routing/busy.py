@@ -76,10 +76,10 @@ def idle_ranks(
     if not busy.any():
         return ranks
     idle = np.flatnonzero(~busy)
-    base, at = base_of(ranks)
+    base, positions = base_of(ranks)
     if not isinstance(base, tuple):
         return [base[index] for index in idle.tolist()]
-    return RankSelection(base, idle if at is None else at[idle])
+    return RankSelection(base, idle if positions is None else positions[idle])
 
 
 def reported_blocks(
@@ -120,7 +120,7 @@ class ReportedBlocks:
 
     def of(self, ranks: Sequence[RankId]) -> BlocksInUse:
         """Return the blocks of these ranks, in their order."""
-        base, at = base_of(ranks)
+        base, positions = base_of(ranks)
         known = self._columns.get(base) if isinstance(base, tuple) else None
         if known is None or known[0] != self._numbering:
             rows = np.array([self._rows.get(rank, 0) for rank in base], dtype=np.int64)
@@ -128,7 +128,7 @@ class ReportedBlocks:
             known = (self._numbering, rows, registered)
             if isinstance(base, tuple):
                 self._columns.put(base, known)
-        rows, registered = known[1:] if at is None else (known[1][at], known[2][at])
+        rows, registered = known[1:] if positions is None else (known[1][positions], known[2][positions])
         total, active = self._reported.take(rows, axis=1)
         return BlocksInUse(np.where(registered > 0, registered, total), active)
 

@@ -76,15 +76,15 @@ def names_another_rank(rank: RankId, worker_filter: WorkerFilter) -> bool:
 class RankSelection(Sequence[RankId]):
     """Some of a tuple of ranks, in its order, so that what is cached for the tuple serves them as well.
 
-    base: the tuple, which is the same object for all requests with the same shared filters. at: int64[n], the positions
-    in it, ascending.
+    base: the tuple, which is the same object for all requests with the same shared filters. positions: int64[n], in it,
+    ascending.
     """
 
-    __slots__ = ("at", "base")
+    __slots__ = ("base", "positions")
 
-    def __init__(self, base: tuple[RankId, ...], at: Int64Array) -> None:
+    def __init__(self, base: tuple[RankId, ...], positions: Int64Array) -> None:
         self.base = base
-        self.at = at
+        self.positions = positions
 
     @overload
     def __getitem__(self, index: int) -> RankId: ...
@@ -94,14 +94,14 @@ class RankSelection(Sequence[RankId]):
 
     def __getitem__(self, index: int | slice) -> RankId | tuple[RankId, ...]:
         if isinstance(index, slice):
-            return tuple(self.base[position] for position in self.at[index].tolist())
-        return self.base[self.at.item(index)]
+            return tuple(self.base[position] for position in self.positions[index].tolist())
+        return self.base[self.positions.item(index)]
 
     def __iter__(self) -> Iterator[RankId]:
-        return map(self.base.__getitem__, self.at.tolist())
+        return map(self.base.__getitem__, self.positions.tolist())
 
     def __len__(self) -> int:
-        return len(self.at)
+        return len(self.positions)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, RankSelection | tuple | list) and tuple(self) == tuple(other)
@@ -115,7 +115,9 @@ class RankSelection(Sequence[RankId]):
 def base_of(ranks: Sequence[RankId]) -> tuple[Sequence[RankId], Int64Array | None]:
     """Return the ranks for which columns are cached, and the positions of `ranks` in them; None for all of them."""
     # The first check answers for most requests; isinstance takes longer, since Sequence is an abstract class.
-    return (ranks.base, ranks.at) if type(ranks) is not tuple and isinstance(ranks, RankSelection) else (ranks, None)
+    if type(ranks) is not tuple and isinstance(ranks, RankSelection):
+        return ranks.base, ranks.positions
+    return ranks, None
 
 
 class EligibleRanks:
@@ -148,8 +150,8 @@ class EligibleRanks:
             passes[first:last] = False
         if worker_filter.dp_rank is not None:
             passes &= self._dp_ranks() == worker_filter.dp_rank
-        at = np.flatnonzero(passes)
-        return self.ranks if len(at) == len(self.ranks) else RankSelection(self.ranks, at)
+        positions = np.flatnonzero(passes)
+        return self.ranks if len(positions) == len(self.ranks) else RankSelection(self.ranks, positions)
 
     def _spans_of(self, worker_ids: Set[WorkerId]) -> Iterator[tuple[int, int]]:
         """First and last position of each of these workers that has ranks here; examines the smaller set."""

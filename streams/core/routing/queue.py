@@ -220,8 +220,8 @@ class RequestQueue:
 
         None of them is in the queue, so there are no shares of tenants yet: priority decides, then the policy's key.
         """
-        ordered = sorted(requests, key=lambda each: (-each.priority, self._place(each)))
-        return [each.number for each in ordered]
+        ordered = sorted(requests, key=lambda request: (-request.priority, self._place(request)))
+        return [request.number for request in ordered]
 
     def in_order(self) -> Iterator[int]:
         """Give the numbers of the waiting requests in their order. The queue must not change meanwhile.
@@ -233,14 +233,14 @@ class RequestQueue:
             heads = [(flow.served, flow.places[0], tenant, 0) for tenant, flow in flows.items()]
             heapq.heapify(heads)
             while heads:
-                served, (_, number), tenant, at = heads[0]
+                served, (_, number), tenant, index = heads[0]
                 yield number
                 places = flows[tenant].places
-                if at + 1 == len(places):
+                if index + 1 == len(places):
                     heapq.heappop(heads)
                 else:
                     served += max(1, self._waiting[number][0].uncached_tokens)
-                    heapq.heapreplace(heads, (served, places[at + 1], tenant, at + 1))
+                    heapq.heapreplace(heads, (served, places[index + 1], tenant, index + 1))
 
     def late(self, now_ms: float) -> list[int]:
         """The numbers of requests whose deadline has passed."""

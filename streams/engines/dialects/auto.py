@@ -82,16 +82,16 @@ class AutoDecoder:
             self.n_confirmed += 1
         return replace(batch, dialect=self.dialect)
 
-    def _note(self, found: Dialect | None) -> None:
+    def _note(self, dialect: Dialect | None) -> None:
         """Note which dialect the events of a payload show."""
-        if found is None:
+        if dialect is None:
             return
-        if found is self.dialect:
+        if dialect is self.dialect:
             self.n_confirmed += 1
             return
-        if found is not VLLM or self.dialect is not None:  # until the first decision, payloads were read as vLLM's
-            self._decoder = VllmDecoder(self.block_size) if found is VLLM else SglangDecoder(self.block_size)
-        self.dialect, self.n_confirmed = found, 1
+        if dialect is not VLLM or self.dialect is not None:  # until the first decision, payloads were read as vLLM's
+            self._decoder = VllmDecoder(self.block_size) if dialect is VLLM else SglangDecoder(self.block_size)
+        self.dialect, self.n_confirmed = dialect, 1
 
 
 #: Copies are counted until the dialect is known, and then as that dialect does it.
@@ -105,11 +105,11 @@ def _recognised(outer: Any, block_size: int) -> Dialect | None:
         return VLLM
     for raw in raw_events:
         try:
-            found = _by_map(raw) if isinstance(raw, dict) else _by_array(raw, block_size)
+            dialect = _by_map(raw) if isinstance(raw, dict) else _by_array(raw, block_size)
         except (BadRecord, *FIELD_ERRORS):
             continue  # it becomes an unusable event
-        if found is not None:
-            return found
+        if dialect is not None:
+            return dialect
     return None
 
 

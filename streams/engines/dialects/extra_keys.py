@@ -98,10 +98,10 @@ def _padded(block: list[Any], items: list[_Item]) -> list[Any] | None:
         if start >= len(block):
             continue  # it begins in the tokens after the block, which a lookahead hash includes
         placeholders.add(block[start])
-        at = start
-        while at < min(end, len(block)) and block[at] == block[start]:
-            padded[at], covered[at] = item.pad, True
-            at += 1
+        position = start
+        while position < min(end, len(block)) and block[position] == block[start]:
+            padded[position], covered[position] = item.pad, True
+            position += 1
     if any(token in placeholders and not known for token, known in zip(block, covered, strict=True)):
         return None
     return padded

@@ -141,7 +141,7 @@ def engine_hashes(values: Any) -> HashArray:
         hashes = np.frombuffer(packed, dtype=np.uint64)
         if 0 < len(packed) <= FEW_HASHES and min(packed) > 1:
             return hashes
-        if not any(isinstance(values[at], bool) for at in np.flatnonzero(hashes < 2).tolist()):
+        if not any(isinstance(values[index], bool) for index in np.flatnonzero(hashes < 2).tolist()):
             return hashes
     return np.array([engine_hash(value) for value in values], dtype=np.uint64)
 
@@ -158,9 +158,9 @@ def distinct_prefix(values: Sequence[Any], hashes: HashArray, parent: Any) -> tu
     if len(distinct) == len(names) and (parent is None or int(engine_hash(parent)) not in distinct):
         return len(names), ""
     seen: dict[int, Any] = {} if parent is None else {int(engine_hash(parent)): parent}
-    for at, (name, value) in enumerate(zip(names, values, strict=True)):
+    for index, (name, value) in enumerate(zip(names, values, strict=True)):
         if name in seen:
-            return at, "duplicate_hash" if seen[name] == value else "colliding_hash"
+            return index, "duplicate_hash" if seen[name] == value else "colliding_hash"
         seen[name] = value
     raise AssertionError("a hash is repeated")
 
@@ -223,8 +223,8 @@ def hash_blocks(
 def wrong_block_size(size: Any, block_size: int) -> BadRecord:
     """Return the error of an event whose blocks have another size than the scope's."""
     plausible = shown_size(size)
-    found = "another number of" if plausible is None else plausible
-    message = f"blocks have {found} tokens; this scope has {block_size} for the model"
+    shown = "another number of" if plausible is None else plausible
+    message = f"blocks have {shown} tokens; this scope has {block_size} for the model"
     return BadRecord(WRONG_BLOCK_SIZE, message, block_size=plausible)
 
 

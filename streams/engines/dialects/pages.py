@@ -85,8 +85,8 @@ class Pages:
         if len(self._pages) + len(names) > PAGES_MAX:
             raise BadRecord("over_capacity", f"a rank holds {len(self._pages)} pages; the limit is {PAGES_MAX}")
         out: list[BlocksStored] = []
-        for at, name in enumerate(names.tolist()):
-            page = self._add(parent, name, tokens[at * size : (at + 1) * size])
+        for index, name in enumerate(names.tolist()):
+            page = self._add(parent, name, tokens[index * size : (index + 1) * size])
             page.tiers |= 1 << tier
             out += [self._stored(last, tier, salting) for last in self._completed(page, tier)]
             parent = EngineHash(name)
@@ -142,12 +142,12 @@ class Pages:
             before = before.before
         stack = [page]
         while stack:
-            each = stack.pop()
-            if not each.tiers >> tier & 1:
+            following = stack.pop()
+            if not following.tiers >> tier & 1:
                 continue
-            if each.end == self._block_size and not each.published >> tier & 1:
-                yield each
-            stack += each.after.values()
+            if following.end == self._block_size and not following.published >> tier & 1:
+                yield following
+            stack += following.after.values()
 
     def _stored(self, last: _Page, tier: Tier, salting: Salting) -> BlocksStored:
         tokens: list[Any] = []
@@ -175,7 +175,7 @@ def _ends(page: _Page) -> Iterator[_Page]:
     """Return the pages after a page that end a block which is held, and the page itself if it does."""
     stack = [page]
     while stack:
-        each = stack.pop()
-        if each.published:
-            yield each
-        stack += each.after.values()
+        following = stack.pop()
+        if following.published:
+            yield following
+        stack += following.after.values()

@@ -41,9 +41,9 @@ def unpack(raw: bytes) -> Any:
         numbers = np.empty(len(raw), dtype=np.uint32)  # each number takes at least one byte
         n_lists = find_tokens(np.frombuffer(raw, dtype=np.uint8), TOKENS_MIN, spans, numbers)
         if n_lists > 0:
-            found = _unpack_without(raw, spans[: n_lists * SPAN_WORDS].tolist(), numbers)
-            if _n_token_arrays(found) == n_lists:
-                return found
+            unpacked = _unpack_without(raw, spans[: n_lists * SPAN_WORDS].tolist(), numbers)
+            if _n_token_arrays(unpacked) == n_lists:
+                return unpacked
     return msgpack.unpackb(raw, strict_map_key=False)
 
 
@@ -61,12 +61,12 @@ def _unpack_without(raw: bytes, spans: list[int], numbers: TokenArray) -> Any:
     """Unpack a payload with an extension value in place of each list."""
     parts: list[bytes] = []
     arrays: list[TokenArray] = []
-    at = first = 0
+    position = first = 0
     for begin, end, length in zip(spans[::SPAN_WORDS], spans[1::SPAN_WORDS], spans[2::SPAN_WORDS], strict=True):
-        parts += (raw[at:begin], bytes((0xD4, _TYPE, len(arrays))))  # 0xd4: an extension value of one byte
+        parts += (raw[position:begin], bytes((0xD4, _TYPE, len(arrays))))  # 0xd4: an extension value of one byte
         arrays.append(numbers[first : first + length])
-        at, first = end, first + length
-    parts.append(raw[at:])
+        position, first = end, first + length
+    parts.append(raw[position:])
     return msgpack.unpackb(b"".join(parts), strict_map_key=False, ext_hook=lambda _, data: arrays[data[0]])
 
 

@@ -171,16 +171,16 @@ class TrtllmDecoder:
         stored: list[BlocksStored] = []
         read: list[tuple[EngineHash, list[Any], Tier, Salting]] = []
         seen: set[int | None] = {parent}
-        for at, block in enumerate(data["blocks"]):
+        for index, block in enumerate(data["blocks"]):
             name, tokens = block_name(block["block_hash"]), [token["token_id"] for token in block["tokens"]]
             if len(tokens) > self.block_size:
                 raise wrong_block_size(len(tokens), self.block_size)
             if name in seen:
-                batch.leave_out("duplicate_hash", len(data["blocks"]) - at)
+                batch.leave_out("duplicate_hash", len(data["blocks"]) - index)
                 break
             padded = self._with_images(tokens, block)
             if padded is None:
-                batch.count("content_unknown", len(data["blocks"]) - at)  # no request can name it either
+                batch.count("content_unknown", len(data["blocks"]) - index)  # no request can name it either
                 break
             check_tokens(padded)
             seen.add(name)
@@ -212,20 +212,20 @@ class TrtllmDecoder:
             extra = any(token.get("token_extra_id") for token in block["tokens"])
             return None if extra else tokens
         padded = list(tokens)
-        at = 0
+        position = 0
         for key in keys:
             digest, offset = key["hash"], key.get("start_offset", 0)
-            while at < len(tokens) and not self._is_image(tokens[at], offset):
-                at += 1
-            if at == len(tokens):
+            while position < len(tokens) and not self._is_image(tokens[position], offset):
+                position += 1
+            if position == len(tokens):
                 return None
             pad = pad_value(content_hash(digest))
-            if isinstance(tokens[at], str) and at + 1 < len(tokens) and type(tokens[at + 1]) is int:
-                first = tokens[at + 1] - 1
+            if isinstance(tokens[position], str) and position + 1 < len(tokens) and type(tokens[position + 1]) is int:
+                first = tokens[position + 1] - 1
                 self.vocabulary = first if self.vocabulary is None else self.vocabulary
-            while at < len(tokens) and self._is_image(tokens[at], offset):
-                padded[at] = pad
-                at, offset = at + 1, offset + 1
+            while position < len(tokens) and self._is_image(tokens[position], offset):
+                padded[position] = pad
+                position, offset = position + 1, offset + 1
         return None if any(isinstance(token, str) for token in padded) else padded
 
     def _is_image(self, token: Any, offset: int) -> bool:
@@ -308,17 +308,17 @@ def _array(names: Sequence[int]) -> HashArray:
 def _joined(stored: list[BlocksStored]) -> list[BlocksStored]:
     """Join stores that continue each other in the same tier."""
     out: list[list[BlocksStored]] = []
-    for each in stored:
+    for event in stored:
         last = out[-1][-1] if out else None
-        if last is not None and last.tier is each.tier and each.parent == int(last.engine[-1]):
-            out[-1].append(each)
+        if last is not None and last.tier is event.tier and event.parent == int(last.engine[-1]):
+            out[-1].append(event)
         else:
-            out.append([each])
+            out.append([event])
     return [
         BlocksStored(
             run[0].parent,
-            np.concatenate([each.engine for each in run]),
-            np.concatenate([each.local for each in run]),
+            np.concatenate([event.engine for event in run]),
+            np.concatenate([event.local for event in run]),
             run[0].tier,
         )
         for run in out

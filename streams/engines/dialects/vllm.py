@@ -450,12 +450,12 @@ def _take_special(state: _State, names: list[int], local: HashArray, known: froz
 
     They are the ones before the first block of unknown content.
     """
-    for at, name in enumerate(names):
+    for index, name in enumerate(names):
         if name in known:
             own = state.special[name]
             if own is None:
-                return at
-            local[at] = own
+                return index
+            local[index] = own
     return len(names)
 
 
@@ -560,8 +560,8 @@ def _cxl_metadata(raw: dict[str, Any] | None) -> CxlMemoryMetadata | None:
     if raw is None:
         return None
     state, pool_id, workers = _placed(raw["state"], raw.get("pool_id"), raw.get("accessible_workers"))
-    for each in stored_as(state):
-        check_change(CxlStateChanged(0, np.empty(0, dtype=np.uint64), each, pool_id, workers))
+    for entered in stored_as(state):
+        check_change(CxlStateChanged(0, np.empty(0, dtype=np.uint64), entered, pool_id, workers))
     return CxlMemoryMetadata(state, pool_id, workers)
 
 

@@ -38,8 +38,8 @@ Resolve = Callable[[str], Awaitable[Sequence[str]]]
 
 async def resolve(name: str) -> list[str]:
     """Return the name's addresses, in the same order each time. Raises socket.gaierror."""
-    found = await asyncio.get_running_loop().getaddrinfo(name, None, type=socket.SOCK_STREAM)
-    return sorted({str(address[0]) for *_, address in found})
+    addresses = await asyncio.get_running_loop().getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    return sorted({str(address[0]) for *_, address in addresses})
 
 
 class DnsEngines:

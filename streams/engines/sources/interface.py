@@ -73,8 +73,8 @@ class MergedEngines:
         while (clash := first_clash(merged)) is not None:
             engine, value = clash
             left_out.add(f"the engine at {engine.url} is left out: another engine has {value}")
-            at = max(index for index, other in enumerate(merged) if other == engine)
-            del merged[at]
+            position = max(index for index, other in enumerate(merged) if other == engine)
+            del merged[position]
         if len(merged) > ENGINES_MAX:
             left_out.add(f"all but {ENGINES_MAX} engines are left out; start further bridges for the others")
         for reason in sorted(left_out - self._logged):

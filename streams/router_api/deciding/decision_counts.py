@@ -99,9 +99,11 @@ class DecisionCounts:
         if now_s < self._step_ends_s:
             return
         self._step_ends_s = now_s + WINDOW_STEP_S
-        for worker_id in [each for each in self.by_worker if each != OTHER and each not in registered]:
+        for worker_id in [known_id for known_id in self.by_worker if known_id != OTHER and known_id not in registered]:
             del self.by_worker[worker_id]
-        self._steps.append({each: (counts.blocks, counts.hit_blocks) for each, counts in self.by_worker.items()})
+        self._steps.append(
+            {worker_id: (counts.blocks, counts.hit_blocks) for worker_id, counts in self.by_worker.items()}
+        )
 
     def hit_rates(self) -> Mapping[WorkerId | str, float]:
         """The share of the prompts' blocks that each worker had, over the window; only of workers that got prompts."""

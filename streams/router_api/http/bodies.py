@@ -171,14 +171,14 @@ def _decompressed(data: bytes, format_code: int, bytes_max: int) -> bytes:
     """Decompress a body on a thread; zlib lets other threads run meanwhile. Raises InvalidRequest, RequestTooLarge."""
     stream = zlib.decompressobj(format_code)
     try:
-        found = stream.decompress(data, bytes_max + 1)
+        plain = stream.decompress(data, bytes_max + 1)
     except zlib.error as exc:
         raise InvalidRequest(f"the body does not have the format that Content-Encoding says: {exc}") from exc
-    if len(found) > bytes_max:
+    if len(plain) > bytes_max:
         raise _too_large(bytes_max)
     if not stream.eof or stream.unused_data:
         raise InvalidRequest("the compressed body is cut off, or has more data after its end")
-    return found
+    return plain
 
 
 def _too_large(bytes_max: int) -> RequestTooLarge:

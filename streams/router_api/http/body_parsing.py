@@ -179,15 +179,15 @@ def _pieces(name: str, raw: msgspec.Raw, decoder: msgspec.json.Decoder[Any]) -> 
         if not text.startswith(b"["):
             decoder.decode(text[:PIECE_BYTES])  # raises an error that names the type, which is not array
             raise InvalidRequest(f"{name} is not an array")
-        at = 1
+        position = 1
         while True:
             # The items are numbers, or text without commas: if a piece ends within an item, the item is not valid.
-            comma = text.find(b",", at + PIECE_BYTES)
+            comma = text.find(b",", position + PIECE_BYTES)
             if comma < 0:
-                yield decoder.decode(b"[" + text[at:])
+                yield decoder.decode(b"[" + text[position:])
                 return
-            yield decoder.decode(b"[" + text[at:comma] + b"]")
-            at = comma + 1
+            yield decoder.decode(b"[" + text[position:comma] + b"]")
+            position = comma + 1
     except (msgspec.DecodeError, UnicodeDecodeError) as exc:
         raise InvalidRequest(f"{name}: {invalid_body(exc, None)}") from exc
     except RecursionError as exc:

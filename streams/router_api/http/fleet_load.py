@@ -66,7 +66,7 @@ class FleetLoad:
             if worker.state is not WorkerState.CORDONED:
                 rows[worker.model].extend(range(first, first + worker.dp_size))
         loads = {model: self.loads[of_model] for model, of_model in rows.items()}
-        return {model: (_deviation(each[:, 1]), _deviation(each[:, 0])) for model, each in loads.items()}
+        return {model: (_deviation(of_ranks[:, 1]), _deviation(of_ranks[:, 0])) for model, of_ranks in loads.items()}
 
 
 def _deviation(loads: Int64Array) -> float:

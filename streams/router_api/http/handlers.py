@@ -172,9 +172,9 @@ class Handlers:
             if query is not None:
                 prepared = router.prepare(query, packed_tokens(body))
             elif is_list(body):
-                found = await self._route_list(body)
+                answers = await self._route_list(body)
                 self._metrics.route_seconds.observe(time.perf_counter() - started)
-                return _json(found)
+                return _json(answers)
             else:
                 prepared = await self._route_parser.parsed(body, router.prepare)
         if may_wait(prepared):
@@ -331,7 +331,7 @@ class Handlers:
         return _json(
             {
                 "blocks": sum(rank.n_blocks for rank in ranks),
-                "applied_offsets": {str(n): at for n, at in self._router.view.trust.applied_offsets().items()},
+                "applied_offsets": {str(n): offset for n, offset in self._router.view.trust.applied_offsets().items()},
                 "ranks": [
                     {
                         "worker_id": rank.rank.worker_id,

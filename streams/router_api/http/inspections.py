@@ -63,9 +63,9 @@ class Inspections:
 
 async def written(request: web.Request, response: web.StreamResponse, page: bytes) -> bool:
     """Write a page; if the client does not take it in time, close its connection and return False."""
-    for at in range(0, len(page), PAGE_BYTES):
+    for begin in range(0, len(page), PAGE_BYTES):
         try:
-            await asyncio.wait_for(response.write(memoryview(page)[at : at + PAGE_BYTES]), PAGE_S)
+            await asyncio.wait_for(response.write(memoryview(page)[begin : begin + PAGE_BYTES]), PAGE_S)
         except (TimeoutError, OSError):
             if request.transport is not None:
                 request.transport.abort()

@@ -102,7 +102,7 @@ class Live:
         """The JSON of GET /live."""
         router, view = self._router, self._router.view
         load = self._load()
-        shown = sorted(load.workers, key=lambda each: (-load.by_worker[each.worker_id].requests, each.worker_id))
+        shown = sorted(load.workers, key=lambda entry: (-load.by_worker[entry.worker_id].requests, entry.worker_id))
         del shown[WORKERS_SHOWN_MAX:]
         hit_rates, engines = router.decisions.hit_rates(), view.fleet.engines.fleet().metrics
         return {
@@ -146,7 +146,7 @@ class Live:
     def _worker_json(self, worker: Worker, load: Load, engines: Any) -> dict[str, Any]:
         state, reason = self._state_of(worker)
         reported: list[WorkerMetrics] = [engines[rank] for rank in worker.ranks() if rank in engines]
-        usage = sum(each.gpu_cache_usage_perc for each in reported) / len(reported) if reported else None
+        usage = sum(metrics.gpu_cache_usage_perc for metrics in reported) / len(reported) if reported else None
         return {
             "worker_id": str(worker.worker_id),  # JavaScript rounds numbers of 64 bits
             "model": worker.model,

@@ -340,8 +340,8 @@ ROUTER_METRICS: tuple[Metric[RouterSnapshot], ...] = (
         "Registered workers by whether their engines make the same tokens of probe prompts as a front: `equal`, "
         "`differs`, or `unknown`. Prompts of a worker that differs match less than it holds; `GET /workers` says where "
         "they begin to differ, and why it is unknown",
-        lambda now: {each.value: now.renders[each] for each in RenderOutcome},
-        Label("outcome", tuple(each.value for each in RenderOutcome)),
+        lambda now: {outcome.value: now.renders[outcome] for outcome in RenderOutcome},
+        Label("outcome", tuple(outcome.value for outcome in RenderOutcome)),
     ),
     counter(
         "kvstreams_avoidances_total",
@@ -527,7 +527,7 @@ class _FailedScrapes:
 
     def update(self, reports: Iterable[MetricsReport]) -> None:
         """Add the increase of each worker's count since its last report."""
-        now = {each.rank.worker_id: each.n_scrapes_failed for each in reports if each.rank.dp_rank == 0}
+        now = {report.rank.worker_id: report.n_scrapes_failed for report in reports if report.rank.dp_rank == 0}
         for worker_id, count in now.items():
             before = self._last.get(worker_id, 0)
             self.total += count - before if count >= before else count

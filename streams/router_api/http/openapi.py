@@ -110,7 +110,7 @@ def _operation(call: Call, schema_of: dict[Any, dict[str, Any]], components: dic
             content[OCTET_STREAM] = {"schema": {"type": "string", "format": "binary", "description": _PACKED}}
             properties = {**components[RouteRequest.__name__]["properties"]}
             properties |= components[ConfigOverride.__name__]["properties"]
-            parameters += _query_parameters({n: each for n, each in properties.items() if n not in NO_PARAMETERS})
+            parameters += _query_parameters({n: schema for n, schema in properties.items() if n not in NO_PARAMETERS})
         operation["requestBody"] = {"required": True, "content": content}
     if parameters:
         operation["parameters"] = parameters

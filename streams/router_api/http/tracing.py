@@ -136,7 +136,7 @@ def _asked(prepared: PreparedRequest) -> dict[str, Any]:
 
 def _answered(prepared: PreparedRequest, answer: RouteAnswer) -> dict[str, Any]:
     cached_tokens = min(answer.overlap_blocks * prepared.routing.prompt.block_size, prepared.blocks.n_tokens)
-    found: dict[str, Any] = {
+    attributes: dict[str, Any] = {
         "gen_ai.usage.cache_read.input_tokens": cached_tokens,
         "kvstreams.worker_id": str(answer.rank.worker_id),  # attributes are signed, and ids are not
         "kvstreams.dp_rank": answer.rank.dp_rank,
@@ -146,10 +146,10 @@ def _answered(prepared: PreparedRequest, answer: RouteAnswer) -> dict[str, Any]:
         "kvstreams.repeated": answer.cost is None,
     }
     if answer.cost is not None:
-        found["kvstreams.cost"] = answer.cost
+        attributes["kvstreams.cost"] = answer.cost
     if answer.trust.reason is not None:
-        found["kvstreams.degraded_because"] = answer.trust.reason.value
-    return found
+        attributes["kvstreams.degraded_because"] = answer.trust.reason.value
+    return attributes
 
 
 def _note_error(span: Span, exc: KvStreamsError) -> None:

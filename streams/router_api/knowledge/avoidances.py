@@ -53,8 +53,8 @@ class Avoidances:
     def expire(self, now_ms: int) -> list[Avoidance]:
         """Remove and return the avoidances that are over."""
         over = [known.avoidance for known in self._known.values() if known.until_ms <= now_ms]
-        for each in over:
-            del self._known[each.worker_id]
+        for avoidance in over:
+            del self._known[avoidance.worker_id]
         return over
 
     def remaining_ms(self, worker_id: WorkerId, now_ms: int) -> int:

@@ -171,7 +171,9 @@ class SupplementaryFacts:
         """Every pooled block with the registered workers that can reach it, by sequence hash, owner and pool."""
         with self._rows_lock:
             blocks = [(block, self._rows.reachable(block, registered)) for block in self._rows.blocks()]
-        return sorted(blocks, key=lambda found: (found[0].sequence, found[0].owner, found[0].metadata.pool_id or ""))
+        return sorted(
+            blocks, key=lambda pooled: (pooled[0].sequence, pooled[0].owner, pooled[0].metadata.pool_id or "")
+        )
 
     def n_pooled(self) -> int:
         """Number of rows of the table of pooled blocks, in any state."""

@@ -284,8 +284,10 @@ class Feeds:
                     return
                 # All that was consumed has been folded. A partition of which nothing was consumed was read to its end.
                 where = [
-                    TopicPartition(found.topic, found.partition, max(found.offset, self.read_to(*_named(found))))
-                    for found in consumer.position(where)
+                    TopicPartition(
+                        position.topic, position.partition, max(position.offset, self.read_to(*_named(position)))
+                    )
+                    for position in consumer.position(where)
                 ]
                 consumer.unassign()
         finally:

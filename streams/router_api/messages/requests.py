@@ -397,7 +397,7 @@ def parse_pool(body: bytes) -> PoolBody:
 
 def pool_members(body: PoolBody) -> tuple[WorkerId, ...]:
     """Return the members of a pool, each once and in order; raises InvalidRequest."""
-    return tuple(sorted({worker_id(member, f"members[{at}]") for at, member in enumerate(body.members)}))
+    return tuple(sorted({worker_id(member, f"members[{index}]") for index, member in enumerate(body.members)}))
 
 
 def blocks_of(

@@ -109,7 +109,7 @@ class Attempts:
     def ended_ms(self, request_id: str, phase: str | None) -> int:
         """When a client last ended this phase of a request, or all of it; 0 if that is not remembered."""
         end = self._ends.get(request_id)
-        return 0 if end is None else max(end.at_ms.get(each, 0) for each in (None, phase))
+        return 0 if end is None else max(end.at_ms.get(named, 0) for named in (None, phase))
 
     def expire(self, now_ms: int) -> None:
         """Forget the moves and ends whose time is over."""

@@ -118,8 +118,8 @@ class LateCalls:
         return bool(self._calls)
 
     def _take(self, request_id: str, call: Call, phase: str | None) -> list[tuple[str | None, _LateCall]]:
-        found = [(named, self._calls.pop((request_id, call, named), None)) for named in _named_by(phase)]
-        return [(named, late) for named, late in found if late is not None]
+        calls = [(named, self._calls.pop((request_id, call, named), None)) for named in _named_by(phase)]
+        return [(named, late) for named, late in calls if late is not None]
 
 
 def _named_by(phase: str | None) -> tuple[str | None, ...]:

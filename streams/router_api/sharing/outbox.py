@@ -199,7 +199,9 @@ class Outbox(Generic[_T]):
         n_taken = sum([self._send_to(partition, messages) for partition, messages in by_partition.items()])
         if n_taken == len(batch):
             return True
-        errors = {each["key"]: each["_error"] for group in by_partition.values() for each in group if "_error" in each}
+        errors = {
+            report["key"]: report["_error"] for group in by_partition.values() for report in group if "_error" in report
+        }
         full = False
         with self._locked():
             # In reverse, since each one that has to wait again goes to the front of the queue.
@@ -277,7 +279,7 @@ class Outbox(Generic[_T]):
         """For how long the oldest record has been unacknowledged; 0 if there is none."""
         if not self._waiting and not self._in_flight:
             return 0
-        ages = [next(iter(each.values())).since_ms for each in (self._waiting, self._in_flight) if each]
+        ages = [next(iter(records.values())).since_ms for records in (self._waiting, self._in_flight) if records]
         return self._now_ms() - min(ages)
 
     def _wait_again(self, sent: _Sent[_T]) -> None:

@@ -179,10 +179,10 @@ class Registry:
 
     def forget(self, avoidances: Iterable[Avoidance]) -> None:
         """Delete the records of avoidances that are over, as far as this router wrote them."""
-        for each in avoidances:
-            if self._avoidances.get(each.worker_id) == each:
-                del self._avoidances[each.worker_id]
-                self._send(avoid_key(each.worker_id), None)
+        for avoidance in avoidances:
+            if self._avoidances.get(avoidance.worker_id) == avoidance:
+                del self._avoidances[avoidance.worker_id]
+                self._send(avoid_key(avoidance.worker_id), None)
 
     def put_render(self, parity: RenderParity) -> None:
         """Note whether a worker's engine makes the same tokens as a front, on this router at once.

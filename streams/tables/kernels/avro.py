@@ -28,26 +28,26 @@ def store_byte(builder: Any, address: Any, value: Any) -> None:
 
 
 @inlined
-def read_long(at: int, end: int) -> tuple[int, int]:
+def read_long(cursor: int, end: int) -> tuple[int, int]:
     """Return a zigzag varint and the address after it; 0 and end + 1 if there is none, so that further reads fail."""
     value, shift = 0, 0
-    while at < end and shift < _VARINT_BITS_MAX:
-        byte = load_byte(at)
-        at += 1
+    while cursor < end and shift < _VARINT_BITS_MAX:
+        byte = load_byte(cursor)
+        cursor += 1
         value |= (byte & 127) << shift
         if byte < 128:
-            return int(shift_right(value, 1) ^ -(value & 1)), at
+            return int(shift_right(value, 1) ^ -(value & 1)), cursor
         shift += 7
     return 0, end + 1
 
 
 @inlined
-def write_long(at: int, value: int) -> int:
+def write_long(cursor: int, value: int) -> int:
     """Write a zigzag varint; returns the address after it."""
     left = (value << 1) ^ (value >> 63)
     while shift_right(left, 7) != 0:
-        store_byte(at, (left & 127) | 128)
+        store_byte(cursor, (left & 127) | 128)
         left = shift_right(left, 7)
-        at += 1
-    store_byte(at, left)
-    return at + 1
+        cursor += 1
+    store_byte(cursor, left)
+    return cursor + 1

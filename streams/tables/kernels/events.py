@@ -58,52 +58,52 @@ _I32_MAX = (1 << 31) - 1
 
 
 @inlined
-def _read_hashes(at: int, end: int) -> tuple[int, int, int]:
+def _read_hashes(cursor: int, end: int) -> tuple[int, int, int]:
     """Return the address and number of packed hashes, and the address after them; end + 1 if they are invalid."""
-    n_bytes, at = read_long(at, end)
-    if n_bytes < 0 or n_bytes & 7 or n_bytes > end - at:
+    n_bytes, cursor = read_long(cursor, end)
+    if n_bytes < 0 or n_bytes & 7 or n_bytes > end - cursor:
         return 0, 0, end + 1
-    return at, n_bytes >> 3, at + n_bytes
+    return cursor, n_bytes >> 3, cursor + n_bytes
 
 
 @inlined
-def _read_event(at: int, end: int, row: int) -> int:
+def _read_event(cursor: int, end: int, row: int) -> int:
     """Read one event into its row; returns the address after it, end + 1 if the record is left to decode_batch."""
-    kind, at = read_long(at, end)
-    if at > end or kind < STORED or kind > CLEARED:
+    kind, cursor = read_long(cursor, end)
+    if cursor > end or kind < STORED or kind > CLEARED:
         return end + 1
     store(row + EVENT_KIND * 8, kind)
     store(row + EVENT_BLOCKS * 8, 0)
     if kind == CLEARED:
-        return at
+        return cursor
     if kind == STORED:
-        branch, at = read_long(at, end)
-        if branch == 1 and end - at >= 8:
-            store(row + EVENT_PARENT * 8, signed(load_u64(at)))
-            at += 8
+        branch, cursor = read_long(cursor, end)
+        if branch == 1 and end - cursor >= 8:
+            store(row + EVENT_PARENT * 8, signed(load_u64(cursor)))
+            cursor += 8
         elif branch != 0:
             return end + 1
         store(row + EVENT_HAS_PARENT * 8, branch)
-    engines, n_blocks, at = _read_hashes(at, end)
+    engines, n_blocks, cursor = _read_hashes(cursor, end)
     store(row + EVENT_ENGINE * 8, engines)
     store(row + EVENT_BLOCKS * 8, n_blocks)
     if kind == STORED:
-        locals_, n_locals, at = _read_hashes(at, end)
+        locals_, n_locals, cursor = _read_hashes(cursor, end)
         if n_locals != n_blocks:
             return end + 1
         store(row + EVENT_LOCAL * 8, locals_)
-    tier, at = read_long(at, end)
-    if at > end or tier < 0 or tier > _TIER_MAX:
+    tier, cursor = read_long(cursor, end)
+    if cursor > end or tier < 0 or tier > _TIER_MAX:
         return end + 1
     store(row + EVENT_TIER * 8, tier)
     if kind == STORED:
-        labelled, at = read_long(at, end)
+        labelled, cursor = read_long(cursor, end)
         if labelled == 1:
             for word in range(LABEL_WORDS):
-                branch, at = read_long(at, end)
+                branch, cursor = read_long(cursor, end)
                 label = NO_LABEL
                 if branch == 1:
-                    label, at = read_long(at, end)
+                    label, cursor = read_long(cursor, end)
                     if label < 0 or label > LABEL_MAX:
                         return end + 1
                 elif branch != 0:
@@ -112,35 +112,35 @@ def _read_event(at: int, end: int, row: int) -> int:
         elif labelled != 0:
             return end + 1
         store(row + EVENT_LABELLED * 8, labelled)
-        in_pool, at = read_long(at, end)
+        in_pool, cursor = read_long(cursor, end)
         if in_pool != 0:
             return end + 1
-    return at
+    return cursor
 
 
 @inlined
 def _read_batch(begin: int, end: int, head: int, rows: int, rows_left: int) -> int:
     """Read one datum; returns its number of rows, -1 if it is left to decode_batch."""
-    worker, at = read_long(begin, end)
-    dp_rank, at = read_long(at, end)
-    n_model, at = read_long(at, end)
-    if n_model < 0 or n_model > end - at:
+    worker, cursor = read_long(begin, end)
+    dp_rank, cursor = read_long(cursor, end)
+    n_model, cursor = read_long(cursor, end)
+    if n_model < 0 or n_model > end - cursor:
         return -1
-    model = at
-    block_size, at = read_long(at + n_model, end)
-    incarnation, at = read_long(at, end)
-    sequence, at = read_long(at, end)
-    if end - at < 8:
+    model = cursor
+    block_size, cursor = read_long(cursor + n_model, end)
+    incarnation, cursor = read_long(cursor, end)
+    sequence, cursor = read_long(cursor, end)
+    if end - cursor < 8:
         return -1
-    digest = signed(load_u64(at))
-    emitted_at, at = read_long(at + 8, end)
-    n_unindexed, at = read_long(at, end)
-    if at >= end or load_byte(at) != 0:  # incomplete
+    digest = signed(load_u64(cursor))
+    emitted_at, cursor = read_long(cursor + 8, end)
+    n_unindexed, cursor = read_long(cursor, end)
+    if cursor >= end or load_byte(cursor) != 0:  # incomplete
         return -1
-    feed, at = read_long(at + 1, end)
-    body, at = read_long(at, end)
+    feed, cursor = read_long(cursor + 1, end)
+    body, cursor = read_long(cursor, end)
     if (
-        at > end
+        cursor > end
         or feed != _LIVE
         or body != 0
         or block_size < 1
@@ -153,20 +153,20 @@ def _read_batch(begin: int, end: int, head: int, rows: int, rows_left: int) -> i
     ):
         return -1
     n_rows = 0
-    count, at = read_long(at, end)
+    count, cursor = read_long(cursor, end)
     while count != 0:
         if count < 0:
             count = -count
-            _, at = read_long(at, end)
-        if at > end or count < 0 or count > rows_left - n_rows:
+            _, cursor = read_long(cursor, end)
+        if cursor > end or count < 0 or count > rows_left - n_rows:
             return -1
         for _ in range(count):
-            at = _read_event(at, end, rows + n_rows * (EVENT_WORDS * 8))
-            if at > end:
+            cursor = _read_event(cursor, end, rows + n_rows * (EVENT_WORDS * 8))
+            if cursor > end:
                 return -1
             n_rows += 1
-        count, at = read_long(at, end)
-    if at != end or (sequence == BEFORE_FIRST and n_rows > 0):
+        count, cursor = read_long(cursor, end)
+    if cursor != end or (sequence == BEFORE_FIRST and n_rows > 0):
         return -1
     store(head + HEAD_WORKER * 8, worker)
     store(head + HEAD_DP_RANK * 8, dp_rank)
@@ -195,21 +195,21 @@ def decode_batches(
     for record in range(n_records):
         n_bytes = load(lengths + (record << 3))
         head = heads + record * (HEAD_WORDS * 8)
-        found = -1
+        n_batch_rows = -1
         if (
             n_bytes >= HEADER_BYTES
             and signed(load_u64(begin)) == header
             and load_byte(begin + 8) | (load_byte(begin + 9) << 8) == header_end
         ):
-            found = _read_batch(
+            n_batch_rows = _read_batch(
                 begin + HEADER_BYTES, begin + n_bytes, head, rows + n_rows * (EVENT_WORDS * 8), rows_max - n_rows
             )
-        store(head + HEAD_ROWS * 8, found)
+        store(head + HEAD_ROWS * 8, n_batch_rows)
         store(head + HEAD_FIRST_ROW * 8, n_rows)
-        if found < 0:
+        if n_batch_rows < 0:
             others += 1
         else:
             store(head + HEAD_MODEL * 8, load(head + HEAD_MODEL * 8) - data)
-            n_rows += found
+            n_rows += n_batch_rows
         begin += n_bytes
     return others

@@ -81,75 +81,75 @@ _SIGN = -(1 << 63)
 
 
 @inlined
-def _skip_labels(at: int, end: int, n_blocks: int) -> int:
+def _skip_labels(cursor: int, end: int, n_blocks: int) -> int:
     """Return the address after the labels; an address beyond `end` if they are invalid or of a block outside the run.
 
     As in fastavro, the index of a union's branch may count from the end, with -1 for the last branch.
     """
-    count, at = read_long(at, end)
+    count, cursor = read_long(cursor, end)
     while count != 0:
         if count < 0:
             count = -count
-            _, at = read_long(at, end)
+            _, cursor = read_long(cursor, end)
             if count < 0:
                 return end + 1
         while count > 0:
-            offset, at = read_long(at, end)
-            if at > end or offset < 0 or offset >= n_blocks:
+            offset, cursor = read_long(cursor, end)
+            if cursor > end or offset < 0 or offset >= n_blocks:
                 return end + 1
             for _ in range(3):
-                branch, at = read_long(at, end)
+                branch, cursor = read_long(cursor, end)
                 if branch == 1 or branch == -1:  # not `in`, for which numba builds a tuple
-                    _, at = read_long(at, end)
+                    _, cursor = read_long(cursor, end)
                 elif branch != 0 and branch != -2:
                     return end + 1
             count -= 1
-        count, at = read_long(at, end)
-    return at
+        count, cursor = read_long(cursor, end)
+    return cursor
 
 
 @inlined
-def _parse_run(at: int, end: int, first: int) -> tuple[int, int, int, int, int, int, int, int, int]:
+def _parse_run(cursor: int, end: int, first: int) -> tuple[int, int, int, int, int, int, int, int, int]:
     """Read one datum; returns its fields, with 0 blocks if the record is left to decode_run.
 
     The fields: number of blocks, incarnation, generation, start, parent, whether it has one, presence bits, and the
     addresses of the local hashes and of the labels.
     """
-    incarnation, at = read_long(at, end)
-    generation, at = read_long(at, end)
-    start, at = read_long(at, end)
-    branch, at = read_long(at, end)
+    incarnation, cursor = read_long(cursor, end)
+    generation, cursor = read_long(cursor, end)
+    start, cursor = read_long(cursor, end)
+    branch, cursor = read_long(cursor, end)
     n_blocks, parent, has_parent, present, local, labels = 0, 0, 0, 0, 0, 0
     good = True
     if branch == 1 or branch == -1:
-        if end - at < 8:
+        if end - cursor < 8:
             good = False
         else:
-            parent, has_parent = signed(load_u64(at)), 1
-            at += 8
+            parent, has_parent = signed(load_u64(cursor)), 1
+            cursor += 8
     elif branch != 0 and branch != -2:
         good = False
     if start < 0 or (start == 0) == (has_parent == 1):
         good = False
     if good:
-        n_bytes, at = read_long(at, end)
-        good = 8 <= n_bytes <= _HASHES_BYTES_MAX and n_bytes & 7 == 0 and n_bytes <= end - at
+        n_bytes, cursor = read_long(cursor, end)
+        good = 8 <= n_bytes <= _HASHES_BYTES_MAX and n_bytes & 7 == 0 and n_bytes <= end - cursor
         if good:
-            local = at
-            n_engine_bytes, at = read_long(at + n_bytes, end)
-            good = n_engine_bytes == n_bytes and n_bytes <= end - at
+            local = cursor
+            n_engine_bytes, cursor = read_long(cursor + n_bytes, end)
+            good = n_engine_bytes == n_bytes and n_bytes <= end - cursor
         if good:
             n_blocks = n_bytes >> 3
-            n_present, at = read_long(at + n_bytes, end)
-            good = 1 <= n_present <= end - at
+            n_present, cursor = read_long(cursor + n_bytes, end)
+            good = 1 <= n_present <= end - cursor
             if good:
                 for index in range(n_present):
-                    byte = load_byte(at + index)
+                    byte = load_byte(cursor + index)
                     if index < 4:
                         present |= byte << (index << 3)
                     elif byte != 0:
                         good = False
-                labels = at + n_present
+                labels = cursor + n_present
     if good:
         good = present != 0 and present >> n_blocks == 0 and _skip_labels(labels, end, n_blocks) == end
     if good:
@@ -206,19 +206,19 @@ def decode_records(
                     store(presents + row, 0)
                     taken = True
                 elif _begins_with(value, n_value, header, header_end):
-                    found, incarnation, generation, _, parent, has_parent, present, local, labels = _parse_run(
+                    n_run_blocks, incarnation, generation, _, parent, has_parent, present, local, labels = _parse_run(
                         value + HEADER_BYTES, end, first
                     )
-                    if found > 0:
+                    if n_run_blocks > 0:
                         # Labels come last: without any, only the end marker of an empty array is left.
                         store(labelled + row, labels - data if labels + 1 != end else 0)
-                        copy_words(locals_ + (n_blocks << 3), local, found)
+                        copy_words(locals_ + (n_blocks << 3), local, n_run_blocks)
                         store(load(table + FOLD_PARENT * 8) + row, parent)
                         store(load(table + FOLD_HAS_PARENT * 8) + row, has_parent)
                         store(presents + row, present)
                         store(load(table + FOLD_INCARNATION * 8) + row, incarnation)
                         store(load(table + FOLD_GENERATION * 8) + row, generation)
-                        n_blocks += found
+                        n_blocks += n_run_blocks
                         taken = True
         n_others += not taken
         store(offsets + row + 8, n_blocks)
@@ -254,23 +254,23 @@ def decode_labels(data: int, n_bytes: int, table: int, first: int, last: int, ou
             has_sequence = 1
             store(lines + offset * _LABEL_ROW_BYTES, 0)
             store(lines + offset * _LABEL_ROW_BYTES + 8, sequence)
-        count, at = read_long(data + begin, end)
+        count, cursor = read_long(data + begin, end)
         while count != 0:
             if count < 0:
                 count = -count
-                _, at = read_long(at, end)
+                _, cursor = read_long(cursor, end)
             while count > 0:
-                offset, at = read_long(at, end)
+                offset, cursor = read_long(cursor, end)
                 line = lines + offset * _LABEL_ROW_BYTES
                 store(line, 1)
                 for word in range(LABEL_WORDS):
-                    branch, at = read_long(at, end)
+                    branch, cursor = read_long(cursor, end)
                     label = NO_LABEL
                     if branch == 1 or branch == -1:
-                        label, at = read_long(at, end)
+                        label, cursor = read_long(cursor, end)
                     store(line + 16 + (word << 3), label)
                 count -= 1
-            count, at = read_long(at, end)
+            count, cursor = read_long(cursor, end)
         present = load(presents + row)
         for offset in range(block_end - block):
             line = lines + offset * _LABEL_ROW_BYTES
@@ -294,8 +294,8 @@ def load_records(
     key, rank, others = data, -1, 0
     ranks = get(context, RANKS)
     for record in range(n_records):
-        at = lengths + (record << 4)
-        n_key, n_value = load(at), load(at + 8)
+        entry = lengths + (record << 4)
+        n_key, n_value = load(entry), load(entry + 8)
         value = key + n_key
         end = value + n_value
         fate = 2
@@ -307,10 +307,10 @@ def load_records(
             words = ranks + rank * (RANK_WORDS * 8)
             if rank < 0 or load(words + RANK_WORKER * 8) != worker or load(words + RANK_DP * 8) != dp_rank:
                 rank = -1
-                for each in range(n_ranks):
-                    words = ranks + each * (RANK_WORDS * 8)
+                for known_rank in range(n_ranks):
+                    words = ranks + known_rank * (RANK_WORDS * 8)
                     if load(words + RANK_WORKER * 8) == worker and load(words + RANK_DP * 8) == dp_rank:
-                        rank = each
+                        rank = known_rank
                         break
             if _begins_with(value, n_value, header, header_end):
                 n_blocks, incarnation, generation, start, parent, has_parent, present, local, labels = _parse_run(
@@ -352,7 +352,7 @@ def load_records(
                                 count -= 1
                             count, labels = read_long(labels, end)
         others += fate != 0
-        store(at, fate)
+        store(entry, fate)
         key = end
     return others
 
@@ -361,42 +361,42 @@ def load_records(
 
 
 @inlined
-def _write_key(context: int, at: int, column: int, first: int) -> int:
+def _write_key(context: int, cursor: int, column: int, first: int) -> int:
     """Write a key; returns the address after it."""
     words = get(context, RANKS) + (column >> 2) * (RANK_WORDS * 8)
-    store_byte(at, _PREFIX)
-    store_u64(at + 1, swap_bytes(load(words + RANK_WORKER * 8)))
-    store_u64(at + 9, swap_bytes(load(words + RANK_DP * 8) << 32))
-    store_byte(at + 13, column & 3)
-    store_u64(at + 14, swap_bytes(first))
-    return at + KEY_BYTES
+    store_byte(cursor, _PREFIX)
+    store_u64(cursor + 1, swap_bytes(load(words + RANK_WORKER * 8)))
+    store_u64(cursor + 9, swap_bytes(load(words + RANK_DP * 8) << 32))
+    store_byte(cursor + 13, column & 3)
+    store_u64(cursor + 14, swap_bytes(first))
+    return cursor + KEY_BYTES
 
 
 @inlined
-def _write_hashes(at: int, hashes: int, n_blocks: int) -> int:
-    at = write_long(at, n_blocks << 3)
-    copy_words(at, hashes, n_blocks)
-    return at + (n_blocks << 3)
+def _write_hashes(cursor: int, hashes: int, n_blocks: int) -> int:
+    cursor = write_long(cursor, n_blocks << 3)
+    copy_words(cursor, hashes, n_blocks)
+    return cursor + (n_blocks << 3)
 
 
 @inlined
-def _write_labels(context: int, at: int, line: int) -> int:
+def _write_labels(context: int, cursor: int, line: int) -> int:
     labelled = load(line + RUN_LABELLED * 8)
     if labelled:
         count, left = 0, labelled
         while left:
             left &= left - 1
             count += 1
-        at = write_long(at, count)
+        cursor = write_long(cursor, count)
         labels = get(context, SPANS) + ((load(line + RUN_LABELS * 8) - 1) << 3)
         while labelled:
             offset = trailing_zeros(labelled)
             labelled &= labelled - 1
-            at = write_long(at, offset)
+            cursor = write_long(cursor, offset)
             for word in range(LABEL_WORDS):
                 label = load(labels + ((offset * LABEL_WORDS + word) << 3))
-                at = write_long(at, 0) if label == NO_LABEL else write_long(write_long(at, 1), label)
-    return write_long(at, 0)
+                cursor = write_long(cursor, 0) if label == NO_LABEL else write_long(write_long(cursor, 1), label)
+    return write_long(cursor, 0)
 
 
 @kernel()
@@ -408,8 +408,8 @@ def encode_dirty(
     out: address of n_bytes. ends: address of n_records + 1 int64: the number of records written, then the end of each,
     in bytes from `out`.
     """
-    at, written = out, 0
-    while begin < get(context, N_DIRTY) and written < n_records and at - out + RECORD_BYTES_MAX <= n_bytes:
+    cursor, written = out, 0
+    while begin < get(context, N_DIRTY) and written < n_records and cursor - out + RECORD_BYTES_MAX <= n_bytes:
         run = load(get(context, DIRTY) + (begin << 3))
         begin += 1
         line = run_at(context, run)
@@ -419,29 +419,29 @@ def encode_dirty(
         store(line + RUN_SHAPE * 8, shape & ~IS_DIRTY)
         column, n_blocks = load(line + RUN_COLUMN * 8), shape & LENGTH_MASK
         words = get(context, RANKS) + (column >> 2) * (RANK_WORDS * 8)
-        at = _write_key(context, at, column, load(line + RUN_FIRST * 8))
-        store_u64(at, header)
-        store_byte(at + 8, header_end)
-        store_byte(at + 9, header_end >> 8)
-        at = write_long(at + HEADER_BYTES, load(words + RANK_INCARNATION * 8))
-        at = write_long(at, load(words + RANK_GENERATION * 8))
-        at = write_long(at, load(line + RUN_START * 8))
+        cursor = _write_key(context, cursor, column, load(line + RUN_FIRST * 8))
+        store_u64(cursor, header)
+        store_byte(cursor + 8, header_end)
+        store_byte(cursor + 9, header_end >> 8)
+        cursor = write_long(cursor + HEADER_BYTES, load(words + RANK_INCARNATION * 8))
+        cursor = write_long(cursor, load(words + RANK_GENERATION * 8))
+        cursor = write_long(cursor, load(line + RUN_START * 8))
         if shape & HAS_PARENT:
-            at = write_long(at, 1)
-            store_u64(at, load(line + RUN_PARENT * 8))
-            at += 8
+            cursor = write_long(cursor, 1)
+            store_u64(cursor, load(line + RUN_PARENT * 8))
+            cursor += 8
         else:
-            at = write_long(at, 0)
+            cursor = write_long(cursor, 0)
         hashes = locals_at(context, line)
-        at = _write_hashes(at, hashes, n_blocks)
-        at = _write_hashes(at, hashes + (capacity_of(line) << 3), n_blocks)
+        cursor = _write_hashes(cursor, hashes, n_blocks)
+        cursor = _write_hashes(cursor, hashes + (capacity_of(line) << 3), n_blocks)
         n_present = (n_blocks + 7) >> 3
-        at = write_long(at, n_present)
+        cursor = write_long(cursor, n_present)
         for index in range(n_present):
-            store_byte(at + index, load(line + RUN_PRESENT * 8) >> (index << 3))
-        at = _write_labels(context, at + n_present, line)
+            store_byte(cursor + index, load(line + RUN_PRESENT * 8) >> (index << 3))
+        cursor = _write_labels(context, cursor + n_present, line)
         written += 1
-        store(ends + (written << 3), at - out)
+        store(ends + (written << 3), cursor - out)
     store(ends, written)
     if begin >= get(context, N_DIRTY):
         begin = 0

@@ -44,13 +44,13 @@ def hit_usage_waiting(rates: Sequence[float], metrics: Sequence[WorkerMetrics | 
     rates: see `hit_rates`. Waiting requests are divided by the greatest number of them. For a rank
     without metrics, only the hit rate is used.
     """
-    waiting_max = max((each.num_requests_waiting for each in metrics if each), default=0)
+    waiting_max = max((reported.num_requests_waiting for reported in metrics if reported), default=0)
     costs = []
-    for hit_rate, each in zip(rates, metrics, strict=True):
+    for hit_rate, reported in zip(rates, metrics, strict=True):
         cost = -2.0 * hit_rate
-        if each:
-            cost += each.gpu_cache_usage_perc
-            cost += each.num_requests_waiting / waiting_max if waiting_max else 0.0
+        if reported:
+            cost += reported.gpu_cache_usage_perc
+            cost += reported.num_requests_waiting / waiting_max if waiting_max else 0.0
         costs.append(cost)
     return costs if any(costs) else None
 
@@ -62,19 +62,19 @@ def load_deviation(new_shares: Sequence[float], metrics: Sequence[WorkerMetrics 
     distance from the mean of all reported loads. The cost of a full rank is infinite. A rank without metrics is priced
     at the mean load and without requests. Returns None if no rank has metrics.
     """
-    loads = [each.load for each in metrics if each]
+    loads = [reported.load for reported in metrics if reported]
     if not loads:
         return None
     mean = math.fsum(loads) / len(loads)
     deviation = math.sqrt(math.fsum((load - mean) ** 2 for load in loads) / len(loads))
     alpha = ALPHA_UNEVEN if deviation > BALANCE_THRESHOLD * mean else ALPHA_EVEN
     costs = []
-    for new_share, each in zip(new_shares, metrics, strict=True):
-        if each is not None and each.full:
+    for new_share, reported in zip(new_shares, metrics, strict=True):
+        if reported is not None and reported.full:
             costs.append(math.inf)
             continue
         cost = (1.0 - alpha) * new_share
-        if each is not None:
-            cost += alpha * (each.load - mean) + GAMMA * each.request_load_ratio
+        if reported is not None:
+            cost += alpha * (reported.load - mean) + GAMMA * reported.request_load_ratio
         costs.append(cost)
     return costs

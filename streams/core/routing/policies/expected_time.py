@@ -111,9 +111,9 @@ class ExpectedTime:
         )
         speeds = (given.host_gb_per_s, given.disk_gb_per_s, given.external_gb_per_s, given.pool_gb_per_s)
         # A block of one token, in ms, by tier and for pools; a device copy takes no time.
-        *tiers, pool = (given.kv_bytes_per_token / (1e6 * each) if each else 0.0 for each in speeds)
+        *tiers, pool = (given.kv_bytes_per_token / (1e6 * speed) if speed else 0.0 for speed in speeds)
         self._load_ms, self._pool_load_ms = (0.0, *tiers), pool
-        *credited, pool = (float(each > 0.0) for each in speeds)
+        *credited, pool = (float(speed > 0.0) for speed in speeds)
         self._credits, self._pool_credit = (1.0, *credited), pool
 
     @property
@@ -199,7 +199,7 @@ class ExpectedTime:
 
 def expected_time(parameters: Mapping[str, float]) -> ExpectedTime:
     """Make the policy from parameters by name; raises SettingsError."""
-    known = {each.name for each in fields(ExpectedTimeParameters)}
+    known = {field.name for field in fields(ExpectedTimeParameters)}
     for name, value in parameters.items():
         if name not in known:
             raise SettingsError(f"policy expected-time has no parameter {name!r}; it has {', '.join(sorted(known))}")

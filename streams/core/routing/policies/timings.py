@@ -86,11 +86,11 @@ class LineFit:
     several lengths do; its height follows the observations at once.
     """
 
-    __slots__ = ("_at", "_default", "_n", "_ratio", "_sums", "line")
+    __slots__ = ("_default", "_n", "_points", "_ratio", "_sums", "line")
 
-    def __init__(self, default: Line, at: tuple[float, float]) -> None:
+    def __init__(self, default: Line, points: tuple[float, float]) -> None:
         self._default = default
-        self._at = at
+        self._points = points
         self._ratio = 1.0
         self._n = 0
         self._sums = (0.0, 0.0, 0.0, 0.0, 0.0)
@@ -108,7 +108,7 @@ class LineFit:
         self._ratio += weight * (y / default - self._ratio)
         # A sum has less noise than its parts have, relative to itself: it weighs as much as all of them.
         keep, scale = 1.0 - count / _MEMORY, count / (expected * expected)
-        n, sx, sxx, sy, sxy = (keep * each for each in self._sums)
+        n, sx, sxx, sy, sxy = (keep * part for part in self._sums)
         # Weights by a line that may still move are good enough; they fade as well.
         self._sums = (
             n + scale * count * count,
@@ -118,15 +118,15 @@ class LineFit:
             sxy + scale * x * y,
         )
         n, sx, sxx, sy, sxy = self._sums
-        for at in self._at:
-            height = self._ratio * self._default.at(at)
-            each = _PRIOR / (height * height)
+        for point in self._points:
+            height = self._ratio * self._default.at(point)
+            prior = _PRIOR / (height * height)
             n, sx, sxx, sy, sxy = (
-                n + each,
-                sx + each * at,
-                sxx + each * at * at,
-                sy + each * height,
-                sxy + each * at * height,
+                n + prior,
+                sx + prior * point,
+                sxx + prior * point * point,
+                sy + prior * height,
+                sxy + prior * point * height,
             )
         determinant = n * sxx - sx * sx
         slope = (n * sxy - sx * sy) / determinant if determinant > 0.0 else 0.0
@@ -210,16 +210,16 @@ class Timings:
 
     def of(self, model: str) -> ModelTimings:
         """What is known of a model."""
-        found = self._models.get(model)
-        if found is None:
+        timings = self._models.get(model)
+        if timings is None:
             if len(self._models) >= _MODELS_MAX:
                 self._models.clear()
-            found = self._models[model] = ModelTimings(*self._defaults)
-        return found
+            timings = self._models[model] = ModelTimings(*self._defaults)
+        return timings
 
     def slowest_prefill(self) -> Line:
         """The line of the model whose tokens take the longest; the default before anything is known."""
-        lines = (each.prefill for each in self._models.values())
+        lines = (timings.prefill for timings in self._models.values())
         return max(lines, key=lambda line: line.slope, default=self._defaults[0])
 
     def speed(self, rank: RankId) -> float:
@@ -244,58 +244,58 @@ class Timings:
 
     def observe(self, observations: Sequence[Observation], block_size_of: Callable[[str], int]) -> None:
         """Learn from observations."""
-        for each in observations:
-            match each:
+        for observation in observations:
+            match observation:
                 case PrefillObserved():
                     self.prefills_reported += _REPORT_WEIGHT * (1.0 - self.prefills_reported)
-                    self._observe_prefill(each)
+                    self._observe_prefill(observation)
                 case OutputObserved():
-                    if each.ended:
+                    if observation.ended:
                         self.ends_reported += _REPORT_WEIGHT * (1.0 - self.ends_reported)
-                    self._observe_output(each, block_size_of(each.model))
+                    self._observe_output(observation, block_size_of(observation.model))
                 case Unreported(ended=True):
                     self.ends_reported -= _REPORT_WEIGHT * self.ends_reported
                 case Unreported():
                     self.prefills_reported -= _REPORT_WEIGHT * self.prefills_reported
 
-    def _observe_prefill(self, each: PrefillObserved) -> None:
-        took_ms = max(each.took_ms - each.forecast.load_us / 1000.0, 0.0)
-        before = self._completing.get(each.rank)
+    def _observe_prefill(self, observation: PrefillObserved) -> None:
+        took_ms = max(observation.took_ms - observation.forecast.load_us / 1000.0, 0.0)
+        before = self._completing.get(observation.rank)
         if before is not None:
-            if each.continues and before.model == each.model and before.count < _TOGETHER_MAX:
-                before.add(each.n_tokens, took_ms)
+            if observation.continues and before.model == observation.model and before.count < _TOGETHER_MAX:
+                before.add(observation.n_tokens, took_ms)
                 return
-            self._learn_prefills(each.rank, before)
+            self._learn_prefills(observation.rank, before)
         elif len(self._completing) >= _RANKS_MAX:
             self._completing.clear()
-        self._completing[each.rank] = _Prefills(each.model)
-        self._completing[each.rank].add(each.n_tokens, took_ms)
+        self._completing[observation.rank] = _Prefills(observation.model)
+        self._completing[observation.rank].add(observation.n_tokens, took_ms)
 
-    def _learn_prefills(self, rank: RankId, each: _Prefills) -> None:
-        timings = self.of(each.model)
+    def _learn_prefills(self, rank: RankId, prefills: _Prefills) -> None:
+        timings = self.of(prefills.model)
         base, slope = timings.prefill
-        expected_ms = each.count * base + slope * each.n_tokens
-        took_ms = max(each.took_ms, _RATIO_MIN * expected_ms)
-        if each.n_tokens >= _SPEED_TOKENS_MIN:
+        expected_ms = prefills.count * base + slope * prefills.n_tokens
+        took_ms = max(prefills.took_ms, _RATIO_MIN * expected_ms)
+        if prefills.n_tokens >= _SPEED_TOKENS_MIN:
             ratio = min(max(took_ms / expected_ms, _SPEED_MIN), _SPEED_MAX)
             if len(self._speeds) >= _RANKS_MAX and rank not in self._speeds:
                 self._speeds.clear()
             speed = self._speeds.get(rank, 1.0)
             self._speeds[rank] = speed + _SPEED_WEIGHT * (ratio - speed)
-        timings.note_prefills(each.n_tokens, took_ms, each.count)
+        timings.note_prefills(prefills.n_tokens, took_ms, prefills.count)
 
-    def _observe_output(self, each: OutputObserved, block_size: int) -> None:
-        timings = self.of(each.model)
-        in_use = each.active_blocks * block_size
+    def _observe_output(self, observation: OutputObserved, block_size: int) -> None:
+        timings = self.of(observation.model)
+        in_use = observation.active_blocks * block_size
         # The last block is half full on average.
-        n_tokens = (each.output_blocks - 0.5) * block_size
+        n_tokens = (observation.output_blocks - 0.5) * block_size
         # What prefills took from it is in their own forecasts. The rest is at least a part of the time, as these err.
-        own_ms = max(each.took_ms - each.prefills_ms, _DECODE_SHARE_MIN * each.took_ms)
-        if each.output_blocks >= _DECODE_BLOCKS_MIN and each.took_ms > 0:
+        own_ms = max(observation.took_ms - observation.prefills_ms, _DECODE_SHARE_MIN * observation.took_ms)
+        if observation.output_blocks >= _DECODE_BLOCKS_MIN and observation.took_ms > 0:
             timings.note_step(in_use, own_ms / n_tokens)
-        if not each.ended:
+        if not observation.ended:
             return
-        if each.output_blocks:
+        if observation.output_blocks:
             timings.note_output(n_tokens)
-        elif each.took_ms > 0:  # its client reports no output: what matters is the product of both
+        elif observation.took_ms > 0:  # its client reports no output: what matters is the product of both
             timings.note_output(own_ms / timings.decode.at(in_use))
