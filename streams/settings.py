@@ -535,9 +535,9 @@ class FrontSettings:
         low=0.05,
         high=86_400.0,
     )
-    front_migrations_max: int = _setting(3, "engines that one stream may move to", low=0, high=64)
+    front_migrations_max: int = _setting(3, "engines that one stream may migrate to", low=0, high=64)
     front_migration_timeout_s: float = _setting(
-        60.0, "time that all moves of one stream may take together", low=0.1, high=86_400.0
+        60.0, "time that all migrations of one stream may take together", low=0.1, high=86_400.0
     )
     front_queue: bool = _setting(
         True, "requests of a front wait in the router until a rank has room for them (queue=on)"

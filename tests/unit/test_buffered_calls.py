@@ -46,7 +46,7 @@ def test_a_dropped_call_does_not_end_the_booking_after_it_moved_to_another_route
     first.sync.note_refused("r", None)
     first.sync.book("r", booking(1))
     world.settle()
-    second.sync.book("r", booking(2), moves=True)
+    second.sync.book("r", booking(2), reassigns=True)
     assert world.same() == {rank_of(2): (16, 1, 1)}
 
 

@@ -43,6 +43,8 @@ from tests.helpers.pages import ROOT, blocks
 
 SHOWN = "# -> "
 
+_DEFINITIONS = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+
 
 def statements(page: str) -> Iterator[tuple[str, ast.stmt, str]]:
     """Give each statement of a page: its location, the statement, and the result shown after it, "" for none."""
@@ -157,6 +159,19 @@ def test_pages_name_commands_and_pages_that_exist(page: str) -> None:
                     command = command.commands[word]
     for target in re.findall(r"\]\(([^)#]+)", text):
         assert target.startswith("http") or ((ROOT / page).parent / target).exists(), target
+
+
+def test_the_paths_of_where_to_change_what_exist() -> None:
+    """Each step in docs/architecture.md names a file and a function, class or method that is defined there."""
+    section = (ROOT / "docs/architecture.md").read_text().split("## Where to change what")[1].split("\n## ")[0]
+    steps = re.findall(r"^\d\. `([^`]+\.py)`, `([^`]+)`", section, flags=re.M)
+    assert len(steps) == len(re.findall(r"^\d\.", section, flags=re.M)) >= 16
+    for path, name in steps:
+        scope: ast.AST = ast.parse((ROOT / path).read_text())
+        for part in name.split("."):
+            defined = {node.name: node for node in ast.iter_child_nodes(scope) if isinstance(node, _DEFINITIONS)}
+            assert part in defined, f"{path} has no {name}"
+            scope = defined[part]
 
 
 def test_the_http_page_has_every_call() -> None:

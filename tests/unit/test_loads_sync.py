@@ -106,7 +106,7 @@ def act(world: World, actions: list[tuple[Any, ...]]) -> None:
             case "book" | "move", (router, request_id, worker_id, n, phase):
                 try:
                     world.replicas[router].sync.book(
-                        request_id, booking(worker_id, list(range(1, n + 1)), 16 * n, phase), moves=name == "move"
+                        request_id, booking(worker_id, list(range(1, n + 1)), 16 * n, phase), reassigns=name == "move"
                     )
                 except BookingConflict:
                     assert live(world.replicas[router], request_id)
@@ -276,7 +276,7 @@ def test_phases_of_one_id_are_booked_and_ended_separately_everywhere() -> None:
     assert third.sync.report_output("r", 16, "decode") is True
     assert third.sync.report_phase("r", BookingPhase.FREE, "prefill") is True
     assert world.same() == {rank_of(2): (16, 2, 1)}
-    first.sync.book("r", booking(3, phase="decode"), moves=True)
+    first.sync.book("r", booking(3, phase="decode"), reassigns=True)
     assert world.same() == {rank_of(3): (16, 1, 1)}
     assert second.sync.report_phase("r", BookingPhase.FREE) is True
     assert world.same() == {}

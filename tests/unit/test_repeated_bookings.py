@@ -330,7 +330,7 @@ def test_only_the_last_attempt_remains(
                 if last is not None and ends_attempts:
                     free(world, last[0], request_id)
                 world.pass_time(1)
-                world.replicas[router].sync.book(request_id, booking(n), moves=True)
+                world.replicas[router].sync.book(request_id, booking(n), reassigns=True)
                 last = router, n
             case _:
                 go_on(world, what, router, n, request_id)
@@ -356,7 +356,7 @@ def test_a_free_at_any_router_ends_all_attempts(
     for what, router, n in actions:
         match what:
             case "attempt":
-                world.replicas[router].sync.book(request_id, booking(n), moves=True)
+                world.replicas[router].sync.book(request_id, booking(n), reassigns=True)
             case "free":
                 free(world, router, request_id)
             case _:

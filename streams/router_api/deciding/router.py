@@ -175,9 +175,9 @@ class Router:
         """Choose one of a prepared request's ranks and book it, in one step under the loads' lock.
 
         A request id that is booked already for the same phase gets the existing choice, and nothing is booked. If the
-        request excludes that choice or names another rank, its booking moves: it ends, and the new choice is booked.
-        Raises NoEligibleWorker, AllWorkersBusy; then an existing booking stays. After AllWorkersBusy it can be called
-        again with the same preparation.
+        request excludes that choice or names another rank, its booking is reassigned: it ends, and the new choice is
+        booked. Raises NoEligibleWorker, AllWorkersBusy; then an existing booking stays. After AllWorkersBusy it can be
+        called again with the same preparation.
         """
         try:
             answer = self.try_admit(prepared, None)
@@ -212,9 +212,9 @@ class Router:
         with self.loads.locked() as loads:
             # A client that retries must not book twice. Another router's booking of this id counts as well.
             existing = loads.live(prepared.request_id, prepared.booked_phase) if request.update_states else None
-            moves = existing is not None and names_another_rank(existing[1].rank, prepared.filters)
+            reassigns = existing is not None and names_another_rank(existing[1].rank, prepared.filters)
             decision: Decision | None = None
-            if existing is None or moves:
+            if existing is None or reassigns:
                 decision = (
                     chooser.choose(routing, loads, now_s)
                     if gate is None
@@ -226,7 +226,7 @@ class Router:
                     candidates = decision.candidates
                 if request.update_states:
                     rank = decision.chosen.rank
-                    self.loads.book(prepared.request_id, decision.booking(prepared.booked_phase), moves=moves)
+                    self.loads.book(prepared.request_id, decision.booking(prepared.booked_phase), reassigns=reassigns)
                     self.view.predictions.predict(rank, prepared.blocks.local)
                     chooser.bind(routing, rank, now_s)
                     if gate is not None:

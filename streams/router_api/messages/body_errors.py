@@ -65,11 +65,11 @@ def with_values(message: str, kind: Any) -> str:
         return shortened(message)
     path, _, name = invalid[1].lstrip(".").rpartition(".")
     values: list[object] = []
-    for each in _kinds_of(_struct_at(kind, path), name):
-        if isinstance(each, inspect.LiteralType):
-            values += each.values
-        elif isinstance(each, inspect.EnumType):
-            values += [member.value for member in each.cls]
+    for field_kind in _kinds_of(_struct_at(kind, path), name):
+        if isinstance(field_kind, inspect.LiteralType):
+            values += field_kind.values
+        elif isinstance(field_kind, inspect.EnumType):
+            values += [member.value for member in field_kind.cls]
     return shortened(message) + (f"; use one of {', '.join(map(str, values))}" if values else "")
 
 
@@ -79,23 +79,25 @@ def _fields_at(kind: Any, path: str) -> list[str]:
 
 
 def _struct_at(kind: Any, path: str) -> inspect.StructType:
-    at = inspect.type_info(kind)
+    struct = inspect.type_info(kind)
     for name in filter(None, path.split(".")):
-        assert isinstance(at, inspect.StructType)  # the path leads through objects
-        below = next((each for each in _kinds_of(at, name) if isinstance(each, inspect.StructType)), None)
+        assert isinstance(struct, inspect.StructType)  # the path leads through objects
+        below = next(
+            (field_kind for field_kind in _kinds_of(struct, name) if isinstance(field_kind, inspect.StructType)), None
+        )
         if below is None:  # the unknown name itself looks like the end of the message
             break
-        at = below
-    assert isinstance(at, inspect.StructType)
-    return at
+        struct = below
+    assert isinstance(struct, inspect.StructType)
+    return struct
 
 
 def _kinds_of(struct: inspect.StructType, name: str) -> tuple[inspect.Type, ...]:
     """The types of which a field's value may be; none if there is no such field."""
-    found = next((field.type for field in struct.fields if field.encode_name == name), None)
-    if found is None:
+    field_kind = next((field.type for field in struct.fields if field.encode_name == name), None)
+    if field_kind is None:
         return ()
-    return found.types if isinstance(found, inspect.UnionType) else (found,)
+    return field_kind.types if isinstance(field_kind, inspect.UnionType) else (field_kind,)
 
 
 def without_middle(message: str) -> str:

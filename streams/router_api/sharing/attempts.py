@@ -1,4 +1,4 @@
-"""What a router remembers of requests that were booked more than once: retries, moves, and ends without a record.
+"""What a router remembers of requests that were booked more than once: retries, reassignments, ends without a record.
 
 What lives here: when this router made its bookings, which booking replaced which, and when clients ended requests of
 which the log has no end. What must not: bookings themselves (core.loads), records (loads_sync), and clocks.
@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 from streams.core.loads.bookings import BookingId
 
-#: Moves that are remembered, each for `booking_ttl_s`. Beyond this limit the oldest one is dropped.
-MOVES_MAX = 10_000
+#: Reassignments that are remembered, each for `booking_ttl_s`. Beyond this limit the oldest one is dropped.
+REASSIGNMENTS_MAX = 10_000
 
 #: Ended requests that are remembered, each for `booking_ttl_s`. Beyond this limit the oldest one is dropped.
 ENDS_MAX = 100_000
@@ -25,7 +25,7 @@ ENDS_MAX = 100_000
 MADE_MAX = 100_000
 
 
-class _Move(NamedTuple):
+class _Reassignment(NamedTuple):
     """What replaced a booking. at_ms: the time of day of that. since_ms: the monotonic time since it is known."""
 
     latter: BookingId
@@ -44,10 +44,11 @@ class Attempts:
     """Not thread-safe."""
 
     def __init__(self, ttl_ms: int) -> None:
-        """ttl_ms: how long moves and ends are remembered."""
+        """ttl_ms: how long reassignments and ends are remembered."""
         self._ttl_ms = ttl_ms
         self._made: OrderedDict[BookingId, int] = OrderedDict()
-        self._moves: OrderedDict[BookingId, _Move] = OrderedDict()  # by former booking, in the order of these events
+        # By former booking, in the order of these events.
+        self._reassignments: OrderedDict[BookingId, _Reassignment] = OrderedDict()
         self._ends: OrderedDict[str, _End] = OrderedDict()  # by request id, in the order of the last calls
 
     def note_made(self, booking_id: BookingId, at_ms: int) -> None:
@@ -65,29 +66,29 @@ class Attempts:
         self._made.pop(booking_id, None)
 
     @property
-    def has_moves(self) -> bool:
-        """Whether any move is remembered."""
-        return bool(self._moves)
+    def has_reassignments(self) -> bool:
+        """Whether any reassignment is remembered."""
+        return bool(self._reassignments)
 
-    def note_move(self, former: BookingId, latter: BookingId, at_ms: int, now_ms: int) -> None:
-        """Remember a move, so that what a client then reports of the former booking applies to the latter one."""
-        self._moves[former] = _Move(latter, at_ms, now_ms)
-        self._moves.move_to_end(former)
-        if len(self._moves) > MOVES_MAX:
-            self._moves.popitem(last=False)
+    def note_reassignment(self, former: BookingId, latter: BookingId, at_ms: int, now_ms: int) -> None:
+        """Remember a reassignment: what a client then reports of the former booking applies to the latter one."""
+        self._reassignments[former] = _Reassignment(latter, at_ms, now_ms)
+        self._reassignments.move_to_end(former)
+        if len(self._reassignments) > REASSIGNMENTS_MAX:
+            self._reassignments.popitem(last=False)
 
-    def was_moved(self, booking_id: BookingId) -> bool:
+    def was_reassigned(self, booking_id: BookingId) -> bool:
         """Whether a booking was replaced by another one."""
-        return booking_id in self._moves
+        return booking_id in self._reassignments
 
-    def moved_to(self, booking_id: BookingId, reported_ms: int, *, once: bool) -> BookingId | None:
+    def reassigned_to(self, booking_id: BookingId, reported_ms: int, *, once: bool) -> BookingId | None:
         """Which booking has replaced this one, if that was not after the time of a report. once: forget it then."""
-        move = self._moves.get(booking_id)
-        if move is None or move.at_ms > reported_ms:
+        reassignment = self._reassignments.get(booking_id)
+        if reassignment is None or reassignment.at_ms > reported_ms:
             return None
         if once:
-            del self._moves[booking_id]
-        return move.latter
+            del self._reassignments[booking_id]
+        return reassignment.latter
 
     @property
     def has_ends(self) -> bool:
@@ -112,12 +113,12 @@ class Attempts:
         return 0 if end is None else max(end.at_ms.get(named, 0) for named in (None, phase))
 
     def expire(self, now_ms: int) -> None:
-        """Forget the moves and ends whose time is over."""
-        while self._moves:
-            former = next(iter(self._moves))
-            if self._moves[former].since_ms + self._ttl_ms > now_ms:
+        """Forget the reassignments and ends whose time is over."""
+        while self._reassignments:
+            former = next(iter(self._reassignments))
+            if self._reassignments[former].since_ms + self._ttl_ms > now_ms:
                 break
-            del self._moves[former]
+            del self._reassignments[former]
         while self._ends:
             request_id = next(iter(self._ends))
             if self._ends[request_id].since_ms + self._ttl_ms > now_ms:

@@ -266,15 +266,15 @@ class LoadsSync:
 
     # -- calls ---------------------------------------------------------------------------------------------------------
 
-    def book(self, request_id: str, booking: Booking, *, moves: bool = False) -> BookingId:
+    def book(self, request_id: str, booking: Booking, *, reassigns: bool = False) -> BookingId:
         """Book here at once, and publish the booking.
 
         An existing booking of the same id and phase is replaced, except that the output blocks that were reported for
-        it stay. Raises BookingConflict if that one is on another rank. moves: end it instead, whatever its rank, and
-        make a new booking.
+        it stay. Raises BookingConflict if that one is on another rank. reassigns: end it instead, whatever its rank,
+        and make a new booking.
         """
         with self._lock:
-            former = self._loads.live_ids_of(request_id, booking.phase) if moves else ()
+            former = self._loads.live_ids_of(request_id, booking.phase) if reassigns else ()
             for booking_id in former:
                 self._apply(booking_id, BookingPhase.FREE, self._local_time())
             live = self._loads.live(request_id, booking.phase)
@@ -306,7 +306,7 @@ class LoadsSync:
         if self._shared:  # its end must be in the log: another router may have reassigned the former one too
             self._own.must_end_in_log(latter)
         for booking_id in former:
-            self._note_move(Reassigned(booking_id, latter, self._wall_ms()))
+            self._note_reassignment(Reassigned(booking_id, latter, self._wall_ms()))
             self._publish_phase(booking_id, BookingPhase.FREE, REPLACED)
 
     def note_refused(self, request_id: str, phase: str | None) -> None:
@@ -480,7 +480,7 @@ class LoadsSync:
             self._apply(booking_id, phase, at_ms, clock)
         else:
             self._fold_add(booking_id, booking, value, at_ms, clock)
-        if attempts.has_moves:
+        if attempts.has_reassignments:
             reports += followed(content, value, self._loads, attempts)
         if attempts.has_ends and booking is not None and booking_id.router_id != router_id:
             reports += ended_before(content, value, self._loads, attempts)
@@ -521,7 +521,7 @@ class LoadsSync:
             made_ms, unlogged = self._attempts.made_ms(booking_id), self._own.is_unlogged(booking_id)
             reassigned = between_two(booking_id, made_ms, newer, newer_ms, unlogged=unlogged)
             if reassigned is not None:
-                self._note_move(reassigned)
+                self._note_reassignment(reassigned)
                 if reassigned.former == booking_id:
                     self._publish_phase(booking_id, BookingPhase.FREE, REPLACED)
 
@@ -600,13 +600,13 @@ class LoadsSync:
         if self._shared:
             self._attempts.note_end(request_id, phase, at_ms, self._now_ms())
 
-    def _note_move(self, reassigned: Reassigned) -> None:
+    def _note_reassignment(self, reassigned: Reassigned) -> None:
         """Remember that a booking was replaced, so that what a client then reports of it applies to the new one.
 
         Another router knows the former one only, until it has read this.
         """
         if self._shared:
-            self._attempts.note_move(*reassigned, self._now_ms())
+            self._attempts.note_reassignment(*reassigned, self._now_ms())
 
     # -- time ----------------------------------------------------------------------------------------------------------
 

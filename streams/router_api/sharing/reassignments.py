@@ -102,7 +102,7 @@ def followed(content: Content, value: bytes, loads: ActiveLoads, attempts: Attem
     that is over, as that of a client which ends a request and then repeats it under its id.
     """
     booking_id, phase, _ = content
-    if phase is BookingPhase.ADD or not attempts.was_moved(booking_id):
+    if phase is BookingPhase.ADD or not attempts.was_reassigned(booking_id):
         return []
     reported_ms = time_written_ms(value)
     if reported_ms == REPLACED:
@@ -110,7 +110,7 @@ def followed(content: Content, value: bytes, loads: ActiveLoads, attempts: Attem
     reports: list[PhaseReport] = []
     seen = {booking_id}  # records of a faulty writer may form a circle
     once = phase is BookingPhase.FREE  # otherwise two routers could answer each other without end
-    while (latter := attempts.moved_to(booking_id, reported_ms, once=once)) is not None and latter not in seen:
+    while (latter := attempts.reassigned_to(booking_id, reported_ms, once=once)) is not None and latter not in seen:
         booking_id = latter
         seen.add(booking_id)
         # Another router may have ended it, because it reassigned it. It waits for this report as well.
