@@ -26,7 +26,7 @@ test-all: lint warm
 	$(call pytest)
 
 # Every test, and what takes hours. It fails as long as tests are listed that passed only alone.
-nightly: test-all trust chaos soak migrations
+nightly: test-all trust chaos replicas soak migrations
 	$(BIN)/python -m tests.rerun --listed
 
 # Up to five tests that fail next to others are run once more alone, and listed. Failures of former runs do not count.
