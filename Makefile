@@ -62,7 +62,8 @@ chaos: warm
 
 # Three routers on a real Kafka, 5,000 bookings; one is killed, Kafka stops for 20 s, one starts late: about 5 minutes.
 replicas: warm
-	$(BIN)/python -m tests.replicas
+	$(BIN)/python -m tests.replicas --mode kv
+	$(BIN)/python -m tests.replicas --mode expected-time
 
 # 1,000 streams whose engines are killed, stall or refuse at random, with real processes: about ten minutes.
 migrations: warm

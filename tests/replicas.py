@@ -7,7 +7,8 @@ memory).
 Three routers run as processes. While clients send requests, one router is killed and Kafka is stopped; the other
 routers continue to route, and their answers are `degraded`. Then the topic is compacted, the removed records are
 checked, and another router starts from what is left. All running routers must have the same loads as an independent
-fold of every record that was ever written. Once all bookings have expired, no load may remain.
+fold of every record that was ever written. Once all bookings have expired, no load may remain. In mode `kv` a booking
+counts until its client or its TTL ends it; in `expected-time` it also ends by its forecast. A run is made in each.
 """
 
 from __future__ import annotations
@@ -24,13 +25,14 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from confluent_kafka.admin import AlterConfigOpType, ConfigEntry, ConfigResource  # type: ignore[attr-defined]
 
 from streams.core.hashing import unpack_hashes
 from streams.core.ids import RankId
 from streams.core.loads.bookings import Booking, BookingId, BookingPhase
+from streams.core.routing.selection import RouterMode
 from streams.errors import KvStreamsError
 from streams.kafka.clients import Record, admin, ensure_topics
 from streams.kafka.records import decode_load
@@ -53,6 +55,9 @@ COMPACTING = {"segment.ms": "1000", "min.cleanable.dirty.ratio": "0.0"}
 #: Interval of the broker's cleaner; its default is 15 s.
 CLEANER = {"log.cleaner.backoff.ms": "200", "group.min.session.timeout.ms": "1000"}
 
+#: The modes in which a run is made: one whose bookings count until they end, and one whose bookings age.
+MODES = (RouterMode.KV.value, RouterMode.EXPECTED_TIME.value)
+
 Loads = dict[RankId, tuple[int, int, int]]
 Rank = tuple[int, int]
 
@@ -61,32 +66,59 @@ class Broken(AssertionError):
     """A property that every run must have was violated."""
 
 
-def live_bookings(records: Iterable[Record]) -> dict[BookingId, tuple[Booking, bool]]:
-    """The bookings that have an add and no free, each with whether its prompt has been computed."""
-    adds: dict[BookingId, Booking] = {}
+class LiveBooking(NamedTuple):
+    """A booking that has an add and no free.
+
+    since_ms: append time of its last add. computed: its prefill was reported.
+    """
+
+    booking: Booking
+    since_ms: int
+    computed: bool
+
+    def counted_tokens(self, now_ms: float) -> int | None:
+        """The prefill tokens that count at a time of the log; None if the booking counts as over without a report."""
+        booking, forecast = self.booking, self.booking.forecast
+        if 0 < forecast.over_within_ms <= now_ms - self.since_ms:
+            return None
+        aged = 0 < forecast.prefilled_within_ms <= now_ms - self.since_ms
+        generates = forecast.prefill_us > 0 and booking.output_blocks > 0
+        return 0 if self.computed or aged or generates else booking.prefill_tokens
+
+
+def live_bookings(records: Iterable[Record]) -> dict[BookingId, LiveBooking]:
+    """The bookings that have an add and no free."""
+    adds: dict[BookingId, tuple[Booking, int]] = {}
     ended: dict[BookingPhase, set[BookingId]] = {BookingPhase.PREFILL: set(), BookingPhase.FREE: set()}
     for record in records:
         if record.value is not None:
             booking_id, phase, booking = decode_load(record.value)
             if booking is not None:
-                adds[booking_id] = booking
+                adds[booking_id] = booking, record.timestamp_ms
             else:
                 ended[phase].add(booking_id)
     return {
-        booking_id: (booking, booking_id in ended[BookingPhase.PREFILL])
-        for booking_id, booking in adds.items()
+        booking_id: LiveBooking(booking, since_ms, booking_id in ended[BookingPhase.PREFILL])
+        for booking_id, (booking, since_ms) in adds.items()
         if booking_id not in ended[BookingPhase.FREE]
     }
 
 
-def loads_of(records: Iterable[Record]) -> Loads:
-    """Compute each rank's prefill tokens, blocks (distinct prompt blocks plus output) and requests from all records."""
+def loads_of(records: Iterable[Record], now_ms: float = 0.0) -> Loads:
+    """Compute each rank's prefill tokens, blocks (distinct prompt blocks plus output) and requests from all records.
+
+    now_ms: the time of the log, at which bookings with a forecast may count as prefilled or over without a report.
+    """
     tokens: Counter[RankId] = Counter()
     requests: Counter[RankId] = Counter()
     output: Counter[RankId] = Counter()
     blocks: dict[RankId, set[int]] = {}
-    for booking, computed in live_bookings(records).values():
-        tokens[booking.rank] += 0 if computed else booking.prefill_tokens
+    for live in live_bookings(records).values():
+        counted_tokens = live.counted_tokens(now_ms)
+        if counted_tokens is None:
+            continue
+        booking = live.booking
+        tokens[booking.rank] += counted_tokens
         requests[booking.rank] += 1
         output[booking.rank] += booking.output_blocks
         blocks.setdefault(booking.rank, set()).update(unpack_hashes(booking.sequence).tolist())
@@ -152,12 +184,12 @@ class Replicas:
             go_on()
         self._say(f"Kafka was stopped for {time.monotonic() - stopped_s:.1f} s; records that waited: {waiting}")
         wait_for(lambda: self._mode_is("approximate"), EQUAL_TIMEOUT_S, "the routers to be in sync again")
-        truth = self._equal("before compaction")
+        active = self._equal("before compaction")
         n_compacted = self._compact()
         late = self._stack.router("late")
         self._routers.append(late)
-        if self._equal(f"with a late router, after {n_compacted} superseded records were removed") != truth:
-            raise Broken("loads changed although no client booked anything")
+        if self._equal(f"with a late router, after {n_compacted} superseded records were removed") != active:
+            raise Broken("bookings changed although no client booked anything")
         self._check_simple()
         self._say(f"calls: {dict(self.sent.calls)}; {time.monotonic() - began_s:.1f} s")
 
@@ -270,14 +302,17 @@ class Replicas:
             read_to_end(self._settings, self._topic.name, partition, None, take)
         return present
 
-    def _equal(self, when: str) -> Loads:
-        """Wait until every router has the loads that follow from the log; return them."""
+    def _equal(self, when: str) -> set[BookingId]:
+        """Wait until every router has the loads that follow from the log; return the active bookings.
+
+        The broker and the routers have one clock here, so the time of the log is that of this process.
+        """
         truth: Loads = {}
 
         def same() -> bool:
             self._read()
             truth.clear()
-            truth.update(loads_of(self._written.values()))
+            truth.update(loads_of(self._written.values(), time.time() * 1000))
             expected = {(rank.worker_id, rank.dp_rank): load for rank, load in truth.items()}
             return all(
                 {rank: load for rank, load in self._loads(router).items() if any(load)} == expected
@@ -295,9 +330,13 @@ class Replicas:
             raise Broken(f"{when}: loads differ from those of the log (found, expected): {differ}") from exc
         requests = sum(load[2] for load in truth.values())
         if not requests:
-            raise Broken("no booking is active, so there is nothing to compare")
-        self._say(f"{when}: {len(self._routers)} routers agree on {requests} requests, {len(self._written)} records")
-        return dict(truth)
+            raise Broken("no booking counts, so there is nothing to compare")
+        active = set(live_bookings(self._written.values()))
+        self._say(
+            f"{when}: {len(self._routers)} routers agree on {requests} requests of {len(active)} active ones, "
+            f"{len(self._written)} records"
+        )
+        return active
 
     def _compact(self) -> int:
         """Have the topic compacted, and return the number of removed records.
@@ -364,14 +403,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--ttl", type=float, default=180.0, help="seconds; must exceed the duration of the run before expiry"
     )
+    parser.add_argument("--mode", choices=MODES, default=RouterMode.EXPECTED_TIME.value, help="router_mode")
     parser.add_argument("--seed", type=int)
     options = parser.parse_args(arguments)
     seed = random.SystemRandom().randrange(1 << 32) if options.seed is None else options.seed
     directory = Path(tempfile.mkdtemp(prefix="kvstreams-replicas-"))
-    print(f"seed {seed}, {options.bookings} bookings, in {directory}", flush=True)
+    print(f"seed {seed}, mode {options.mode}, {options.bookings} bookings, in {directory}", flush=True)
     broker = LocalKafka(LocalKafkaConfig(directory / "kafka", CLEANER))
     try:
-        settings = settings_of(broker.up().bootstrap, booking_ttl_s=options.ttl)
+        settings = settings_of(broker.up().bootstrap, booking_ttl_s=options.ttl, router_mode=options.mode)
         with Children() as children:
             replicas = Replicas(
                 Stack(settings, directory, children), broker, seed, lambda line: print(line, flush=True)
@@ -379,7 +419,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             replicas.run(options.bookings, options.outage, lambda: _down(broker), lambda: _up(broker))
             replicas.expire()
     except (AssertionError, KvStreamsError) as exc:
-        print(f"{exc}\nto repeat this run: python -m tests.replicas --bookings {options.bookings} --seed {seed}")
+        same = f"--mode {options.mode} --bookings {options.bookings} --seed {seed}"
+        print(f"{exc}\nto repeat this run: python -m tests.replicas {same}")
         print(f"logs and data are kept in {directory}")
         return 1
     finally:

@@ -18,7 +18,7 @@ from streams.process.waiting import wait_for
 from streams.settings import Settings
 from tests.helpers.api import PATIENCE_S, TOKENS, metrics, served
 from tests.helpers.broker import BreakableKafka
-from tests.replicas import CLEANER, Replicas, settings_of
+from tests.replicas import CLEANER, MODES, Replicas, settings_of
 
 SEED = 11
 
@@ -31,11 +31,12 @@ def broker(tmp_path: Path) -> Iterator[BreakableKafka]:
     own.down()
 
 
+@pytest.mark.parametrize("mode", MODES)
 def test_routers_agree_whatever_happens_to_them_and_to_kafka(
-    broker: BreakableKafka, tmp_path: Path, children: Children
+    broker: BreakableKafka, tmp_path: Path, children: Children, mode: str
 ) -> None:
     """After a killed router, a paused Kafka, a compacted topic and a late start, all have the loads of the log."""
-    settings = settings_of(broker.up().bootstrap, stale_after_ms=500)
+    settings = settings_of(broker.up().bootstrap, stale_after_ms=500, router_mode=mode)
     Replicas(Stack(settings, tmp_path, children), broker, SEED).run(150, 1.0, broker.pause, broker.resume)
 
 
