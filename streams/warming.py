@@ -55,6 +55,7 @@ ROUTER = (
     *_named(tables, tables.DECODING),
     *_named(block_facts, block_facts.ENTRY_POINTS),
     *_named(routing, routing.ENTRY_POINTS),
+    *_named(hashing, hashing.PARSING),
 )
 #: For a Faust worker without a router.
 AGENT = (*_named(reducer, reducer.ENTRY_POINTS), *HASHING, *_named(tables, tables.STORING))

@@ -7,8 +7,12 @@ by piece. What must not: the fields of requests and their limits (messages/reque
 | body | parsed |
 |---|---|
 | `application/octet-stream` | not at all: it is the tokens, u32 little-endian, and the query has the other fields |
-| JSON of at most LARGE_BODY_BYTES | at once, by msgspec |
+| JSON of at most LARGE_BODY_BYTES | at once, by msgspec; its tokens by a kernel |
 | larger JSON | on a thread and in pieces, with everything that is computed from it |
+
+msgspec only finds where the array of tokens ends, and a kernel reads it, so that no object is made for each token: for
+32,768 tokens that takes 0.3 ms instead of 0.9. If the kernel refuses the array, msgspec parses the whole body again and
+explains what is wrong with it.
 
 A thread that parses JSON holds the interpreter until the call returns: for 36 ms if the body has a million tokens. In
 pieces, one call only finds where each list ends (9 ms for a million tokens), and each of the others parses 64 KiB
@@ -21,9 +25,12 @@ from collections.abc import Callable, Iterator
 from typing import Any, Generic, TypeVar
 
 import msgspec
+import numpy as np
 from aiohttp import web
+from msgspec.structs import replace
 
 from streams.core.hashing import pack_tokens
+from streams.core.kernels.json_tokens import read_tokens
 from streams.errors import InvalidRequest, RequestTooLarge
 from streams.router_api.http.bodies import Bodies
 from streams.router_api.messages.body_errors import decode_body, invalid_body
@@ -62,6 +69,9 @@ class BodyParser(Generic[_Request]):
     ) -> None:
         """parse: parses a body of this type at once."""
         self._parse: Callable[[bytes], _Request] = parse
+        self._with_raw_tokens: msgspec.json.Decoder[Any] = msgspec.json.Decoder(
+            msgspec.defstruct(kind.__name__, [(_TOKENS, msgspec.Raw, None)], bases=(kind,), frozen=True)
+        )
         self._bodies = bodies
         self._tokens_max = tokens_max
         self._large: LargeBody[_Request] = LargeBody(kind)
@@ -73,8 +83,17 @@ class BodyParser(Generic[_Request]):
         RequestTooLarge, and what `use` raises.
         """
         if len(body) <= LARGE_BODY_BYTES:
-            return use(self._parse(body), None)
+            return use(*self.parsed_at_once(body))
         return await self._bodies.on_thread(self._use_large, body, use)
+
+    def parsed_at_once(self, body: bytes) -> tuple[_Request, bytes | None]:
+        """Parse a body; return the request, and its tokens as `parsed` has them. Raises InvalidRequest."""
+        try:
+            request = self._with_raw_tokens.decode(body)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            return self._parse(body), None  # which raises an error that names the types of this request
+        packed = None if request.token_ids is None else read_array(request.token_ids, self._tokens_max)
+        return (self._parse(body), None) if packed is None else (replace(request, token_ids=None), packed)
 
     def _use_large(self, body: bytes, use: Callable[[_Request, bytes | None], _T]) -> _T:
         return use(*self._large.parse(body, self._tokens_max))
@@ -144,7 +163,18 @@ class LargeBody(Generic[_Request]):
         return self._kind(**values), packed
 
 
+def read_array(raw: msgspec.Raw, tokens_max: int) -> bytes | None:
+    """The tokens of a JSON array, packed as u32 little-endian; None if it is none, or has more than tokens_max."""
+    text = np.frombuffer(raw, dtype=np.uint8)
+    tokens = np.empty(min(text.size // 2, tokens_max), dtype=np.uint32)  # each takes at least two bytes
+    n_tokens = read_tokens(text, tokens)
+    return None if n_tokens < 0 else tokens[:n_tokens].tobytes()
+
+
 def _packed(raw: msgspec.Raw, tokens_max: int) -> bytes | None:
+    read = read_array(raw, tokens_max)
+    if read is not None:
+        return read
     packed: list[bytes] = []
     n_tokens = 0
     for piece in _pieces(_TOKENS, raw, _numbers):

@@ -34,7 +34,7 @@ from streams.core.loads.bookings import BookingPhase
 from streams.errors import KvStreamsError, api_error
 from streams.process.aiohttp_internals import RawRequestMessage
 from streams.router_api.deciding.router import Router
-from streams.router_api.http.body_parsing import LARGE_BODY_BYTES
+from streams.router_api.http.body_parsing import LARGE_BODY_BYTES, BodyParser
 from streams.router_api.http.metrics import RouterMetrics
 from streams.router_api.messages.answer_json import answer_json, error_json
 from streams.router_api.messages.requests import (
@@ -43,7 +43,6 @@ from streams.router_api.messages.requests import (
     is_list,
     parse_output,
     parse_report_query,
-    parse_route,
     parse_route_query,
 )
 
@@ -102,8 +101,11 @@ class _Headers(NamedTuple):
 class FastLane:
     """Answers short requests. Owned by Handlers, and used on the loop that serves the API."""
 
-    def __init__(self, router: Router, metrics: RouterMetrics, retry_after_s: str) -> None:
+    def __init__(
+        self, router: Router, parser: BodyParser[RouteRequest], metrics: RouterMetrics, retry_after_s: str
+    ) -> None:
         self._router = router
+        self._parser = parser
         self._route_seconds = metrics.route_seconds
         self._errors = metrics.errors
         # Larger bodies are parsed on a thread. aiohttp holds as much of any body until its handler reads it.
@@ -252,10 +254,10 @@ class FastLane:
         if is_list(body):
             return None
         started = time.perf_counter()
-        request = parse_route(body)
+        request, packed = self._parser.parsed_at_once(body)
         if _may_wait(request):
             return None
-        found = _response(200, orjson.dumps(answer_json(self._router.route(request))))
+        found = _response(200, orjson.dumps(answer_json(self._router.route(request, packed))))
         self._route_seconds.observe(time.perf_counter() - started)
         return found
 

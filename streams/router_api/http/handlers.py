@@ -120,7 +120,7 @@ class Handlers:
         self._admission = Admission(router)
         self._metrics = RouterMetrics(router, self._connections, self._bodies, self._admission, process)
         self._more_metrics = more_metrics
-        self.lane = FastLane(router, self._metrics, RETRY_AFTER_S)
+        self.lane = FastLane(router, self._route_parser, self._metrics, RETRY_AFTER_S)
         self._rights: dict[Any, Right | None] = {getattr(self, call.handler): call.right for call in CALLS}
         self._live = Live(router, self._metrics, lambda: len(self._admission))
         self._sampling: asyncio.Task[None] | None = None
