@@ -23,23 +23,7 @@ from streams.core.events import (
     MoeLabels,
 )
 from streams.core.ids import U64_MASK, DpRank, EngineHash, HashArray, Incarnation, Int64Array, RankId, Tier, WorkerId
-from streams.core.reducer.kernels.layout import (
-    CLEARED,
-    EVENT_BLOCKS,
-    EVENT_ENGINE,
-    EVENT_HAS_PARENT,
-    EVENT_KIND,
-    EVENT_LABELLED,
-    EVENT_LABELS,
-    EVENT_LOCAL,
-    EVENT_PARENT,
-    EVENT_TIER,
-    EVENT_WORDS,
-    LABEL_WORDS,
-    NO_LABEL,
-    REMOVED,
-    STORED,
-)
+from streams.core.reducer.kernels import layout
 from streams.errors import BadRecord
 from streams.kafka.records import decode_batch_or_error
 from streams.tables.kernels.events import HEAD_WORDS, decode_batches
@@ -81,18 +65,21 @@ class EventRows(Sequence[KvEvent]):
         return map(self._event, self.rows.tolist())
 
     def _event(self, row: list[int]) -> KvEvent:
-        if row[EVENT_KIND] not in (STORED, REMOVED):
+        if row[layout.EVENT_KIND] not in (layout.STORED, layout.REMOVED):
             return AllBlocksCleared()
-        engine, tier = self._hashes(row[EVENT_ENGINE], row[EVENT_BLOCKS]), Tier(row[EVENT_TIER])
-        if row[EVENT_KIND] == REMOVED:
+        engine, tier = self._hashes(row[layout.EVENT_ENGINE], row[layout.EVENT_BLOCKS]), Tier(row[layout.EVENT_TIER])
+        if row[layout.EVENT_KIND] == layout.REMOVED:
             return BlocksRemoved(engine, tier)
-        labels = [None if label == NO_LABEL else label for label in row[EVENT_LABELS : EVENT_LABELS + LABEL_WORDS]]
+        labels = [
+            None if label == layout.NO_LABEL else label
+            for label in row[layout.EVENT_LABELS : layout.EVENT_LABELS + layout.LABEL_WORDS]
+        ]
         return BlocksStored(
-            EngineHash(row[EVENT_PARENT] & U64_MASK) if row[EVENT_HAS_PARENT] else None,
+            EngineHash(row[layout.EVENT_PARENT] & U64_MASK) if row[layout.EVENT_HAS_PARENT] else None,
             engine,
-            self._hashes(row[EVENT_LOCAL], row[EVENT_BLOCKS]),
+            self._hashes(row[layout.EVENT_LOCAL], row[layout.EVENT_BLOCKS]),
             tier,
-            MoeLabels(*labels) if row[EVENT_LABELLED] else None,
+            MoeLabels(*labels) if row[layout.EVENT_LABELLED] else None,
         )
 
     def _hashes(self, address: int, n_hashes: int) -> HashArray:
@@ -105,33 +92,33 @@ def rows_of(events: Iterable[KvEvent]) -> tuple[Int64Array, int, object]:
     if isinstance(events, EventRows):
         return events.rows, events.address, events
     events = list(events)
-    rows = np.zeros((len(events), EVENT_WORDS), dtype=np.int64)
+    rows = np.zeros((len(events), layout.EVENT_WORDS), dtype=np.int64)
     kept: list[HashArray] = []
     for row, event in zip(rows, events, strict=True):
         if isinstance(event, AllBlocksCleared):
-            row[EVENT_KIND] = CLEARED
+            row[layout.EVENT_KIND] = layout.CLEARED
             continue
         engine = np.ascontiguousarray(event.engine, dtype=np.uint64)
         kept.append(engine)
-        row[EVENT_TIER] = event.tier
-        row[EVENT_BLOCKS], row[EVENT_ENGINE] = len(engine), engine.ctypes.data
+        row[layout.EVENT_TIER] = event.tier
+        row[layout.EVENT_BLOCKS], row[layout.EVENT_ENGINE] = len(engine), engine.ctypes.data
         if isinstance(event, BlocksRemoved):
-            row[EVENT_KIND] = REMOVED
+            row[layout.EVENT_KIND] = layout.REMOVED
             continue
         local = np.ascontiguousarray(event.local, dtype=np.uint64)
         kept.append(local)
-        row[EVENT_KIND], row[EVENT_LOCAL] = STORED, local.ctypes.data
+        row[layout.EVENT_KIND], row[layout.EVENT_LOCAL] = layout.STORED, local.ctypes.data
         if event.parent is not None:
-            row[EVENT_HAS_PARENT], row[EVENT_PARENT] = 1, np.uint64(event.parent).view(np.int64)
+            row[layout.EVENT_HAS_PARENT], row[layout.EVENT_PARENT] = 1, np.uint64(event.parent).view(np.int64)
         if event.moe is not None:
-            row[EVENT_LABELLED] = 1
-            row[EVENT_LABELS : EVENT_LABELS + LABEL_WORDS] = label_words(event.moe)
+            row[layout.EVENT_LABELLED] = 1
+            row[layout.EVENT_LABELS : layout.EVENT_LABELS + layout.LABEL_WORDS] = label_words(event.moe)
     return rows, rows.ctypes.data, kept
 
 
 def label_words(moe: MoeLabels) -> list[int]:
     """Return the LABEL_WORDS words by which kernels know a block's labels."""
-    return [NO_LABEL if label is None else label for label in (moe.layer_id, moe.expert_id, moe.expert_group)]
+    return [layout.NO_LABEL if label is None else label for label in (moe.layer_id, moe.expert_id, moe.expert_group)]
 
 
 def decode_events(
@@ -141,7 +128,7 @@ def decode_events(
     data = b"".join(filter(None, values))
     lengths = np.array([len(value) if value else 0 for value in values], dtype=np.int64)
     heads = np.empty((len(values), HEAD_WORDS), dtype=np.int64)
-    rows = np.empty((_ROWS_MIN + len(data) // _BYTES_PER_ROW, EVENT_WORDS), dtype=np.int64)
+    rows = np.empty((_ROWS_MIN + len(data) // _BYTES_PER_ROW, layout.EVENT_WORDS), dtype=np.int64)
     decode_batches(
         address_of(data),
         lengths.ctypes.data,
@@ -187,7 +174,9 @@ def _batch(head: list[int], data: bytes, rows: Int64Array, address: int) -> Engi
         sequence,
         digest & U64_MASK,
         emitted_at,
-        EngineEvents(EventRows(rows[first_row : first_row + n_rows], address + first_row * EVENT_WORDS * 8, data)),
+        EngineEvents(
+            EventRows(rows[first_row : first_row + n_rows], address + first_row * layout.EVENT_WORDS * 8, data)
+        ),
         n_unindexed,
     )
 

@@ -16,7 +16,7 @@ import numpy as np
 from streams.core.events import MoeLabels
 from streams.core.ids import U64_MASK, Int64Array, SequenceHash
 from streams.core.index.run_columns import RunColumns
-from streams.core.reducer.kernels.layout import NO_LABEL
+from streams.core.reducer.kernels import layout
 from streams.kafka.avro_frames import codec
 from streams.tables.kernels.avro import HEADER_BYTES
 from streams.tables.kernels.runs import LABEL_ROW_WORDS, OTHER, decode_labels, decode_records
@@ -78,7 +78,7 @@ def labels_of(columns: RunColumns, first: int, last: int) -> dict[int, list[Labe
 @lru_cache(maxsize=_KEPT_LABELS)
 def _labels(*words: int) -> MoeLabels:
     """Build labels from words. Cached, since a model has few different labels."""
-    return MoeLabels(*[None if word == NO_LABEL else word for word in words])
+    return MoeLabels(*[None if word == layout.NO_LABEL else word for word in words])
 
 
 def decode_runs(records: Sequence[tuple[bytes, bytes | None]]) -> tuple[RunColumns, list[int]]:

@@ -21,7 +21,7 @@ from rich.console import Console
 
 import streams
 from streams import warming
-from streams.core.kernels.compiling import _alone, compile_ahead, is_cached, is_ready
+from streams.core.kernels.compiling import _alone, _sources_of, compile_ahead, is_cached, is_ready
 from streams.errors import ProcessError
 
 PATIENCE_S = 120.0
@@ -143,6 +143,14 @@ def test_compiled_code_is_loaded_by_the_next_process(package: Any) -> None:
     compile_ahead(later.summed)
     assert later.summed.stats.cache_misses == {}
     assert later.summed(5) == 40
+
+
+def test_a_kernel_depends_on_the_modules_that_it_imports() -> None:
+    """Also on one that it imports as a whole, and not on others in the same package."""
+    kernels = Path(streams.__file__).resolve().parent / "core" / "index" / "kernels"
+    sources = _sources_of(kernels / "spans.py")
+    assert {kernels / "layout.py", kernels / "fields.py"} <= sources
+    assert kernels / "fold.py" not in sources
 
 
 def test_a_process_waits_for_another_that_compiles_the_same_kernel(package: Any, tmp_path: Path) -> None:

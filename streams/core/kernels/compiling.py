@@ -23,7 +23,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 #: The folder that module names begin at.
 _ROOT = Path(__file__).resolve().parents[3]
-_IMPORT = re.compile(rb"^from (streams\.[\w.]+) import ", re.MULTILINE)
+_IMPORT = re.compile(rb"^from (streams\.[\w.]+) import (?:(\w+)$)?", re.MULTILINE)
 
 #: Types of a kernel's arguments, by their annotations, where the kernel declares no signature.
 _TYPES = {"int": types.int64, "bool": types.boolean}
@@ -39,8 +39,10 @@ def _sources_of(source: Path) -> frozenset[Path]:
     They are what it imports from this project, and what the kernel modules among those import.
     """
     sources = {source}
-    for name in _IMPORT.findall(source.read_bytes()):
+    for name, imported in _IMPORT.findall(source.read_bytes()):
         path = _ROOT.joinpath(*name.decode().split("."))
+        if imported and (submodule := path / f"{imported.decode()}.py").exists():
+            path = submodule
         module = path.with_suffix(".py")
         if not module.exists():
             sources.update(path.glob("*.py"))  # a package: any of its modules may be what is imported

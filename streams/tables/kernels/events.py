@@ -16,22 +16,7 @@ from streams.core.ids import Tier
 from streams.core.kernels.compiling import inlined, kernel
 from streams.core.kernels.memory import load, load_byte, signed, store
 from streams.core.kernels.xxh3 import load_u64
-from streams.core.reducer.kernels.layout import (
-    CLEARED,
-    EVENT_BLOCKS,
-    EVENT_ENGINE,
-    EVENT_HAS_PARENT,
-    EVENT_KIND,
-    EVENT_LABELLED,
-    EVENT_LABELS,
-    EVENT_LOCAL,
-    EVENT_PARENT,
-    EVENT_TIER,
-    EVENT_WORDS,
-    LABEL_WORDS,
-    NO_LABEL,
-    STORED,
-)
+from streams.core.reducer.kernels import layout
 from streams.tables.kernels.avro import HEADER_BYTES, read_long
 
 #: Words of a head: number of rows, -1 for a record that is left to decode_batch; the first row; fields of the record.
@@ -70,48 +55,48 @@ def _read_hashes(cursor: int, end: int) -> tuple[int, int, int]:
 def _read_event(cursor: int, end: int, row: int) -> int:
     """Read one event into its row; returns the address after it, end + 1 if the record is left to decode_batch."""
     kind, cursor = read_long(cursor, end)
-    if cursor > end or kind < STORED or kind > CLEARED:
+    if cursor > end or kind < layout.STORED or kind > layout.CLEARED:
         return end + 1
-    store(row + EVENT_KIND * 8, kind)
-    store(row + EVENT_BLOCKS * 8, 0)
-    if kind == CLEARED:
+    store(row + layout.EVENT_KIND * 8, kind)
+    store(row + layout.EVENT_BLOCKS * 8, 0)
+    if kind == layout.CLEARED:
         return cursor
-    if kind == STORED:
+    if kind == layout.STORED:
         branch, cursor = read_long(cursor, end)
         if branch == 1 and end - cursor >= 8:
-            store(row + EVENT_PARENT * 8, signed(load_u64(cursor)))
+            store(row + layout.EVENT_PARENT * 8, signed(load_u64(cursor)))
             cursor += 8
         elif branch != 0:
             return end + 1
-        store(row + EVENT_HAS_PARENT * 8, branch)
+        store(row + layout.EVENT_HAS_PARENT * 8, branch)
     engines, n_blocks, cursor = _read_hashes(cursor, end)
-    store(row + EVENT_ENGINE * 8, engines)
-    store(row + EVENT_BLOCKS * 8, n_blocks)
-    if kind == STORED:
+    store(row + layout.EVENT_ENGINE * 8, engines)
+    store(row + layout.EVENT_BLOCKS * 8, n_blocks)
+    if kind == layout.STORED:
         locals_, n_locals, cursor = _read_hashes(cursor, end)
         if n_locals != n_blocks:
             return end + 1
-        store(row + EVENT_LOCAL * 8, locals_)
+        store(row + layout.EVENT_LOCAL * 8, locals_)
     tier, cursor = read_long(cursor, end)
     if cursor > end or tier < 0 or tier > _TIER_MAX:
         return end + 1
-    store(row + EVENT_TIER * 8, tier)
-    if kind == STORED:
+    store(row + layout.EVENT_TIER * 8, tier)
+    if kind == layout.STORED:
         labelled, cursor = read_long(cursor, end)
         if labelled == 1:
-            for word in range(LABEL_WORDS):
+            for word in range(layout.LABEL_WORDS):
                 branch, cursor = read_long(cursor, end)
-                label = NO_LABEL
+                label = layout.NO_LABEL
                 if branch == 1:
                     label, cursor = read_long(cursor, end)
                     if label < 0 or label > LABEL_MAX:
                         return end + 1
                 elif branch != 0:
                     return end + 1
-                store(row + (EVENT_LABELS + word) * 8, label)
+                store(row + (layout.EVENT_LABELS + word) * 8, label)
         elif labelled != 0:
             return end + 1
-        store(row + EVENT_LABELLED * 8, labelled)
+        store(row + layout.EVENT_LABELLED * 8, labelled)
         in_pool, cursor = read_long(cursor, end)
         if in_pool != 0:
             return end + 1
@@ -161,7 +146,7 @@ def _read_batch(begin: int, end: int, head: int, rows: int, rows_left: int) -> i
         if cursor > end or count < 0 or count > rows_left - n_rows:
             return -1
         for _ in range(count):
-            cursor = _read_event(cursor, end, rows + n_rows * (EVENT_WORDS * 8))
+            cursor = _read_event(cursor, end, rows + n_rows * (layout.EVENT_WORDS * 8))
             if cursor > end:
                 return -1
             n_rows += 1
@@ -202,7 +187,7 @@ def decode_batches(
             and load_byte(begin + 8) | (load_byte(begin + 9) << 8) == header_end
         ):
             n_batch_rows = _read_batch(
-                begin + HEADER_BYTES, begin + n_bytes, head, rows + n_rows * (EVENT_WORDS * 8), rows_max - n_rows
+                begin + HEADER_BYTES, begin + n_bytes, head, rows + n_rows * (layout.EVENT_WORDS * 8), rows_max - n_rows
             )
         store(head + HEAD_ROWS * 8, n_batch_rows)
         store(head + HEAD_FIRST_ROW * 8, n_rows)

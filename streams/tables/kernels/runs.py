@@ -30,34 +30,8 @@ from streams.core.kernels.compiling import inlined, kernel
 from streams.core.kernels.memory import copy_words, load, load_byte, shift_right, signed, store, trailing_zeros
 from streams.core.kernels.words import get, put
 from streams.core.kernels.xxh3 import chain_step, load_u32, load_u64, store_u64, swap_bytes
+from streams.core.reducer.kernels import layout
 from streams.core.reducer.kernels.changes import add_stale, adopt_run, next_stale, set_labels
-from streams.core.reducer.kernels.layout import (
-    DIRTY,
-    EMPTIED,
-    HAS_PARENT,
-    IS_DIRTY,
-    LABEL_WORDS,
-    LENGTH_MASK,
-    N_DIRTY,
-    N_EMPTIED,
-    NO_LABEL,
-    RANK_DP,
-    RANK_GENERATION,
-    RANK_INCARNATION,
-    RANK_WORDS,
-    RANK_WORKER,
-    RANKS,
-    RUN_COLUMN,
-    RUN_FIRST,
-    RUN_LABELLED,
-    RUN_LABELS,
-    RUN_PARENT,
-    RUN_PRESENT,
-    RUN_SHAPE,
-    RUN_START,
-    SPANS,
-    STALE_BEGIN,
-)
 from streams.core.reducer.kernels.spans import capacity_of, locals_at, run_at
 from streams.core.runs import RUN_BLOCKS_MAX
 from streams.tables.kernels.avro import HEADER_BYTES, read_long, store_byte, write_long
@@ -72,7 +46,7 @@ OTHER = -1
 #: Bytes of the longest key and value: the numbers, the hashes, and 32 blocks with all their labels.
 RECORD_BYTES_MAX = 2048
 #: Words of a row of decode_labels.
-LABEL_ROW_WORDS = 2 + LABEL_WORDS
+LABEL_ROW_WORDS = 2 + layout.LABEL_WORDS
 _LABEL_ROW_BYTES = LABEL_ROW_WORDS * 8
 _SIGN = -(1 << 63)
 
@@ -263,9 +237,9 @@ def decode_labels(data: int, n_bytes: int, table: int, first: int, last: int, ou
                 offset, cursor = read_long(cursor, end)
                 line = lines + offset * _LABEL_ROW_BYTES
                 store(line, 1)
-                for word in range(LABEL_WORDS):
+                for word in range(layout.LABEL_WORDS):
                     branch, cursor = read_long(cursor, end)
-                    label = NO_LABEL
+                    label = layout.NO_LABEL
                     if branch == 1 or branch == -1:
                         label, cursor = read_long(cursor, end)
                     store(line + 16 + (word << 3), label)
@@ -292,7 +266,7 @@ def load_records(
     taken, 1 if its rank is unknown, 2 if it is left to decode_run. scratch: address of LABEL_WORDS int64.
     """
     key, rank, others = data, -1, 0
-    ranks = get(context, RANKS)
+    ranks = get(context, layout.RANKS)
     for record in range(n_records):
         entry = lengths + (record << 4)
         n_key, n_value = load(entry), load(entry + 8)
@@ -304,12 +278,16 @@ def load_records(
             dp_rank = shift_right(signed(swap_bytes(load_u32(key + 9))), 32)
             first = signed(swap_bytes(load_u64(key + 14)))
             # Records are in order of their keys, so those of one rank are adjacent.
-            words = ranks + rank * (RANK_WORDS * 8)
-            if rank < 0 or load(words + RANK_WORKER * 8) != worker or load(words + RANK_DP * 8) != dp_rank:
+            words = ranks + rank * (layout.RANK_WORDS * 8)
+            if (
+                rank < 0
+                or load(words + layout.RANK_WORKER * 8) != worker
+                or load(words + layout.RANK_DP * 8) != dp_rank
+            ):
                 rank = -1
                 for known_rank in range(n_ranks):
-                    words = ranks + known_rank * (RANK_WORDS * 8)
-                    if load(words + RANK_WORKER * 8) == worker and load(words + RANK_DP * 8) == dp_rank:
+                    words = ranks + known_rank * (layout.RANK_WORDS * 8)
+                    if load(words + layout.RANK_WORKER * 8) == worker and load(words + layout.RANK_DP * 8) == dp_rank:
                         rank = known_rank
                         break
             if _begins_with(value, n_value, header, header_end):
@@ -320,12 +298,12 @@ def load_records(
                     fate = 1
                 elif n_blocks > 0:
                     fate = 0
-                    words = ranks + rank * (RANK_WORDS * 8)
+                    words = ranks + rank * (layout.RANK_WORDS * 8)
                     column = (rank << 2) | load_byte(key + 13)
-                    current = load(words + RANK_INCARNATION * 8)
+                    current = load(words + layout.RANK_INCARNATION * 8)
                     # Incarnations are unsigned.
                     if (incarnation ^ _SIGN) < (current ^ _SIGN) or (
-                        incarnation == current and generation < load(words + RANK_GENERATION * 8)
+                        incarnation == current and generation < load(words + layout.RANK_GENERATION * 8)
                     ):
                         add_stale(context, column, first)
                     else:
@@ -342,9 +320,9 @@ def load_records(
                                 _, labels = read_long(labels, end)
                             while count > 0:
                                 offset, labels = read_long(labels, end)
-                                for word in range(LABEL_WORDS):
+                                for word in range(layout.LABEL_WORDS):
                                     branch, labels = read_long(labels, end)
-                                    label = NO_LABEL
+                                    label = layout.NO_LABEL
                                     if branch == 1 or branch == -1:
                                         label, labels = read_long(labels, end)
                                     store(scratch + (word << 3), label)
@@ -363,10 +341,10 @@ def load_records(
 @inlined
 def _write_key(context: int, cursor: int, column: int, first: int) -> int:
     """Write a key; returns the address after it."""
-    words = get(context, RANKS) + (column >> 2) * (RANK_WORDS * 8)
+    words = get(context, layout.RANKS) + (column >> 2) * (layout.RANK_WORDS * 8)
     store_byte(cursor, _PREFIX)
-    store_u64(cursor + 1, swap_bytes(load(words + RANK_WORKER * 8)))
-    store_u64(cursor + 9, swap_bytes(load(words + RANK_DP * 8) << 32))
+    store_u64(cursor + 1, swap_bytes(load(words + layout.RANK_WORKER * 8)))
+    store_u64(cursor + 9, swap_bytes(load(words + layout.RANK_DP * 8) << 32))
     store_byte(cursor + 13, column & 3)
     store_u64(cursor + 14, swap_bytes(first))
     return cursor + KEY_BYTES
@@ -381,21 +359,21 @@ def _write_hashes(cursor: int, hashes: int, n_blocks: int) -> int:
 
 @inlined
 def _write_labels(context: int, cursor: int, line: int) -> int:
-    labelled = load(line + RUN_LABELLED * 8)
+    labelled = load(line + layout.RUN_LABELLED * 8)
     if labelled:
         count, left = 0, labelled
         while left:
             left &= left - 1
             count += 1
         cursor = write_long(cursor, count)
-        labels = get(context, SPANS) + ((load(line + RUN_LABELS * 8) - 1) << 3)
+        labels = get(context, layout.SPANS) + ((load(line + layout.RUN_LABELS * 8) - 1) << 3)
         while labelled:
             offset = trailing_zeros(labelled)
             labelled &= labelled - 1
             cursor = write_long(cursor, offset)
-            for word in range(LABEL_WORDS):
-                label = load(labels + ((offset * LABEL_WORDS + word) << 3))
-                cursor = write_long(cursor, 0) if label == NO_LABEL else write_long(write_long(cursor, 1), label)
+            for word in range(layout.LABEL_WORDS):
+                label = load(labels + ((offset * layout.LABEL_WORDS + word) << 3))
+                cursor = write_long(cursor, 0) if label == layout.NO_LABEL else write_long(write_long(cursor, 1), label)
     return write_long(cursor, 0)
 
 
@@ -409,26 +387,26 @@ def encode_dirty(
     in bytes from `out`.
     """
     cursor, written = out, 0
-    while begin < get(context, N_DIRTY) and written < n_records and cursor - out + RECORD_BYTES_MAX <= n_bytes:
-        run = load(get(context, DIRTY) + (begin << 3))
+    while begin < get(context, layout.N_DIRTY) and written < n_records and cursor - out + RECORD_BYTES_MAX <= n_bytes:
+        run = load(get(context, layout.DIRTY) + (begin << 3))
         begin += 1
         line = run_at(context, run)
-        shape = load(line + RUN_SHAPE * 8)
-        if shape & IS_DIRTY == 0:
+        shape = load(line + layout.RUN_SHAPE * 8)
+        if shape & layout.IS_DIRTY == 0:
             continue  # it ended, or was written under an earlier entry
-        store(line + RUN_SHAPE * 8, shape & ~IS_DIRTY)
-        column, n_blocks = load(line + RUN_COLUMN * 8), shape & LENGTH_MASK
-        words = get(context, RANKS) + (column >> 2) * (RANK_WORDS * 8)
-        cursor = _write_key(context, cursor, column, load(line + RUN_FIRST * 8))
+        store(line + layout.RUN_SHAPE * 8, shape & ~layout.IS_DIRTY)
+        column, n_blocks = load(line + layout.RUN_COLUMN * 8), shape & layout.LENGTH_MASK
+        words = get(context, layout.RANKS) + (column >> 2) * (layout.RANK_WORDS * 8)
+        cursor = _write_key(context, cursor, column, load(line + layout.RUN_FIRST * 8))
         store_u64(cursor, header)
         store_byte(cursor + 8, header_end)
         store_byte(cursor + 9, header_end >> 8)
-        cursor = write_long(cursor + HEADER_BYTES, load(words + RANK_INCARNATION * 8))
-        cursor = write_long(cursor, load(words + RANK_GENERATION * 8))
-        cursor = write_long(cursor, load(line + RUN_START * 8))
-        if shape & HAS_PARENT:
+        cursor = write_long(cursor + HEADER_BYTES, load(words + layout.RANK_INCARNATION * 8))
+        cursor = write_long(cursor, load(words + layout.RANK_GENERATION * 8))
+        cursor = write_long(cursor, load(line + layout.RUN_START * 8))
+        if shape & layout.HAS_PARENT:
             cursor = write_long(cursor, 1)
-            store_u64(cursor, load(line + RUN_PARENT * 8))
+            store_u64(cursor, load(line + layout.RUN_PARENT * 8))
             cursor += 8
         else:
             cursor = write_long(cursor, 0)
@@ -438,23 +416,23 @@ def encode_dirty(
         n_present = (n_blocks + 7) >> 3
         cursor = write_long(cursor, n_present)
         for index in range(n_present):
-            store_byte(cursor + index, load(line + RUN_PRESENT * 8) >> (index << 3))
+            store_byte(cursor + index, load(line + layout.RUN_PRESENT * 8) >> (index << 3))
         cursor = _write_labels(context, cursor + n_present, line)
         written += 1
         store(ends + (written << 3), cursor - out)
     store(ends, written)
-    if begin >= get(context, N_DIRTY):
+    if begin >= get(context, layout.N_DIRTY):
         begin = 0
-        put(context, N_DIRTY, 0)
+        put(context, layout.N_DIRTY, 0)
     return begin
 
 
 @kernel()
 def encode_emptied(context: int, begin: int, out: int, n_keys: int) -> int:
     """Write keys of runs that ended, from entry `begin` of EMPTIED on; returns how many."""
-    n_keys = min(n_keys, get(context, N_EMPTIED) - begin)
+    n_keys = min(n_keys, get(context, layout.N_EMPTIED) - begin)
     for index in range(n_keys):
-        entry = get(context, EMPTIED) + ((begin + index) << 4)
+        entry = get(context, layout.EMPTIED) + ((begin + index) << 4)
         out = _write_key(context, out, load(entry), load(entry + 8))
     return n_keys
 
@@ -468,6 +446,6 @@ def encode_stale(context: int, out: int, n_keys: int) -> int:
         if entry == 0:
             break
         out = _write_key(context, out, load(entry), load(entry + 8))
-        put(context, STALE_BEGIN, get(context, STALE_BEGIN) + 1)
+        put(context, layout.STALE_BEGIN, get(context, layout.STALE_BEGIN) + 1)
         written += 1
     return written

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from numba import njit
 
+from streams.core.index.kernels import layout
 from streams.core.index.kernels.fields import segment_of, tag_of
-from streams.core.index.kernels.layout import CLAIM_BLOCKS, CLAIMS, RECORD_KEYS, RECORDS
 from streams.core.index.kernels.maps import ID_MASK, SLOT_MASK
 from streams.core.kernels.compiling import kernel
 from streams.core.kernels.memory import load, shift_right, store
@@ -25,9 +25,9 @@ def record_tag(context: int, holder: int, first: int) -> int:
 @kernel()
 def find_record(context: int, holder: int, first: int) -> int:
     """Find the 32-byte entry of a record; returns -1 if there is none."""
-    entries = get(context, RECORDS)
+    entries = get(context, layout.RECORDS)
     tag = record_tag(context, holder, first)
-    segment = segment_of(context, RECORD_KEYS, tag)
+    segment = segment_of(context, layout.RECORD_KEYS, tag)
     position = tag & SLOT_MASK
     while True:
         slot = load(segment + (position << 3))
@@ -44,9 +44,9 @@ def find_record(context: int, holder: int, first: int) -> int:
 @kernel()
 def find_claim(context: int, key: int) -> int:
     """Find the 16-byte entry of a claimed block; returns -1 if there is none."""
-    entries = get(context, CLAIMS)
+    entries = get(context, layout.CLAIMS)
     tag = tag_of(context, key)
-    segment = segment_of(context, CLAIM_BLOCKS, tag)
+    segment = segment_of(context, layout.CLAIM_BLOCKS, tag)
     position = tag & SLOT_MASK
     while True:
         slot = load(segment + (position << 3))

@@ -11,23 +11,7 @@ from typing import Any
 import llvmlite.ir as ir
 from numba import types
 
-from streams.core.index.kernels.layout import (
-    INLINE_WORDS,
-    LOCAL,
-    MAP_DEPTH,
-    MAP_DIRECTORY,
-    RUN_BYTES,
-    RUN_COVERAGE,
-    RUNS,
-    SALT,
-    SEGMENT_SHIFT,
-    SEGMENT_SLOTS,
-    SEGMENTS,
-    SEQUENCE,
-    VERSION,
-    WIDE,
-    WIDE_STRIDE,
-)
+from streams.core.index.kernels import layout
 from streams.core.kernels.instructions import instruction
 from streams.core.kernels.words import context_word, element, mixed, word_pointer
 
@@ -37,11 +21,11 @@ _I32, _I64 = ir.IntType(32), ir.IntType(64)
 @instruction()
 def run_address(builder: Any, context: Any, run: Any) -> Any:
     """Address of a run's line."""
-    return element(builder, context_word(builder, context, RUNS), run, RUN_BYTES)
+    return element(builder, context_word(builder, context, layout.RUNS), run, layout.RUN_BYTES)
 
 
 def _field_pointer(builder: Any, context: Any, run: Any, offset: Any) -> Any:
-    line = element(builder, context_word(builder, context, RUNS), run, RUN_BYTES)
+    line = element(builder, context_word(builder, context, layout.RUNS), run, layout.RUN_BYTES)
     return builder.inttoptr(builder.add(line, offset), _I32.as_pointer())
 
 
@@ -60,13 +44,13 @@ def set_field(builder: Any, context: Any, run: Any, offset: Any, value: Any) -> 
 @instruction()
 def local_at(builder: Any, context: Any, block: Any) -> Any:
     """Local hash of a block."""
-    return builder.load(word_pointer(builder, element(builder, context_word(builder, context, LOCAL), block, 8)))
+    return builder.load(word_pointer(builder, element(builder, context_word(builder, context, layout.LOCAL), block, 8)))
 
 
 @instruction()
 def sequence_at(builder: Any, context: Any, block: Any) -> Any:
     """Sequence hash of a block."""
-    hashes = context_word(builder, context, SEQUENCE)
+    hashes = context_word(builder, context, layout.SEQUENCE)
     return builder.load(word_pointer(builder, element(builder, hashes, block, 8)))
 
 
@@ -83,7 +67,7 @@ def column_word(builder: Any, context: Any, which: Any, column: Any) -> Any:
 @instruction(types.void)
 def begin_change(builder: Any, context: Any) -> None:
     """Mark the tree as changing: a query that reads it from now on will notice and start again."""
-    pointer = word_pointer(builder, builder.add(context, _I64(VERSION * 8)))
+    pointer = word_pointer(builder, builder.add(context, _I64(layout.VERSION * 8)))
     builder.store_atomic(builder.or_(builder.load(pointer), _I64(1)), pointer, "release", 8)
     builder.fence("acq_rel")
 
@@ -91,7 +75,7 @@ def begin_change(builder: Any, context: Any) -> None:
 @instruction(types.void)
 def end_change(builder: Any, context: Any) -> None:
     """Mark the tree as consistent again."""
-    pointer = word_pointer(builder, builder.add(context, _I64(VERSION * 8)))
+    pointer = word_pointer(builder, builder.add(context, _I64(layout.VERSION * 8)))
     version = builder.load(pointer)
     whole = builder.add(version, builder.and_(version, _I64(1)))
     builder.store_atomic(whole, pointer, "release", 8)
@@ -130,12 +114,12 @@ def test_bit(builder: Any, base: Any, index: Any) -> Any:
 
 
 def _coverage(builder: Any, context: Any, run: Any, word: Any) -> Any:
-    line = element(builder, context_word(builder, context, RUNS), run, RUN_BYTES)
-    near = element(builder, builder.add(line, _I64(RUN_COVERAGE)), word, 8)
-    row = builder.mul(run, context_word(builder, context, WIDE_STRIDE))
-    beyond = builder.sub(builder.add(row, word), _I64(INLINE_WORDS))
-    far = element(builder, context_word(builder, context, WIDE), beyond, 8)
-    return builder.select(builder.icmp_signed("<", word, _I64(INLINE_WORDS)), near, far)
+    line = element(builder, context_word(builder, context, layout.RUNS), run, layout.RUN_BYTES)
+    near = element(builder, builder.add(line, _I64(layout.RUN_COVERAGE)), word, 8)
+    row = builder.mul(run, context_word(builder, context, layout.WIDE_STRIDE))
+    beyond = builder.sub(builder.add(row, word), _I64(layout.INLINE_WORDS))
+    far = element(builder, context_word(builder, context, layout.WIDE), beyond, 8)
+    return builder.select(builder.icmp_signed("<", word, _I64(layout.INLINE_WORDS)), near, far)
 
 
 def _column(builder: Any, context: Any, run: Any, column: Any) -> tuple[Any, Any]:
@@ -179,17 +163,17 @@ def tag_of(builder: Any, context: Any, key: Any) -> Any:
 
     Each tree has its own salt, so that a client cannot choose prompts whose blocks all fall into one segment.
     """
-    return mixed(builder, builder.xor(key, context_word(builder, context, SALT)))
+    return mixed(builder, builder.xor(key, context_word(builder, context, layout.SALT)))
 
 
 def _segment(builder: Any, context: Any, which: Any, tag: Any) -> Any:
     words = element(builder, context, which, 8)
-    depth = builder.load(word_pointer(builder, builder.add(words, _I64(MAP_DEPTH * 8))))
-    directory = builder.load(word_pointer(builder, builder.add(words, _I64(MAP_DIRECTORY * 8))))
+    depth = builder.load(word_pointer(builder, builder.add(words, _I64(layout.MAP_DEPTH * 8))))
+    directory = builder.load(word_pointer(builder, builder.add(words, _I64(layout.MAP_DIRECTORY * 8))))
     index = builder.lshr(tag, builder.sub(_I64(32), depth))
     number = builder.load(builder.inttoptr(element(builder, directory, index, 4), _I32.as_pointer()))
-    first = context_word(builder, context, SEGMENTS)
-    return builder.add(first, builder.shl(builder.sext(number, _I64), _I64(SEGMENT_SHIFT)))
+    first = context_word(builder, context, layout.SEGMENTS)
+    return builder.add(first, builder.shl(builder.sext(number, _I64), _I64(layout.SEGMENT_SHIFT)))
 
 
 @instruction()
@@ -201,4 +185,6 @@ def segment_of(builder: Any, context: Any, which: Any, tag: Any) -> Any:
 @instruction()
 def home_address(builder: Any, context: Any, which: Any, tag: Any) -> Any:
     """Address of the slot at which probing for a tag begins, for prefetching."""
-    return element(builder, _segment(builder, context, which, tag), builder.and_(tag, _I64(SEGMENT_SLOTS - 1)), 8)
+    return element(
+        builder, _segment(builder, context, which, tag), builder.and_(tag, _I64(layout.SEGMENT_SLOTS - 1)), 8
+    )

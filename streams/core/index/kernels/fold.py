@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from numba import njit
 
+from streams.core.index.kernels import layout
 from streams.core.index.kernels.by_sequence import find_block, prefetch_block
 from streams.core.index.kernels.claims import remove_claim
 from streams.core.index.kernels.entries import find_record, free_entry, record_tag, take_entry
@@ -28,31 +29,6 @@ from streams.core.index.kernels.fields import (
     home_address,
     sequence_at,
     tag_of,
-)
-from streams.core.index.kernels.layout import (
-    BY_SEQUENCE,
-    CLAIMS,
-    COLUMN_CLAIMS,
-    COLUMN_OF,
-    FREE_RECORD,
-    FULL,
-    HOLDER_GENERATION,
-    LOCAL,
-    N_CLAIMS,
-    N_RECORDS,
-    N_RUNS,
-    N_WORDS,
-    RECORD_KEYS,
-    RECORDS,
-    RUN_LENGTH,
-    RUN_PARENT,
-    RUN_START,
-    SCRATCH,
-    SCRATCH_SEQUENCE,
-    SEQUENCE,
-    SMALL_MAX,
-    TIER_OF,
-    WAITING,
 )
 from streams.core.index.kernels.maps import ID_MASK, delete_id, insert_id
 from streams.core.index.kernels.runs import run_of
@@ -85,25 +61,25 @@ from streams.core.kernels.xxh3 import chain_step, digest_9
 @kernel()
 def free_record(context: int, entry: int) -> None:
     """Free the entry of a record."""
-    entries = get(context, RECORDS)
+    entries = get(context, layout.RECORDS)
     address = entries + (entry << 5)
-    delete_id(context, RECORD_KEYS, record_tag(context, load(address + 8) >> 32, load(address)), entry)
-    free_entry(context, entries, 5, FREE_RECORD, entry)
+    delete_id(context, layout.RECORD_KEYS, record_tag(context, load(address + 8) >> 32, load(address)), entry)
+    free_entry(context, entries, 5, layout.FREE_RECORD, entry)
     store(address + 16, 0)
 
 
 @kernel()
 def write_record(context: int, entry: int, holder: int, first: int, last_block: int, present: int) -> None:
     """Write an entry, or add one if `entry` is -1."""
-    entries = get(context, RECORDS)
+    entries = get(context, layout.RECORDS)
     if entry < 0:
-        entry = take_entry(context, entries, 5, FREE_RECORD, N_RECORDS)
-        insert_id(context, RECORD_KEYS, record_tag(context, holder, first), entry)
+        entry = take_entry(context, entries, 5, layout.FREE_RECORD, layout.N_RECORDS)
+        insert_id(context, layout.RECORD_KEYS, record_tag(context, holder, first), entry)
     address = entries + (entry << 5)
     store(address, first)
     store(address + 8, (holder << 32) | last_block)
     store(address + 16, present)
-    store(address + 24, load(get(context, HOLDER_GENERATION) + (holder << 3)))
+    store(address + 24, load(get(context, layout.HOLDER_GENERATION) + (holder << 3)))
 
 
 @kernel()
@@ -112,12 +88,12 @@ def release_blocks(context: int, column: int, last_block: int, present: int, gon
 
     last_block: block of the highest of the `present` bits; gone: the bits among them to release.
     """
-    blocks = get(context, SCRATCH)
+    blocks = get(context, layout.SCRATCH)
     block = last_block
     offset = 63 - leading_zeros(present)
     lowest = trailing_zeros(gone)
     run = run_of(context, block)
-    start = field(context, run, RUN_START)
+    start = field(context, run, layout.RUN_START)
     while True:
         store(blocks + (offset << 3), block)
         if offset == lowest:
@@ -126,11 +102,11 @@ def release_blocks(context: int, column: int, last_block: int, present: int, gon
         if block > start:
             block -= 1
         else:
-            run = field(context, run, RUN_PARENT)
-            start = field(context, run, RUN_START)
-            block = start + field(context, run, RUN_LENGTH) - 1
+            run = field(context, run, layout.RUN_PARENT)
+            start = field(context, run, layout.RUN_START)
+            block = start + field(context, run, layout.RUN_LENGTH) - 1
     # Find all blocks before releasing any, since a released block may be freed.
-    claims = load(column_word(context, COLUMN_CLAIMS, column)) != 0
+    claims = load(column_word(context, layout.COLUMN_CLAIMS, column)) != 0
     while gone:
         offset = 63 - leading_zeros(gone)
         gone &= ~(1 << offset)
@@ -149,9 +125,9 @@ def release_blocks(context: int, column: int, last_block: int, present: int, gon
         while n_blocks > 0:
             # These blocks are adjacent, in one run or in several consecutive ones.
             run = run_of(context, first + n_blocks - 1)
-            start = max(field(context, run, RUN_START), first)
+            start = max(field(context, run, layout.RUN_START), first)
             todo = first + n_blocks - start
-            uncover(context, run, start - field(context, run, RUN_START), todo, column)
+            uncover(context, run, start - field(context, run, layout.RUN_START), todo, column)
             n_blocks -= todo
     finish_change(context)
 
@@ -160,12 +136,12 @@ def release_blocks(context: int, column: int, last_block: int, present: int, gon
 def block_before(context: int, block: int, n_blocks: int) -> int:
     """The block that is `n_blocks` before another one on its chain."""
     run = run_of(context, block)
-    start = field(context, run, RUN_START)
+    start = field(context, run, layout.RUN_START)
     while block - start < n_blocks:
         n_blocks -= block - start + 1
-        run = field(context, run, RUN_PARENT)
-        start = field(context, run, RUN_START)
-        block = start + field(context, run, RUN_LENGTH) - 1
+        run = field(context, run, layout.RUN_PARENT)
+        start = field(context, run, layout.RUN_START)
+        block = start + field(context, run, layout.RUN_LENGTH) - 1
     return block - n_blocks
 
 
@@ -219,9 +195,9 @@ def kept_blocks(context: int, last_block: int, n_old: int, local: int, n_blocks:
     if n_old > n_blocks:
         return 0
     first = last_block - n_old + 1
-    if first < field(context, run_of(context, last_block), RUN_START):
+    if first < field(context, run_of(context, last_block), layout.RUN_START):
         return 0
-    hashes = get(context, LOCAL) + (first << 3)
+    hashes = get(context, layout.LOCAL) + (first << 3)
     return n_old if common_length(hashes, local, n_old) == n_old else 0
 
 
@@ -233,12 +209,12 @@ def fold_run(
 
     The sequence hashes are derived from the first one, which is the record's key and was verified by the caller.
     """
-    column = load32(get(context, COLUMN_OF) + (holder << 2))
+    column = load32(get(context, layout.COLUMN_OF) + (holder << 2))
     entry = find_record(context, holder, first)
     old, last_block = 0, 0
     if entry >= 0:
-        address = get(context, RECORDS) + (entry << 5)
-        if load(address + 24) == load(get(context, HOLDER_GENERATION) + (holder << 3)):
+        address = get(context, layout.RECORDS) + (entry << 5)
+        if load(address + 24) == load(get(context, layout.HOLDER_GENERATION) + (holder << 3)):
             old = load(address + 16)
             last_block = load(address + 8) & ID_MASK
     if present == 0:
@@ -247,19 +223,19 @@ def fold_run(
         if old:
             release_blocks(context, column, last_block, old, old)
         return True
-    small = get(context, SMALL_MAX)
-    n_records, n_claims = get(context, N_RECORDS) + 1, get(context, N_CLAIMS) + n_blocks
+    small = get(context, layout.SMALL_MAX)
+    n_records, n_claims = get(context, layout.N_RECORDS) + 1, get(context, layout.N_CLAIMS) + n_blocks
     if not has_capacity(context, 2 * n_blocks) or n_records > small or n_claims > small:
-        put(context, FULL, 1)
+        put(context, layout.FULL, 1)
         return False
-    sequence = get(context, SCRATCH) + (SCRATCH_SEQUENCE << 3)
+    sequence = get(context, layout.SCRATCH) + (layout.SCRATCH_SEQUENCE << 3)
     gone, new, connected, last = old, present, 0, last_block
     kept = 0
     if old:
         kept = kept_blocks(context, last_block, 64 - leading_zeros(old), local, n_blocks)
         if kept:
             gone, new, connected = old & ~present, present & ~old, kept
-            copy_words(sequence, get(context, SEQUENCE) + ((last_block - kept + 1) << 3), kept)
+            copy_words(sequence, get(context, layout.SEQUENCE) + ((last_block - kept + 1) << 3), kept)
     if kept == 0:
         store(sequence, first)
         kept = 1
@@ -312,9 +288,9 @@ def prefetch_record(context: int, holders: int, firsts: int, parents: int, recor
     """Prefetch the slots that an upcoming record will read."""
     at = record << 3
     first = load(firsts + at)
-    prefetch_write(home_address(context, RECORD_KEYS, record_tag(context, load(holders + at), first)))
-    prefetch_write(home_address(context, BY_SEQUENCE, tag_of(context, first)))
-    prefetch(home_address(context, BY_SEQUENCE, tag_of(context, load(parents + at))))
+    prefetch_write(home_address(context, layout.RECORD_KEYS, record_tag(context, load(holders + at), first)))
+    prefetch_write(home_address(context, layout.BY_SEQUENCE, tag_of(context, first)))
+    prefetch(home_address(context, layout.BY_SEQUENCE, tag_of(context, load(parents + at))))
 
 
 @njit(inline="always")
@@ -333,13 +309,13 @@ def fold_runs(context: int, table: int, first: int, last: int) -> int:
     holders, firsts, parents = load(table), load(table + 8), load(table + 16)
     has_parents, presents = load(table + 24), load(table + 32)
     offsets, hashes = load(table + 40), load(table + 48)
-    put(context, FULL, 0)
+    put(context, layout.FULL, 0)
     for record in range(first, last):
         if record + _FAR < last:
             prefetch_record(context, holders, firsts, parents, record + _FAR)
         if record + _NEAR < last:
             prefetch_parent(context, parents, record + _NEAR)
-        if get(context, WAITING):
+        if get(context, layout.WAITING):
             wait_for_queries(context)
         at = record << 3
         begin = load(offsets + at)
@@ -363,9 +339,9 @@ def drop_old_records(context: int, first: int, budget: int) -> int:
 
     Returns the entry to continue from, or 0 after the last one.
     """
-    n_records = get(context, N_RECORDS)
+    n_records = get(context, layout.N_RECORDS)
     last = min(n_records, first + budget)
-    entries, generations = get(context, RECORDS), get(context, HOLDER_GENERATION)
+    entries, generations = get(context, layout.RECORDS), get(context, layout.HOLDER_GENERATION)
     for entry in range(first, last):
         address = entries + (entry << 5)
         if load(address + 16) != 0:
@@ -383,13 +359,13 @@ def digest_columns(context: int, digests: int) -> None:
 
     digests: address of one int64 per column, zeros at first. The digests of ended columns have no meaning.
     """
-    words = get(context, N_WORDS)
-    tiers = get(context, TIER_OF)
-    for run in range(1, get(context, N_RUNS)):
-        length = field(context, run, RUN_LENGTH)
+    words = get(context, layout.N_WORDS)
+    tiers = get(context, layout.TIER_OF)
+    for run in range(1, get(context, layout.N_RUNS)):
+        length = field(context, run, layout.RUN_LENGTH)
         if length <= 0:
             continue
-        first = field(context, run, RUN_START)
+        first = field(context, run, layout.RUN_START)
         known = 0
         by_tier_0, by_tier_1, by_tier_2, by_tier_3 = 0, 0, 0, 0
         for word in range(words):
@@ -420,8 +396,8 @@ def digest_columns(context: int, digests: int) -> None:
                     digest = by_tier_3
                 at = digests + (column << 3)
                 store(at, load(at) ^ digest)
-    claims = get(context, CLAIMS)
-    for entry in range(get(context, N_CLAIMS)):
+    claims = get(context, layout.CLAIMS)
+    for entry in range(get(context, layout.N_CLAIMS)):
         more = load(claims + (entry << 4) + 8)
         if more > 0 and more & 1:
             key = load(claims + (entry << 4))

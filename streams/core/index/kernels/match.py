@@ -9,27 +9,8 @@ from __future__ import annotations
 from numba import int64, njit, types
 
 from streams.core.ids import HashArray, Int64Array
+from streams.core.index.kernels import layout
 from streams.core.index.kernels.fields import coverage_address
-from streams.core.index.kernels.layout import (
-    BLOCKS_MAX,
-    INLINE_WORDS,
-    LIVE,
-    LOCAL,
-    N_LOWER_FACTS,
-    N_TIERS,
-    N_WORDS,
-    RANK_OF,
-    RUN_COVERAGE,
-    RUN_LENGTH,
-    RUN_START,
-    RUNS,
-    RUNS_MAX,
-    TIER_OF,
-    TRIES_BEFORE_WAITING,
-    TRIES_BEFORE_YIELDING,
-    VERSION,
-    WAITING,
-)
 from streams.core.index.kernels.runs import find_child
 from streams.core.index.kernels.tree import common_length
 from streams.core.kernels.compiling import kernel
@@ -64,7 +45,7 @@ TIERED_WORDS = 5
 @njit(inline="always")
 def _emit(context: int, word: int, gone: int, blocks: int, out: int, found: int) -> int:
     """Write the results of columns whose match ends here; returns the new number of results."""
-    ranks = load(context + (RANK_OF << 3))
+    ranks = load(context + (layout.RANK_OF << 3))
     while gone:
         column = (word << 6) + trailing_zeros(gone)
         gone &= gone - 1
@@ -75,17 +56,17 @@ def _emit(context: int, word: int, gone: int, blocks: int, out: int, found: int)
 
 @njit(inline="always")
 def _match_once(context: int, query: int, n_blocks: int, out: int, alive: int, words_max: int) -> int:
-    version = load_acquire(context + (VERSION << 3))
+    version = load_acquire(context + (layout.VERSION << 3))
     if version & 1:
         return BUSY
-    if load(context + (N_LOWER_FACTS << 3)) != 0:
+    if load(context + (layout.N_LOWER_FACTS << 3)) != 0:
         return TIERED
-    hashes = load(context + (LOCAL << 3))
-    runs = load(context + (RUNS << 3))
-    words = load(context + (N_WORDS << 3))
+    hashes = load(context + (layout.LOCAL << 3))
+    runs = load(context + (layout.RUNS << 3))
+    words = load(context + (layout.N_WORDS << 3))
     if words > words_max:
         return GROW
-    runs_max, blocks_max = load(context + (RUNS_MAX << 3)), load(context + (BLOCKS_MAX << 3))
+    runs_max, blocks_max = load(context + (layout.RUNS_MAX << 3)), load(context + (layout.BLOCKS_MAX << 3))
     run, done, found = 0, 0, 0
     while done < n_blocks:
         child = find_child(context, run, load(query + (done << 3)))
@@ -94,14 +75,14 @@ def _match_once(context: int, query: int, n_blocks: int, out: int, alive: int, w
         if child >= runs_max:
             return BUSY
         line = runs + (child << 6)
-        start, length = load32(line + RUN_START), load32(line + RUN_LENGTH)
+        start, length = load32(line + layout.RUN_START), load32(line + layout.RUN_LENGTH)
         if length <= 0 or start < 0 or start + length > blocks_max:
             return BUSY
         left = 0
         if words == 1:
-            coverage = load(line + RUN_COVERAGE)
+            coverage = load(line + layout.RUN_COVERAGE)
             if run == 0:
-                left = coverage & load(load(context + (LIVE << 3)))
+                left = coverage & load(load(context + (layout.LIVE << 3)))
             else:
                 before = load(alive)
                 left = before & coverage
@@ -109,10 +90,10 @@ def _match_once(context: int, query: int, n_blocks: int, out: int, alive: int, w
                     found = _emit(context, 0, before & ~coverage, done, out, found)
             store(alive, left)
         else:
-            live = load(context + (LIVE << 3))
+            live = load(context + (layout.LIVE << 3))
             for word in range(words):
-                address = line + RUN_COVERAGE + (word << 3)
-                if word >= INLINE_WORDS:
+                address = line + layout.RUN_COVERAGE + (word << 3)
+                if word >= layout.INLINE_WORDS:
                     address = coverage_address(context, child, word)
                 coverage = load(address)
                 if run == 0:
@@ -136,7 +117,7 @@ def _match_once(context: int, query: int, n_blocks: int, out: int, alive: int, w
         for word in range(words):
             found = _emit(context, word, load(alive + (word << 3)), done, out, found)
     fence()
-    if load_acquire(context + (VERSION << 3)) != version:
+    if load_acquire(context + (layout.VERSION << 3)) != version:
         return BUSY
     return found
 
@@ -147,14 +128,14 @@ def _match_tiers_once(context: int, query: int, n_blocks: int, out: int, state: 
 
     state: for each rank a stamp, the tiers in which it holds this run, and four counts; then the ranks still matching.
     """
-    version = load_acquire(context + (VERSION << 3))
+    version = load_acquire(context + (layout.VERSION << 3))
     if version & 1:
         return BUSY
-    hashes = load(context + (LOCAL << 3))
-    runs = load(context + (RUNS << 3))
-    words = load(context + (N_WORDS << 3))
-    runs_max, blocks_max = load(context + (RUNS_MAX << 3)), load(context + (BLOCKS_MAX << 3))
-    ranks, tiers, live = get(context, RANK_OF), get(context, TIER_OF), get(context, LIVE)
+    hashes = load(context + (layout.LOCAL << 3))
+    runs = load(context + (layout.RUNS << 3))
+    words = load(context + (layout.N_WORDS << 3))
+    runs_max, blocks_max = load(context + (layout.RUNS_MAX << 3)), load(context + (layout.BLOCKS_MAX << 3))
+    ranks, tiers, live = get(context, layout.RANK_OF), get(context, layout.TIER_OF), get(context, layout.LIVE)
     # The stamp keeps growing from call to call, so that nothing needs clearing.
     stamp = load(state)
     n_ranks = load(state + 8)
@@ -169,7 +150,7 @@ def _match_tiers_once(context: int, query: int, n_blocks: int, out: int, state: 
         if child >= runs_max:
             return BUSY
         line = runs + (child << 6)
-        start, length = load32(line + RUN_START), load32(line + RUN_LENGTH)
+        start, length = load32(line + layout.RUN_START), load32(line + layout.RUN_LENGTH)
         if length <= 0 or start < 0 or start + length > blocks_max:
             return BUSY
         stamp += 1
@@ -187,7 +168,7 @@ def _match_tiers_once(context: int, query: int, n_blocks: int, out: int, state: 
                     if run == 0:
                         store(matching + (n_matching << 3), rank)
                         n_matching += 1
-                        for tier in range(N_TIERS):
+                        for tier in range(layout.N_TIERS):
                             store(row + 16 + (tier << 3), 0)
                     store(row, stamp)
                     store(row + 8, 0)
@@ -215,7 +196,7 @@ def _match_tiers_once(context: int, query: int, n_blocks: int, out: int, state: 
         rank = load(matching + (index << 3))
         found = _emit_tiers(rows + rank * 48, rank, done, out, found)
     fence()
-    if load_acquire(context + (VERSION << 3)) != version:
+    if load_acquire(context + (layout.VERSION << 3)) != version:
         return BUSY
     return found
 
@@ -224,7 +205,7 @@ def _match_tiers_once(context: int, query: int, n_blocks: int, out: int, state: 
 def _emit_tiers(row: int, rank: int, blocks: int, out: int, found: int) -> int:
     answer = out + found * (TIERED_WORDS << 3)
     store(answer, (rank << 32) | blocks)
-    for tier in range(N_TIERS):
+    for tier in range(layout.N_TIERS):
         store(answer + ((tier + 1) << 3), load(row + 16 + (tier << 3)))
     return found + 1
 
@@ -232,17 +213,17 @@ def _emit_tiers(row: int, rank: int, blocks: int, out: int, found: int) -> int:
 @njit(inline="always")
 def _before_next_try(context: int, tries: int) -> None:
     """After an interrupted try: after some tries, ask the writer to pause, and later also yield the processor to it."""
-    if tries == TRIES_BEFORE_WAITING:
-        atomic_add(context + (WAITING << 3), 1)
-    if tries >= TRIES_BEFORE_YIELDING:
+    if tries == layout.TRIES_BEFORE_WAITING:
+        atomic_add(context + (layout.WAITING << 3), 1)
+    if tries >= layout.TRIES_BEFORE_YIELDING:
         yield_processor()
 
 
 @njit(inline="always")
 def _after_tries(context: int, tries: int) -> None:
     """Withdraw the request to pause. `tries` is the number of the last try."""
-    if tries > TRIES_BEFORE_WAITING:
-        atomic_add(context + (WAITING << 3), -1)
+    if tries > layout.TRIES_BEFORE_WAITING:
+        atomic_add(context + (layout.WAITING << 3), -1)
 
 
 @kernel(int64(int64, HASHES, types.Array(types.int64, 1, "C"), types.Array(types.int64, 1, "C")), nogil=False)

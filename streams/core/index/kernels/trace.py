@@ -9,9 +9,9 @@ from __future__ import annotations
 from numba import int64, types
 
 from streams.core.ids import HashArray, Int64Array
+from streams.core.index.kernels import layout
 from streams.core.index.kernels.by_sequence import find_block
 from streams.core.index.kernels.fields import coverage_address
-from streams.core.index.kernels.layout import LIVE, N_WORDS, RANK_OF
 from streams.core.index.kernels.runs import run_of
 from streams.core.kernels.compiling import kernel
 from streams.core.kernels.memory import HASHES, address_of, load, load32, store, trailing_zeros
@@ -41,7 +41,7 @@ def trace(
     Returns the number of rows written.
     """
     sequence, n_blocks = address_of(query), query.size
-    live, ranks, n_words = get(context, LIVE), get(context, RANK_OF), get(context, N_WORDS)
+    live, ranks, n_words = get(context, layout.LIVE), get(context, layout.RANK_OF), get(context, layout.N_WORDS)
     bits, words = address_of(held_bits), max(1, (n_candidates + 63) >> 6)
     last_run, row, n_rows = -1, 0, 0
     for index in range(first, n_blocks):

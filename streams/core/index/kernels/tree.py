@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from numba import njit
 
+from streams.core.index.kernels import layout
 from streams.core.index.kernels.by_sequence import add_blocks, find_block, is_phantom
 from streams.core.index.kernels.claims import add_claim
 from streams.core.index.kernels.fields import (
@@ -28,40 +29,6 @@ from streams.core.index.kernels.fields import (
     tag_of,
     test_bit,
     unset_cover,
-)
-from streams.core.index.kernels.layout import (
-    BLOCKS_MAX,
-    BY_SEQUENCE,
-    CHILDREN,
-    COLUMN_FACTS,
-    LOCAL,
-    N_BLOCKS,
-    N_CLASHES,
-    N_FACTS,
-    N_LOWER_FACTS,
-    N_PHANTOMS,
-    N_SEGMENTS,
-    N_SPAN_CLASSES,
-    PHANTOM,
-    PHANTOM_BITS,
-    PHANTOM_FILTER_BITS,
-    RUN_CAPACITY,
-    RUN_CHILDREN,
-    RUN_DIRECT,
-    RUN_LENGTH,
-    RUN_PARENT,
-    RUN_SIBLING,
-    RUN_START,
-    SCRATCH,
-    SCRATCH_STORE,
-    SEGMENTS_MAX,
-    SEQUENCE,
-    SLACK_KEPT_MAX,
-    SLACK_LEFT_SHIFT,
-    SLACK_MAX,
-    SLACK_MIN,
-    SPAN_CLASSES,
-    TIER_OF,
 )
 from streams.core.index.kernels.maps import delete_id, find_id, insert_id
 from streams.core.index.kernels.runs import (
@@ -98,11 +65,11 @@ from streams.core.kernels.words import add, get, put
 @kernel()
 def count_facts(context: int, column: int, n_blocks: int) -> None:
     """Count `n_blocks` more facts of a column, or fewer if negative."""
-    address = column_word(context, COLUMN_FACTS, column)
+    address = column_word(context, layout.COLUMN_FACTS, column)
     store(address, load(address) + n_blocks)
-    add(context, N_FACTS, n_blocks)
-    if load32(get(context, TIER_OF) + (column << 2)):
-        add(context, N_LOWER_FACTS, n_blocks)
+    add(context, layout.N_FACTS, n_blocks)
+    if load32(get(context, layout.TIER_OF) + (column << 2)):
+        add(context, layout.N_LOWER_FACTS, n_blocks)
 
 
 @kernel()
@@ -115,7 +82,7 @@ def cover(context: int, run: int, offset: int, n_blocks: int, column: int) -> tu
     count_facts(context, column, n_blocks)
     if offset > 0:
         run = split_run(context, run, offset)[1]
-    if n_blocks < field(context, run, RUN_LENGTH):
+    if n_blocks < field(context, run, layout.RUN_LENGTH):
         run = split_run(context, run, n_blocks)[0]
     set_cover(context, run, column)
     run, before = merge_up(context, run)
@@ -128,28 +95,28 @@ def uncover(context: int, run: int, offset: int, n_blocks: int, column: int) -> 
 
     Runs that are left without holders and children are removed.
     """
-    first = field(context, run, RUN_START) + offset
+    first = field(context, run, layout.RUN_START) + offset
     begin_change(context)
     count_facts(context, column, -n_blocks)
     line = run_address(context, run)
-    length = load32(line + RUN_LENGTH)
-    at_end = offset > 0 and offset + n_blocks == length and load32(line + RUN_CHILDREN) == 0
+    length = load32(line + layout.RUN_LENGTH)
+    at_end = offset > 0 and offset + n_blocks == length and load32(line + layout.RUN_CHILDREN) == 0
     if at_end and only_holder(context, run, column):
         # The end of a run without children: the run gets shorter, and keeps some of the space for later blocks.
-        store32(line + RUN_LENGTH, offset)
-        spare = load32(line + RUN_CAPACITY) - offset
-        if spare > SLACK_KEPT_MAX:
-            store32(line + RUN_CAPACITY, offset + SLACK_MAX)
-            defer(context, first, n_blocks, first + SLACK_MAX, spare - SLACK_MAX)
+        store32(line + layout.RUN_LENGTH, offset)
+        spare = load32(line + layout.RUN_CAPACITY) - offset
+        if spare > layout.SLACK_KEPT_MAX:
+            store32(line + layout.RUN_CAPACITY, offset + layout.SLACK_MAX)
+            defer(context, first, n_blocks, first + layout.SLACK_MAX, spare - layout.SLACK_MAX)
         else:
             defer(context, first, n_blocks, 0, 0)
         return
     if offset > 0:
         run = split_run(context, run, offset)[1]
-    if n_blocks < field(context, run, RUN_LENGTH):
+    if n_blocks < field(context, run, layout.RUN_LENGTH):
         run = split_run(context, run, n_blocks)[0]
     unset_cover(context, run, column)
-    if field(context, run, RUN_CHILDREN) == 0 and has_no_holder(context, run):
+    if field(context, run, layout.RUN_CHILDREN) == 0 and has_no_holder(context, run):
         remove_unheld(context, run)
         return
     run, _ = merge_up(context, run)
@@ -183,7 +150,7 @@ def common_length(left: int, right: int, limit: int) -> int:
 def end_of(context: int, block: int) -> tuple[int, int]:
     """Run of a block, and the offset after the block."""
     run = run_of(context, block)
-    return run, block - field(context, run, RUN_START) + 1
+    return run, block - field(context, run, layout.RUN_START) + 1
 
 
 @kernel()
@@ -197,12 +164,12 @@ def prepare(
     Returns how many go into the run itself, the run of the others (0 for none), whether that is in the spare space, and
     how many replace phantoms; see `add_blocks`.
     """
-    hashes, locals_of_tree = get(context, SEQUENCE), get(context, LOCAL)
+    hashes, locals_of_tree = get(context, layout.SEQUENCE), get(context, layout.LOCAL)
     line = run_address(context, run)
-    length, capacity = load32(line + RUN_LENGTH), load32(line + RUN_CAPACITY)
-    first = load32(line + RUN_START) + length
+    length, capacity = load32(line + layout.RUN_LENGTH), load32(line + layout.RUN_CAPACITY)
+    first = load32(line + layout.RUN_START) + length
     spare = 0
-    if at_end and run != 0 and capacity != PHANTOM:
+    if at_end and run != 0 and capacity != layout.PHANTOM:
         spare = capacity - length
     n_appended = 0
     n_clashes = 0
@@ -220,21 +187,21 @@ def prepare(
         # The new run fits into the spare space, so the two can be joined once they have the same holders.
         in_spare, start, size = 1, first, spare
     else:
-        left = get(context, BLOCKS_MAX) - get(context, N_BLOCKS)
-        slack = min(max(n_more, SLACK_MIN), SLACK_MAX)
-        if left < get(context, BLOCKS_MAX) >> SLACK_LEFT_SHIFT:
+        left = get(context, layout.BLOCKS_MAX) - get(context, layout.N_BLOCKS)
+        slack = min(max(n_more, layout.SLACK_MIN), layout.SLACK_MAX)
+        if left < get(context, layout.BLOCKS_MAX) >> layout.SLACK_LEFT_SHIFT:
             slack = 0
         start, size = new_span(context, n_more, n_more + slack)
     copy_words(locals_of_tree + (start << 3), local + (n_appended << 3), n_more)
     copy_words(hashes + (start << 3), sequence + (n_appended << 3), n_more)
     child = new_run(context)
     line = run_address(context, child)
-    store32(line + RUN_START, start)
-    store32(line + RUN_LENGTH, n_more)
-    store32(line + RUN_CAPACITY, size)
-    store32(line + RUN_DIRECT, -1)
-    store32(line + RUN_CHILDREN, 0)
-    store32(line + RUN_SIBLING, 0)
+    store32(line + layout.RUN_START, start)
+    store32(line + layout.RUN_LENGTH, n_more)
+    store32(line + layout.RUN_CAPACITY, size)
+    store32(line + layout.RUN_DIRECT, -1)
+    store32(line + layout.RUN_CHILDREN, 0)
+    store32(line + layout.RUN_SIBLING, 0)
     clear_coverage(context, child)
     if column >= 0:
         set_cover(context, child, column)
@@ -259,28 +226,28 @@ def link(
 
     N_CLASHES of them, listed in `clashes`, replace phantoms.
     """
-    length = field(context, run, RUN_LENGTH)
+    length = field(context, run, layout.RUN_LENGTH)
     if offset < length:
         run = split_run(context, run, offset)[0]
         length = offset
-    first = field(context, run, RUN_START) + length
+    first = field(context, run, layout.RUN_START) + length
     last = first + n_appended - 1
     if n_appended:
-        set_field(context, run, RUN_LENGTH, length + n_appended)
+        set_field(context, run, layout.RUN_LENGTH, length + n_appended)
     n_blocks = n_appended
     start = 0
     if child:
-        start, n_more = field(context, child, RUN_START), field(context, child, RUN_LENGTH)
+        start, n_more = field(context, child, layout.RUN_START), field(context, child, layout.RUN_LENGTH)
         if in_spare:
-            set_field(context, run, RUN_CAPACITY, length)
-        elif run != 0 and field(context, run, RUN_CAPACITY) != PHANTOM:
+            set_field(context, run, layout.RUN_CAPACITY, length)
+        elif run != 0 and field(context, run, layout.RUN_CAPACITY) != layout.PHANTOM:
             trim_spare(context, run)
         add_child(context, run, child)
         last = start + n_more - 1
         n_blocks += n_more
     if column >= 0:
         count_facts(context, column, n_blocks)
-    for index in range(get(context, N_CLASHES)):
+    for index in range(get(context, layout.N_CLASHES)):
         position = load(clashes + (index << 3))
         block = first + position if position < n_appended else start + position - n_appended
         phantom = find_block(context, load(sequence + (position << 3)))
@@ -294,14 +261,14 @@ def has_capacity(context: int, n_blocks: int) -> bool:
 
     The new blocks of a span go after all others or into a free span of a greater class; every such span is long enough.
     """
-    n_span_blocks = 2 * n_blocks + SLACK_MAX
-    if get(context, N_BLOCKS) + n_span_blocks + SLACK_MAX > get(context, BLOCKS_MAX):
-        which = SPAN_CLASSES + span_class(n_span_blocks) + 1
-        while which < SPAN_CLASSES + N_SPAN_CLASSES and get(context, which) == 0:
+    n_span_blocks = 2 * n_blocks + layout.SLACK_MAX
+    if get(context, layout.N_BLOCKS) + n_span_blocks + layout.SLACK_MAX > get(context, layout.BLOCKS_MAX):
+        which = layout.SPAN_CLASSES + span_class(n_span_blocks) + 1
+        while which < layout.SPAN_CLASSES + layout.N_SPAN_CLASSES and get(context, which) == 0:
             which += 1
-        if which >= SPAN_CLASSES + N_SPAN_CLASSES:
+        if which >= layout.SPAN_CLASSES + layout.N_SPAN_CLASSES:
             return False
-    return get(context, N_SEGMENTS) + n_blocks // 1024 + 32 <= get(context, SEGMENTS_MAX)
+    return get(context, layout.N_SEGMENTS) + n_blocks // 1024 + 32 <= get(context, layout.SEGMENTS_MAX)
 
 
 @kernel()
@@ -313,17 +280,17 @@ def store_blocks(context: int, column: int, run: int, offset: int, sequence: int
     column: -1 to add the blocks without a holder. The caller has checked that they fit.
     Begins a change, which the caller ends. Returns the id of the last block.
     """
-    locals_of_tree = get(context, LOCAL)
-    stretches = get(context, SCRATCH) + (SCRATCH_STORE << 3)
+    locals_of_tree = get(context, layout.LOCAL)
+    stretches = get(context, layout.SCRATCH) + (layout.SCRATCH_STORE << 3)
     n_stretches = 0
     at_end = False
     here, after, done = run, offset, 0
     last = -1
     if run != 0:
-        last = field(context, run, RUN_START) + offset - 1
+        last = field(context, run, layout.RUN_START) + offset - 1
     while done < n_blocks:
         line = run_address(context, here)
-        start, length = load32(line + RUN_START), load32(line + RUN_LENGTH)
+        start, length = load32(line + layout.RUN_START), load32(line + layout.RUN_LENGTH)
         if after >= length:
             child = find_child(context, here, load(local + (done << 3)))
             if child < 0:
@@ -346,7 +313,7 @@ def store_blocks(context: int, column: int, run: int, offset: int, sequence: int
         after += same
         done += same
     new = n_blocks - done
-    if get(context, N_PHANTOMS) and first_phantom(context, sequence + (done << 3), new) < new:
+    if get(context, layout.N_PHANTOMS) and first_phantom(context, sequence + (done << 3), new) < new:
         return store_in_steps(context, column, run, offset, sequence, local, n_blocks)
     clashes = stretches + n_stretches * 24
     n_appended, child, in_spare, n_clashes = 0, 0, 0, 0
@@ -360,7 +327,7 @@ def store_blocks(context: int, column: int, run: int, offset: int, sequence: int
         first, same = load(entry), load(entry + 8)
         if load(entry + 16) == 0:
             here = run_of(context, first)
-            cover(context, here, first - field(context, here, RUN_START), same, column)
+            cover(context, here, first - field(context, here, layout.RUN_START), same, column)
         else:
             for block in range(first, first + same):
                 add_claim(context, column, block)
@@ -368,7 +335,7 @@ def store_blocks(context: int, column: int, run: int, offset: int, sequence: int
         here, after = 0, 0
         if last >= 0:
             here, after = end_of(context, last)
-        put(context, N_CLASHES, n_clashes)
+        put(context, layout.N_CLASHES, n_clashes)
         last = link(context, here, after, n_appended, child, in_spare, sequence + (done << 3), column, clashes)
     return last
 
@@ -380,12 +347,12 @@ def store_in_steps(context: int, column: int, run: int, offset: int, sequence: i
     This is needed if new blocks replace phantoms. Returns the id of the last block.
     """
     begin_change(context)
-    locals_of_tree = get(context, LOCAL)
-    clashes = get(context, SCRATCH) + (SCRATCH_STORE << 3)
+    locals_of_tree = get(context, layout.LOCAL)
+    clashes = get(context, layout.SCRATCH) + (layout.SCRATCH_STORE << 3)
     done, last = 0, -1
     while done < n_blocks:
         line = run_address(context, run)
-        start, length = load32(line + RUN_START), load32(line + RUN_LENGTH)
+        start, length = load32(line + layout.RUN_START), load32(line + layout.RUN_LENGTH)
         same = 0
         if offset >= length:
             child = find_child(context, run, load(local + (done << 3)))
@@ -398,12 +365,12 @@ def store_in_steps(context: int, column: int, run: int, offset: int, sequence: i
         position = done << 3
         if same == 0:
             todo = n_blocks - done
-            if get(context, N_PHANTOMS):
+            if get(context, layout.N_PHANTOMS):
                 todo = min(todo, first_phantom(context, sequence + position, todo) + 1)
             n_appended, child, in_spare, n_clashes = prepare(
                 context, run, offset >= length, sequence + position, local + position, todo, column, clashes
             )
-            put(context, N_CLASHES, n_clashes)
+            put(context, layout.N_CLASHES, n_clashes)
             last = link(context, run, offset, n_appended, child, in_spare, sequence + position, column, clashes)
             done += todo
             if done < n_blocks:
@@ -428,10 +395,10 @@ def store_in_steps(context: int, column: int, run: int, offset: int, sequence: i
 @kernel()
 def first_phantom(context: int, sequence: int, n_blocks: int) -> int:
     """Index of the first of these new blocks that replaces a phantom; `n_blocks` if none does."""
-    filter_bits = get(context, PHANTOM_BITS)
+    filter_bits = get(context, layout.PHANTOM_BITS)
     for index in range(n_blocks):
         own = load(sequence + (index << 3))
-        if test_bit(filter_bits, tag_of(context, own) & (PHANTOM_FILTER_BITS - 1)):
+        if test_bit(filter_bits, tag_of(context, own) & (layout.PHANTOM_FILTER_BITS - 1)):
             block = find_block(context, own)
             if block >= 0 and is_phantom(context, block):
                 return index
@@ -443,52 +410,52 @@ def new_phantom(context: int, sequence: int) -> int:
     """Add a placeholder for a block of which only the sequence hash is known; returns its run."""
     start, size = new_span(context, 1, 1)
     free_span(context, start + 1, size - 1)
-    store(get(context, LOCAL) + (start << 3), 0)
-    store(get(context, SEQUENCE) + (start << 3), sequence)
+    store(get(context, layout.LOCAL) + (start << 3), 0)
+    store(get(context, layout.SEQUENCE) + (start << 3), sequence)
     run = new_run(context)
     line = run_address(context, run)
-    store32(line + RUN_START, start)
-    store32(line + RUN_LENGTH, 1)
-    store32(line + RUN_CAPACITY, PHANTOM)
-    store32(line + RUN_PARENT, -1)
-    store32(line + RUN_DIRECT, -1)
-    store32(line + RUN_CHILDREN, 0)
-    store32(line + RUN_SIBLING, 0)
+    store32(line + layout.RUN_START, start)
+    store32(line + layout.RUN_LENGTH, 1)
+    store32(line + layout.RUN_CAPACITY, layout.PHANTOM)
+    store32(line + layout.RUN_PARENT, -1)
+    store32(line + layout.RUN_DIRECT, -1)
+    store32(line + layout.RUN_CHILDREN, 0)
+    store32(line + layout.RUN_SIBLING, 0)
     clear_coverage(context, run)
     mark_start(context, run)
-    insert_id(context, BY_SEQUENCE, tag_of(context, sequence), start)
-    filter_bits = get(context, PHANTOM_BITS)
-    if get(context, N_PHANTOMS) == 0:
-        for word in range(PHANTOM_FILTER_BITS >> 6):
+    insert_id(context, layout.BY_SEQUENCE, tag_of(context, sequence), start)
+    filter_bits = get(context, layout.PHANTOM_BITS)
+    if get(context, layout.N_PHANTOMS) == 0:
+        for word in range(layout.PHANTOM_FILTER_BITS >> 6):
             store(filter_bits + (word << 3), 0)
-    set_bit(filter_bits, tag_of(context, sequence) & (PHANTOM_FILTER_BITS - 1))
-    add(context, N_PHANTOMS, 1)
+    set_bit(filter_bits, tag_of(context, sequence) & (layout.PHANTOM_FILTER_BITS - 1))
+    add(context, layout.N_PHANTOMS, 1)
     return run
 
 
 @kernel()
 def replace_phantom(context: int, phantom: int, block: int) -> None:
     """Replace a phantom by a new block, the last of its run, within a change: the phantom's children move to it."""
-    start = field(context, phantom, RUN_START)
+    start = field(context, phantom, layout.RUN_START)
     tag = tag_of(context, sequence_at(context, start))
-    store(find_id(context, BY_SEQUENCE, tag, start), (tag << 32) | (block + 1))
+    store(find_id(context, layout.BY_SEQUENCE, tag, start), (tag << 32) | (block + 1))
     run = run_of(context, block)
     trim_spare(context, run)
-    direct = field(context, phantom, RUN_DIRECT)
-    waiting = field(context, phantom, RUN_SIBLING)
+    direct = field(context, phantom, layout.RUN_DIRECT)
+    waiting = field(context, phantom, layout.RUN_SIBLING)
     while waiting:
         child = waiting - 1
-        waiting = field(context, child, RUN_SIBLING)
-        set_field(context, child, RUN_SIBLING, 0)
+        waiting = field(context, child, layout.RUN_SIBLING)
+        set_field(context, child, layout.RUN_SIBLING, 0)
         if child != direct:
             delete_id(
                 context,
-                CHILDREN,
-                child_tag(context, phantom, local_at(context, field(context, child, RUN_START))),
+                layout.CHILDREN,
+                child_tag(context, phantom, local_at(context, field(context, child, layout.RUN_START))),
                 child,
             )
         add_child(context, run, child)
     unmark_start(context, phantom)
     free_run(context, phantom)
     free_span(context, start, 1)
-    add(context, N_PHANTOMS, -1)
+    add(context, layout.N_PHANTOMS, -1)

@@ -12,73 +12,7 @@ from streams.core.kernels.compiling import kernel
 from streams.core.kernels.memory import load, shift_right, signed, store
 from streams.core.kernels.words import get, put
 from streams.core.kernels.xxh3 import chain_step, load_u64
-from streams.core.reducer.kernels.layout import (
-    BY_ENGINE,
-    BY_SEQUENCE,
-    CLASS_SHIFT,
-    CLEARED,
-    COLUMN_HEAD,
-    COLUMN_HELD,
-    COLUMN_WORDS,
-    COLUMNS,
-    DIRTY,
-    EMPTIED,
-    EVENT_BLOCKS,
-    EVENT_ENGINE,
-    EVENT_HAS_PARENT,
-    EVENT_KIND,
-    EVENT_LABELLED,
-    EVENT_LABELS,
-    EVENT_LOCAL,
-    EVENT_PARENT,
-    EVENT_TIER,
-    EVENT_WORDS,
-    FREE_RUN,
-    FULL,
-    GROW,
-    HAS_PARENT,
-    IS_DIRTY,
-    LABEL_WORDS,
-    LARGEST_CLASS,
-    LENGTH_MASK,
-    MAP_ADDRESS,
-    MAP_ENTRIES,
-    MAP_MASK,
-    N_CLEARS,
-    N_DIRTY,
-    N_EMPTIED,
-    N_RUNS,
-    N_SPAN_WORDS,
-    N_TIERS,
-    N_UNKNOWN_PARENTS,
-    N_UNKNOWN_REMOVALS,
-    OFFSET_MASK,
-    PARENTS_BEFORE_CLEAR,
-    RANK_GENERATION,
-    RANK_WORDS,
-    RANKS,
-    RUN_COLUMN,
-    RUN_FIRST,
-    RUN_LABELLED,
-    RUN_LABELS,
-    RUN_NEXT,
-    RUN_PARENT,
-    RUN_PRESENT,
-    RUN_PREVIOUS,
-    RUN_SHAPE,
-    RUN_SPAN,
-    RUN_START,
-    RUNS_MAX,
-    SLOT_SHIFT,
-    SPAN_BLOCKS_MIN,
-    SPAN_WORDS_MAX,
-    SPANS,
-    STALE,
-    STALE_BEGIN,
-    STALE_END,
-    STALE_MAX,
-    STORED,
-)
+from streams.core.reducer.kernels import layout
 from streams.core.reducer.kernels.maps import delete_slot, insert_slot, tag_in
 from streams.core.reducer.kernels.spans import (
     capacity_of,
@@ -102,7 +36,7 @@ _ID_MASK = (1 << 32) - 1
 @njit(inline="always")
 def find_slot(context: int, which: int, column: int, key: int) -> int:
     """Return the slot of a column's block by one of its hashes, engine or sequence as `which` says; -1 for none."""
-    table, mask = get(context, which + MAP_ADDRESS), get(context, which + MAP_MASK)
+    table, mask = get(context, which + layout.MAP_ADDRESS), get(context, which + layout.MAP_MASK)
     tag = tag_in(context, column, key)
     position = tag & mask
     while True:
@@ -111,9 +45,9 @@ def find_slot(context: int, which: int, column: int, key: int) -> int:
             return -1
         if shift_right(entry, 32) == tag:
             slot = (entry & _ID_MASK) - 1
-            line, offset = run_at(context, slot >> SLOT_SHIFT), slot & OFFSET_MASK
-            at = engine_at(context, line, offset) if which == BY_ENGINE else sequence_at(context, line, offset)
-            if load(line + RUN_COLUMN * 8) == column and load(at) == key:
+            line, offset = run_at(context, slot >> layout.SLOT_SHIFT), slot & layout.OFFSET_MASK
+            at = engine_at(context, line, offset) if which == layout.BY_ENGINE else sequence_at(context, line, offset)
+            if load(line + layout.RUN_COLUMN * 8) == column and load(at) == key:
                 return slot
         position = (position + 1) & mask
 
@@ -121,13 +55,13 @@ def find_slot(context: int, which: int, column: int, key: int) -> int:
 @kernel()
 def find_engine(context: int, column: int, name: int) -> int:
     """Return the slot of a column's held block by its engine hash; -1 for none."""
-    return find_slot(context, BY_ENGINE, column, name)
+    return find_slot(context, layout.BY_ENGINE, column, name)
 
 
 @kernel()
 def find_sequence(context: int, column: int, block: int) -> int:
     """Return the slot of a column's block by its sequence hash, held or not; -1 for none."""
-    return find_slot(context, BY_SEQUENCE, column, block)
+    return find_slot(context, layout.BY_SEQUENCE, column, block)
 
 
 @kernel()
@@ -135,8 +69,8 @@ def find_parent(context: int, column: int, name: int) -> int:
     """Return the slot of a rank's block by its engine hash, first in the event's own tier; -1 for none."""
     slot = find_engine(context, column, name)
     if slot < 0:
-        first = column & ~(N_TIERS - 1)
-        for tier in range(N_TIERS):
+        first = column & ~(layout.N_TIERS - 1)
+        for tier in range(layout.N_TIERS):
             if first + tier != column:
                 slot = find_engine(context, first + tier, name)
                 if slot >= 0:
@@ -150,18 +84,18 @@ def find_parent(context: int, column: int, name: int) -> int:
 @njit(inline="always")
 def column_at(context: int, column: int) -> int:
     """Return the address of a column's words."""
-    return get(context, COLUMNS) + column * (COLUMN_WORDS * 8)
+    return get(context, layout.COLUMNS) + column * (layout.COLUMN_WORDS * 8)
 
 
 @kernel()
 def mark(context: int, run: int) -> None:
     """Note that a run's record must be written."""
     line = run_at(context, run)
-    shape = load(line + RUN_SHAPE * 8)
-    if shape & IS_DIRTY == 0:
-        store(line + RUN_SHAPE * 8, shape | IS_DIRTY)
-        store(get(context, DIRTY) + (get(context, N_DIRTY) << 3), run)
-        put(context, N_DIRTY, get(context, N_DIRTY) + 1)
+    shape = load(line + layout.RUN_SHAPE * 8)
+    if shape & layout.IS_DIRTY == 0:
+        store(line + layout.RUN_SHAPE * 8, shape | layout.IS_DIRTY)
+        store(get(context, layout.DIRTY) + (get(context, layout.N_DIRTY) << 3), run)
+        put(context, layout.N_DIRTY, get(context, layout.N_DIRTY) + 1)
 
 
 @kernel()
@@ -169,24 +103,24 @@ def new_run(context: int, column: int, first: int, parent: int, has_parent: int,
     """Create a run without blocks, whose span has the class `size`; returns its id."""
     run = new_run_id(context)
     line = run_at(context, run)
-    store(line + RUN_FIRST * 8, first)
-    store(line + RUN_PARENT * 8, parent)
-    store(line + RUN_SPAN * 8, new_span(context, size))
-    store(line + RUN_COLUMN * 8, column)
-    store(line + RUN_START * 8, start)
-    store(line + RUN_PRESENT * 8, 0)
-    shape = size << CLASS_SHIFT
+    store(line + layout.RUN_FIRST * 8, first)
+    store(line + layout.RUN_PARENT * 8, parent)
+    store(line + layout.RUN_SPAN * 8, new_span(context, size))
+    store(line + layout.RUN_COLUMN * 8, column)
+    store(line + layout.RUN_START * 8, start)
+    store(line + layout.RUN_PRESENT * 8, 0)
+    shape = size << layout.CLASS_SHIFT
     if has_parent:
-        shape |= HAS_PARENT
-    store(line + RUN_SHAPE * 8, shape)
-    store(line + RUN_LABELS * 8, 0)
-    store(line + RUN_LABELLED * 8, 0)
-    head = column_at(context, column) + COLUMN_HEAD * 8
+        shape |= layout.HAS_PARENT
+    store(line + layout.RUN_SHAPE * 8, shape)
+    store(line + layout.RUN_LABELS * 8, 0)
+    store(line + layout.RUN_LABELLED * 8, 0)
+    head = column_at(context, column) + layout.COLUMN_HEAD * 8
     following = load(head)
-    store(line + RUN_PREVIOUS * 8, 0)
-    store(line + RUN_NEXT * 8, following)
+    store(line + layout.RUN_PREVIOUS * 8, 0)
+    store(line + layout.RUN_NEXT * 8, following)
     if following != 0:
-        store(run_at(context, following - 1) + RUN_PREVIOUS * 8, run + 1)
+        store(run_at(context, following - 1) + layout.RUN_PREVIOUS * 8, run + 1)
     store(head, run + 1)
     return run
 
@@ -195,15 +129,15 @@ def new_run(context: int, column: int, first: int, parent: int, has_parent: int,
 def append(context: int, run: int, local: int, engine: int, block: int) -> int:
     """Append a block, not held yet, to a run; returns its slot."""
     line = run_at(context, run)
-    offset = load(line + RUN_SHAPE * 8) & LENGTH_MASK
+    offset = load(line + layout.RUN_SHAPE * 8) & layout.LENGTH_MASK
     if offset == capacity_of(line):
         widen(context, line)
     store(locals_at(context, line) + (offset << 3), local)
     store(engine_at(context, line, offset), engine)
     store(sequence_at(context, line, offset), block)
-    store(line + RUN_SHAPE * 8, load(line + RUN_SHAPE * 8) + 1)
-    slot = (run << SLOT_SHIFT) | offset
-    insert_slot(context, BY_SEQUENCE, tag_in(context, load(line + RUN_COLUMN * 8), block), slot)
+    store(line + layout.RUN_SHAPE * 8, load(line + layout.RUN_SHAPE * 8) + 1)
+    slot = (run << layout.SLOT_SHIFT) | offset
+    insert_slot(context, layout.BY_SEQUENCE, tag_in(context, load(line + layout.RUN_COLUMN * 8), block), slot)
     return slot
 
 
@@ -211,63 +145,63 @@ def append(context: int, run: int, local: int, engine: int, block: int) -> int:
 def free_run(context: int, run: int) -> None:
     """Free a run of which no block is held."""
     line = run_at(context, run)
-    column, shape = load(line + RUN_COLUMN * 8), load(line + RUN_SHAPE * 8)
-    for offset in range(shape & LENGTH_MASK):
+    column, shape = load(line + layout.RUN_COLUMN * 8), load(line + layout.RUN_SHAPE * 8)
+    for offset in range(shape & layout.LENGTH_MASK):
         tag = tag_in(context, column, load(sequence_at(context, line, offset)))
-        delete_slot(context, BY_SEQUENCE, tag, (run << SLOT_SHIFT) | offset)
-    before, following = load(line + RUN_PREVIOUS * 8), load(line + RUN_NEXT * 8)
+        delete_slot(context, layout.BY_SEQUENCE, tag, (run << layout.SLOT_SHIFT) | offset)
+    before, following = load(line + layout.RUN_PREVIOUS * 8), load(line + layout.RUN_NEXT * 8)
     if before != 0:
-        store(run_at(context, before - 1) + RUN_NEXT * 8, following)
+        store(run_at(context, before - 1) + layout.RUN_NEXT * 8, following)
     else:
-        store(column_at(context, column) + COLUMN_HEAD * 8, following)
+        store(column_at(context, column) + layout.COLUMN_HEAD * 8, following)
     if following != 0:
-        store(run_at(context, following - 1) + RUN_PREVIOUS * 8, before)
-    free_span(context, load(line + RUN_SPAN * 8), (shape >> CLASS_SHIFT) & 255)
-    labels = load(line + RUN_LABELS * 8)
+        store(run_at(context, following - 1) + layout.RUN_PREVIOUS * 8, before)
+    free_span(context, load(line + layout.RUN_SPAN * 8), (shape >> layout.CLASS_SHIFT) & 255)
+    labels = load(line + layout.RUN_LABELS * 8)
     if labels != 0:
-        free_span(context, labels - 1, LARGEST_CLASS)
-    store(line + RUN_COLUMN * 8, -1)
-    store(line + RUN_SHAPE * 8, 0)
-    store(line + RUN_PREVIOUS * 8, get(context, FREE_RUN))
-    put(context, FREE_RUN, run + 1)
+        free_span(context, labels - 1, layout.LARGEST_CLASS)
+    store(line + layout.RUN_COLUMN * 8, -1)
+    store(line + layout.RUN_SHAPE * 8, 0)
+    store(line + layout.RUN_PREVIOUS * 8, get(context, layout.FREE_RUN))
+    put(context, layout.FREE_RUN, run + 1)
 
 
 @kernel()
 def set_labels(context: int, line: int, offset: int, labelled: int, labels: int) -> None:
     """Set the three labels of a block from an address, or remove them."""
-    labelled_bits = load(line + RUN_LABELLED * 8)
+    labelled_bits = load(line + layout.RUN_LABELLED * 8)
     if labelled == 0:
-        store(line + RUN_LABELLED * 8, labelled_bits & ~(1 << offset))
+        store(line + layout.RUN_LABELLED * 8, labelled_bits & ~(1 << offset))
         return
-    span = load(line + RUN_LABELS * 8)
+    span = load(line + layout.RUN_LABELS * 8)
     if span == 0:
-        span = new_span(context, LARGEST_CLASS) + 1
-        store(line + RUN_LABELS * 8, span)
-    address = get(context, SPANS) + ((span - 1 + offset * LABEL_WORDS) << 3)
-    for word in range(LABEL_WORDS):
+        span = new_span(context, layout.LARGEST_CLASS) + 1
+        store(line + layout.RUN_LABELS * 8, span)
+    address = get(context, layout.SPANS) + ((span - 1 + offset * layout.LABEL_WORDS) << 3)
+    for word in range(layout.LABEL_WORDS):
         store(address + (word << 3), load(labels + (word << 3)))
-    store(line + RUN_LABELLED * 8, labelled_bits | (1 << offset))
+    store(line + layout.RUN_LABELLED * 8, labelled_bits | (1 << offset))
 
 
 @kernel()
 def unhold(context: int, slot: int) -> None:
     """Remove a held block; a run without held blocks ends."""
-    run, offset = slot >> SLOT_SHIFT, slot & OFFSET_MASK
+    run, offset = slot >> layout.SLOT_SHIFT, slot & layout.OFFSET_MASK
     line = run_at(context, run)
-    column = load(line + RUN_COLUMN * 8)
-    delete_slot(context, BY_ENGINE, tag_in(context, column, load(engine_at(context, line, offset))), slot)
-    held = column_at(context, column) + COLUMN_HELD * 8
+    column = load(line + layout.RUN_COLUMN * 8)
+    delete_slot(context, layout.BY_ENGINE, tag_in(context, column, load(engine_at(context, line, offset))), slot)
+    held = column_at(context, column) + layout.COLUMN_HELD * 8
     store(held, load(held) - 1)
-    present = load(line + RUN_PRESENT * 8) & ~(1 << offset)
-    store(line + RUN_PRESENT * 8, present)
-    store(line + RUN_LABELLED * 8, load(line + RUN_LABELLED * 8) & ~(1 << offset))
+    present = load(line + layout.RUN_PRESENT * 8) & ~(1 << offset)
+    store(line + layout.RUN_PRESENT * 8, present)
+    store(line + layout.RUN_LABELLED * 8, load(line + layout.RUN_LABELLED * 8) & ~(1 << offset))
     if present != 0:
         mark(context, run)
         return
-    entry = get(context, EMPTIED) + (get(context, N_EMPTIED) << 4)
+    entry = get(context, layout.EMPTIED) + (get(context, layout.N_EMPTIED) << 4)
     store(entry, column)
-    store(entry + 8, load(line + RUN_FIRST * 8))
-    put(context, N_EMPTIED, get(context, N_EMPTIED) + 1)
+    store(entry + 8, load(line + layout.RUN_FIRST * 8))
+    put(context, layout.N_EMPTIED, get(context, layout.N_EMPTIED) + 1)
     free_run(context, run)
 
 
@@ -297,39 +231,39 @@ def hold(
         if slot < 0:
             run = -1
             if last >= 0:
-                line = run_at(context, last >> SLOT_SHIFT)
-                length = load(line + RUN_SHAPE * 8) & LENGTH_MASK
+                line = run_at(context, last >> layout.SLOT_SHIFT)
+                length = load(line + layout.RUN_SHAPE * 8) & layout.LENGTH_MASK
                 if (
-                    load(line + RUN_COLUMN * 8) == column
-                    and (last & OFFSET_MASK) == length - 1
+                    load(line + layout.RUN_COLUMN * 8) == column
+                    and (last & layout.OFFSET_MASK) == length - 1
                     and length < RUN_BLOCKS_MAX
                 ):
-                    run = last >> SLOT_SHIFT
+                    run = last >> layout.SLOT_SHIFT
             if run < 0:
                 run = new_run(context, column, block, before, has_before, position, 0)
             slot = append(context, run, local, engine, block)
-        run, offset = slot >> SLOT_SHIFT, slot & OFFSET_MASK
+        run, offset = slot >> layout.SLOT_SHIFT, slot & layout.OFFSET_MASK
         line = run_at(context, run)
         name = engine_at(context, line, offset)
-        held = (load(line + RUN_PRESENT * 8) >> offset) & 1
+        held = (load(line + layout.RUN_PRESENT * 8) >> offset) & 1
         if held and load(name) == engine:
             return slot  # stored again; copies are not counted here
         if held:
-            delete_slot(context, BY_ENGINE, tag_in(context, column, load(name)), slot)
-            counter = column_at(context, column) + COLUMN_HELD * 8
+            delete_slot(context, layout.BY_ENGINE, tag_in(context, column, load(name)), slot)
+            counter = column_at(context, column) + layout.COLUMN_HELD * 8
             store(counter, load(counter) - 1)
         moved = find_engine(context, column, engine)
         if moved >= 0:  # one engine hash names one block: the later store wins
             unhold(context, moved)
-            if load(line + RUN_COLUMN * 8) < 0:  # it was the run's only block
+            if load(line + layout.RUN_COLUMN * 8) < 0:  # it was the run's only block
                 last = -1
                 continue
         store(name, engine)
-        store(line + RUN_PRESENT * 8, load(line + RUN_PRESENT * 8) | (1 << offset))
-        if labelled or load(line + RUN_LABELLED * 8) != 0:
+        store(line + layout.RUN_PRESENT * 8, load(line + layout.RUN_PRESENT * 8) | (1 << offset))
+        if labelled or load(line + layout.RUN_LABELLED * 8) != 0:
             set_labels(context, line, offset, labelled, labels)
-        insert_slot(context, BY_ENGINE, tag_in(context, column, engine), slot)
-        counter = column_at(context, column) + COLUMN_HELD * 8
+        insert_slot(context, layout.BY_ENGINE, tag_in(context, column, engine), slot)
+        counter = column_at(context, column) + layout.COLUMN_HELD * 8
         store(counter, load(counter) + 1)
         mark(context, run)
         return slot
@@ -367,16 +301,16 @@ def hold_all(
 @kernel()
 def store_blocks(context: int, rank: int, row: int) -> bool:
     """Apply a store; False if its parent is unknown."""
-    column = (rank << 2) | load(row + EVENT_TIER * 8)
+    column = (rank << 2) | load(row + layout.EVENT_TIER * 8)
     last, before, position = -1, 0, 0
-    has_parent = load(row + EVENT_HAS_PARENT * 8)
+    has_parent = load(row + layout.EVENT_HAS_PARENT * 8)
     if has_parent:
-        last = find_parent(context, column, load(row + EVENT_PARENT * 8))
+        last = find_parent(context, column, load(row + layout.EVENT_PARENT * 8))
         if last < 0:
             return False  # attached anywhere else, it could claim a prefix that the rank does not hold
-        line = run_at(context, last >> SLOT_SHIFT)
-        before = load(sequence_at(context, line, last & OFFSET_MASK))
-        position = load(line + RUN_START * 8) + (last & OFFSET_MASK) + 1
+        line = run_at(context, last >> layout.SLOT_SHIFT)
+        before = load(sequence_at(context, line, last & layout.OFFSET_MASK))
+        position = load(line + layout.RUN_START * 8) + (last & layout.OFFSET_MASK) + 1
     hold_all(
         context,
         column,
@@ -384,11 +318,11 @@ def store_blocks(context: int, rank: int, row: int) -> bool:
         before,
         has_parent,
         position,
-        load(row + EVENT_BLOCKS * 8),
-        load(row + EVENT_ENGINE * 8),
-        load(row + EVENT_LOCAL * 8),
-        load(row + EVENT_LABELLED * 8),
-        row + EVENT_LABELS * 8,
+        load(row + layout.EVENT_BLOCKS * 8),
+        load(row + layout.EVENT_ENGINE * 8),
+        load(row + layout.EVENT_LOCAL * 8),
+        load(row + layout.EVENT_LABELLED * 8),
+        row + layout.EVENT_LABELS * 8,
     )
     return True
 
@@ -409,24 +343,24 @@ def remove_blocks(context: int, column: int, n_blocks: int, engines: int) -> int
 @kernel()
 def end_rank(context: int, rank: int) -> None:
     """End everything that a rank holds, and note that its records need tombstones."""
-    for tier in range(N_TIERS):
+    for tier in range(layout.N_TIERS):
         column = (rank << 2) | tier
-        head = load(column_at(context, column) + COLUMN_HEAD * 8)
+        head = load(column_at(context, column) + layout.COLUMN_HEAD * 8)
         while head != 0:
             run = head - 1
             line = run_at(context, run)
-            head = load(line + RUN_NEXT * 8)
-            entry = get(context, STALE) + (get(context, STALE_END) << 4)
+            head = load(line + layout.RUN_NEXT * 8)
+            entry = get(context, layout.STALE) + (get(context, layout.STALE_END) << 4)
             store(entry, column)
-            store(entry + 8, load(line + RUN_FIRST * 8))
-            put(context, STALE_END, get(context, STALE_END) + 1)
-            present = load(line + RUN_PRESENT * 8)
-            for offset in range(load(line + RUN_SHAPE * 8) & LENGTH_MASK):
+            store(entry + 8, load(line + layout.RUN_FIRST * 8))
+            put(context, layout.STALE_END, get(context, layout.STALE_END) + 1)
+            present = load(line + layout.RUN_PRESENT * 8)
+            for offset in range(load(line + layout.RUN_SHAPE * 8) & layout.LENGTH_MASK):
                 if (present >> offset) & 1:
                     tag = tag_in(context, column, load(engine_at(context, line, offset)))
-                    delete_slot(context, BY_ENGINE, tag, (run << SLOT_SHIFT) | offset)
+                    delete_slot(context, layout.BY_ENGINE, tag, (run << layout.SLOT_SHIFT) | offset)
             free_run(context, run)
-        store(column_at(context, column) + COLUMN_HELD * 8, 0)
+        store(column_at(context, column) + layout.COLUMN_HELD * 8, 0)
 
 
 @kernel()
@@ -436,18 +370,18 @@ def reserve_blocks(context: int, n_blocks: int) -> int:
     One block needs at most a run, a span of the smallest class, a span for labels and, as its run grows, a span of each
     class.
     """
-    for which in (BY_ENGINE, BY_SEQUENCE):
-        if (get(context, which + MAP_ENTRIES) + n_blocks) * 5 > (get(context, which + MAP_MASK) + 1) * 3:
-            return GROW
-    words = n_blocks * 3 * (SPAN_BLOCKS_MIN << (LARGEST_CLASS + 2))
+    for which in (layout.BY_ENGINE, layout.BY_SEQUENCE):
+        if (get(context, which + layout.MAP_ENTRIES) + n_blocks) * 5 > (get(context, which + layout.MAP_MASK) + 1) * 3:
+            return layout.GROW
+    words = n_blocks * 3 * (layout.SPAN_BLOCKS_MIN << (layout.LARGEST_CLASS + 2))
     if (
-        get(context, N_RUNS) + n_blocks > get(context, RUNS_MAX)
-        or get(context, N_DIRTY) + n_blocks > get(context, RUNS_MAX)
-        or get(context, N_EMPTIED) + n_blocks > get(context, RUNS_MAX)
-        or get(context, N_SPAN_WORDS) + words > get(context, SPAN_WORDS_MAX)
-        or get(context, STALE_END) + get(context, N_RUNS) + n_blocks > get(context, STALE_MAX)
+        get(context, layout.N_RUNS) + n_blocks > get(context, layout.RUNS_MAX)
+        or get(context, layout.N_DIRTY) + n_blocks > get(context, layout.RUNS_MAX)
+        or get(context, layout.N_EMPTIED) + n_blocks > get(context, layout.RUNS_MAX)
+        or get(context, layout.N_SPAN_WORDS) + words > get(context, layout.SPAN_WORDS_MAX)
+        or get(context, layout.STALE_END) + get(context, layout.N_RUNS) + n_blocks > get(context, layout.STALE_MAX)
     ):
-        return FULL
+        return layout.FULL
     return 0
 
 
@@ -456,30 +390,32 @@ def apply_rows(context: int, rank: int, rows: int, n_rows: int) -> int:
     """Apply the events of one batch, and count in the context what they found. GROW, FULL: nothing was done."""
     n_blocks = 0
     for index in range(n_rows):
-        n_blocks += load(rows + index * (EVENT_WORDS * 8) + EVENT_BLOCKS * 8)
+        n_blocks += load(rows + index * (layout.EVENT_WORDS * 8) + layout.EVENT_BLOCKS * 8)
     failure = reserve_blocks(context, n_blocks)
     if failure != 0:
         return failure
     clears, parents, before_clear, removals = 0, 0, 0, 0
     for index in range(n_rows):
-        row = rows + index * (EVENT_WORDS * 8)
-        kind = load(row + EVENT_KIND * 8)
-        if kind == STORED:
+        row = rows + index * (layout.EVENT_WORDS * 8)
+        kind = load(row + layout.EVENT_KIND * 8)
+        if kind == layout.STORED:
             if not store_blocks(context, rank, row):
                 parents += 1
-        elif kind == CLEARED:
+        elif kind == layout.CLEARED:
             end_rank(context, rank)
-            generation = get(context, RANKS) + (rank * RANK_WORDS + RANK_GENERATION) * 8
+            generation = get(context, layout.RANKS) + (rank * layout.RANK_WORDS + layout.RANK_GENERATION) * 8
             store(generation, load(generation) + 1)
             clears += 1
             before_clear = parents
         else:
-            column = (rank << 2) | load(row + EVENT_TIER * 8)
-            removals += remove_blocks(context, column, load(row + EVENT_BLOCKS * 8), load(row + EVENT_ENGINE * 8))
-    put(context, N_CLEARS, clears)
-    put(context, N_UNKNOWN_PARENTS, parents)
-    put(context, PARENTS_BEFORE_CLEAR, before_clear)
-    put(context, N_UNKNOWN_REMOVALS, removals)
+            column = (rank << 2) | load(row + layout.EVENT_TIER * 8)
+            removals += remove_blocks(
+                context, column, load(row + layout.EVENT_BLOCKS * 8), load(row + layout.EVENT_ENGINE * 8)
+            )
+    put(context, layout.N_CLEARS, clears)
+    put(context, layout.N_UNKNOWN_PARENTS, parents)
+    put(context, layout.PARENTS_BEFORE_CLEAR, before_clear)
+    put(context, layout.N_UNKNOWN_REMOVALS, removals)
     return 0
 
 
@@ -527,7 +463,7 @@ def adopt_run(
 ) -> int:
     """Take a run that was read back, for which capacity is reserved; returns its id. Its record need not be written."""
     size = 0
-    while SPAN_BLOCKS_MIN << size < n_blocks:
+    while layout.SPAN_BLOCKS_MIN << size < n_blocks:
         size += 1
     run = new_run(context, column, first, parent, has_parent, start, size)
     line = run_at(context, run)
@@ -541,10 +477,10 @@ def adopt_run(
         before = block
         slot = append(context, run, local, engine, block)
         if (present >> offset) & 1:
-            insert_slot(context, BY_ENGINE, tag_in(context, column, engine), slot)
+            insert_slot(context, layout.BY_ENGINE, tag_in(context, column, engine), slot)
             held += 1
-    store(line + RUN_PRESENT * 8, present)
-    counter = column_at(context, column) + COLUMN_HELD * 8
+    store(line + layout.RUN_PRESENT * 8, present)
+    counter = column_at(context, column) + layout.COLUMN_HELD * 8
     store(counter, load(counter) + held)
     return run
 
@@ -552,21 +488,21 @@ def adopt_run(
 @kernel()
 def add_stale(context: int, column: int, first: int) -> None:
     """Note that a record of an ended epoch needs a tombstone."""
-    entry = get(context, STALE) + (get(context, STALE_END) << 4)
+    entry = get(context, layout.STALE) + (get(context, layout.STALE_END) << 4)
     store(entry, column)
     store(entry + 8, first)
-    put(context, STALE_END, get(context, STALE_END) + 1)
+    put(context, layout.STALE_END, get(context, layout.STALE_END) + 1)
 
 
 @kernel()
 def next_stale(context: int) -> int:
     """Return the address of the next pending tombstone, 0 for none. A key that the new epoch wrote again has none."""
-    while get(context, STALE_BEGIN) < get(context, STALE_END):
-        entry = get(context, STALE) + (get(context, STALE_BEGIN) << 4)
+    while get(context, layout.STALE_BEGIN) < get(context, layout.STALE_END):
+        entry = get(context, layout.STALE) + (get(context, layout.STALE_BEGIN) << 4)
         slot = find_sequence(context, load(entry), load(entry + 8))
-        if slot < 0 or slot & OFFSET_MASK != 0:
+        if slot < 0 or slot & layout.OFFSET_MASK != 0:
             return entry
-        put(context, STALE_BEGIN, get(context, STALE_BEGIN) + 1)
-    put(context, STALE_BEGIN, 0)
-    put(context, STALE_END, 0)
+        put(context, layout.STALE_BEGIN, get(context, layout.STALE_BEGIN) + 1)
+    put(context, layout.STALE_BEGIN, 0)
+    put(context, layout.STALE_END, 0)
     return 0

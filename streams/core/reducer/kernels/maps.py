@@ -12,7 +12,7 @@ from numba import njit
 from streams.core.kernels.compiling import kernel
 from streams.core.kernels.memory import load, shift_right, store
 from streams.core.kernels.words import SYNTHETIC_STEP, get, mix, put
-from streams.core.reducer.kernels.layout import MAP_ADDRESS, MAP_ENTRIES, MAP_MASK, SALT
+from streams.core.reducer.kernels import layout
 
 _ID_MASK = (1 << 32) - 1
 
@@ -20,24 +20,24 @@ _ID_MASK = (1 << 32) - 1
 @njit(inline="always")
 def tag_in(context: int, column: int, key: int) -> int:
     """Return 32 bits of a salted hash of a key within a column; the salt prevents keys chosen to collide."""
-    return mix(key ^ ((column + 1) * SYNTHETIC_STEP) ^ get(context, SALT))
+    return mix(key ^ ((column + 1) * SYNTHETIC_STEP) ^ get(context, layout.SALT))
 
 
 @kernel()
 def insert_slot(context: int, which: int, tag: int, slot: int) -> None:
     """Add an entry, for which the map has capacity."""
-    table, mask = get(context, which + MAP_ADDRESS), get(context, which + MAP_MASK)
+    table, mask = get(context, which + layout.MAP_ADDRESS), get(context, which + layout.MAP_MASK)
     position = tag & mask
     while load(table + (position << 3)) != 0:
         position = (position + 1) & mask
     store(table + (position << 3), (tag << 32) | (slot + 1))
-    put(context, which + MAP_ENTRIES, get(context, which + MAP_ENTRIES) + 1)
+    put(context, which + layout.MAP_ENTRIES, get(context, which + layout.MAP_ENTRIES) + 1)
 
 
 @kernel()
 def delete_slot(context: int, which: int, tag: int, slot: int) -> None:
     """Delete an entry that exists; the entries after it move up."""
-    table, mask = get(context, which + MAP_ADDRESS), get(context, which + MAP_MASK)
+    table, mask = get(context, which + layout.MAP_ADDRESS), get(context, which + layout.MAP_MASK)
     wanted = (tag << 32) | (slot + 1)
     gap = tag & mask
     while load(table + (gap << 3)) != wanted:
@@ -52,7 +52,7 @@ def delete_slot(context: int, which: int, tag: int, slot: int) -> None:
         position = (position + 1) & mask
         entry = load(table + (position << 3))
     store(table + (gap << 3), 0)
-    put(context, which + MAP_ENTRIES, get(context, which + MAP_ENTRIES) - 1)
+    put(context, which + layout.MAP_ENTRIES, get(context, which + layout.MAP_ENTRIES) - 1)
 
 
 @kernel()

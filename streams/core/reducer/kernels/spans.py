@@ -11,39 +11,25 @@ from numba import njit
 from streams.core.kernels.compiling import kernel
 from streams.core.kernels.memory import copy_words, load, store
 from streams.core.kernels.words import get, put
-from streams.core.reducer.kernels.layout import (
-    CLASS_SHIFT,
-    FREE_RUN,
-    FREE_SPANS,
-    LENGTH_MASK,
-    N_RUNS,
-    N_SPAN_WORDS,
-    RUN_PREVIOUS,
-    RUN_SHAPE,
-    RUN_SPAN,
-    RUN_WORDS,
-    RUNS,
-    SPAN_BLOCKS_MIN,
-    SPANS,
-)
+from streams.core.reducer.kernels import layout
 
 
 @njit(inline="always")
 def run_at(context: int, run: int) -> int:
     """Return the address of a run's words."""
-    return get(context, RUNS) + run * (RUN_WORDS * 8)
+    return get(context, layout.RUNS) + run * (layout.RUN_WORDS * 8)
 
 
 @njit(inline="always")
 def capacity_of(line: int) -> int:
     """Return how many blocks a run's span can hold."""
-    return SPAN_BLOCKS_MIN << ((load(line + RUN_SHAPE * 8) >> CLASS_SHIFT) & 255)
+    return layout.SPAN_BLOCKS_MIN << ((load(line + layout.RUN_SHAPE * 8) >> layout.CLASS_SHIFT) & 255)
 
 
 @njit(inline="always")
 def locals_at(context: int, line: int) -> int:
     """Return the address of a run's local hashes; engine and sequence hashes follow, each one capacity further on."""
-    return get(context, SPANS) + (load(line + RUN_SPAN * 8) << 3)
+    return get(context, layout.SPANS) + (load(line + layout.RUN_SPAN * 8) << 3)
 
 
 @njit(inline="always")
@@ -61,44 +47,44 @@ def sequence_at(context: int, line: int, offset: int) -> int:
 @kernel()
 def new_span(context: int, size: int) -> int:
     """Allocate a span of a class; returns the word at which it begins."""
-    head = get(context, FREE_SPANS + size)
+    head = get(context, layout.FREE_SPANS + size)
     if head != 0:
-        put(context, FREE_SPANS + size, load(get(context, SPANS) + ((head - 1) << 3)))
+        put(context, layout.FREE_SPANS + size, load(get(context, layout.SPANS) + ((head - 1) << 3)))
         return head - 1
-    span = get(context, N_SPAN_WORDS)
-    put(context, N_SPAN_WORDS, span + 3 * (SPAN_BLOCKS_MIN << size))
+    span = get(context, layout.N_SPAN_WORDS)
+    put(context, layout.N_SPAN_WORDS, span + 3 * (layout.SPAN_BLOCKS_MIN << size))
     return span
 
 
 @kernel()
 def free_span(context: int, span: int, size: int) -> None:
     """Free a span."""
-    store(get(context, SPANS) + (span << 3), get(context, FREE_SPANS + size))
-    put(context, FREE_SPANS + size, span + 1)
+    store(get(context, layout.SPANS) + (span << 3), get(context, layout.FREE_SPANS + size))
+    put(context, layout.FREE_SPANS + size, span + 1)
 
 
 @kernel()
 def widen(context: int, line: int) -> None:
     """Move a run's blocks to a span of the next class."""
-    shape = load(line + RUN_SHAPE * 8)
-    size, length = (shape >> CLASS_SHIFT) & 255, shape & LENGTH_MASK
-    old_span, spans = load(line + RUN_SPAN * 8), get(context, SPANS)
+    shape = load(line + layout.RUN_SHAPE * 8)
+    size, length = (shape >> layout.CLASS_SHIFT) & 255, shape & layout.LENGTH_MASK
+    old_span, spans = load(line + layout.RUN_SPAN * 8), get(context, layout.SPANS)
     span = new_span(context, size + 1)
-    capacity = SPAN_BLOCKS_MIN << size
+    capacity = layout.SPAN_BLOCKS_MIN << size
     for part in range(3):
         copy_words(spans + ((span + 2 * part * capacity) << 3), spans + ((old_span + part * capacity) << 3), length)
     free_span(context, old_span, size)
-    store(line + RUN_SPAN * 8, span)
-    store(line + RUN_SHAPE * 8, shape + (1 << CLASS_SHIFT))
+    store(line + layout.RUN_SPAN * 8, span)
+    store(line + layout.RUN_SHAPE * 8, shape + (1 << layout.CLASS_SHIFT))
 
 
 @kernel()
 def new_run_id(context: int) -> int:
     """Allocate a run; returns its id."""
-    head = get(context, FREE_RUN)
+    head = get(context, layout.FREE_RUN)
     if head != 0:
-        put(context, FREE_RUN, load(run_at(context, head - 1) + RUN_PREVIOUS * 8))
+        put(context, layout.FREE_RUN, load(run_at(context, head - 1) + layout.RUN_PREVIOUS * 8))
         return head - 1
-    run = get(context, N_RUNS)
-    put(context, N_RUNS, run + 1)
+    run = get(context, layout.N_RUNS)
+    put(context, layout.N_RUNS, run + 1)
     return run
