@@ -29,7 +29,7 @@ from confluent_kafka import OFFSET_END, KafkaException, Producer, TopicPartition
 from streams.errors import KvStreamsError, ScopeInUse, TableError
 from streams.kafka.clients import CREATE_TIMEOUT_S, Record, admin, first_offset, group_members, log_end
 from streams.model_registry import delete_models
-from streams.settings import Settings, tables_path
+from streams.settings import AgentSettings, tables_path
 from streams.tables.changelog import read_to_end
 from streams.tables.records import partition_key
 from streams.tables.store import PartitionStore
@@ -68,7 +68,7 @@ class Emptied:
     models: int
 
 
-def reset_scope(settings: Settings, *, force: bool = False) -> Emptied:
+def reset_scope(settings: AgentSettings, *, force: bool = False) -> Emptied:
     """Empty a scope whose topics exist.
 
     Raises ScopeInUse while an agent is running, unless `force`. Raises KvStreamsError if Kafka refuses; the reset is
@@ -83,7 +83,7 @@ def reset_scope(settings: Settings, *, force: bool = False) -> Emptied:
     return Emptied(records, n_truncated, _remove_copies(settings), delete_models(settings))
 
 
-def _check_unused(settings: Settings) -> None:
+def _check_unused(settings: AgentSettings) -> None:
     members = group_members(settings)
     if members is None:
         raise ScopeInUse(f"the workers of {settings.app_id} are being assigned partitions", remedy=_REMEDY)
@@ -101,7 +101,7 @@ def _check_unused(settings: Settings) -> None:
             )
 
 
-def _last_written_ms(settings: Settings, partition: int) -> int:
+def _last_written_ms(settings: AgentSettings, partition: int) -> int:
     """Return when an owner last wrote the partition record; 0 if it never did."""
     topic = topics(settings).index_changelog.name
     last_ms = 0
@@ -119,7 +119,7 @@ def _last_written_ms(settings: Settings, partition: int) -> int:
     return last_ms
 
 
-def _truncate(settings: Settings) -> int:
+def _truncate(settings: AgentSettings) -> int:
     """Delete all records of the topics that have a retention time; their offsets continue."""
     names = topics(settings)
     where = [
@@ -137,7 +137,7 @@ def _truncate(settings: Settings) -> int:
     return len(where)
 
 
-def _delete_index(settings: Settings, partition: int) -> int:
+def _delete_index(settings: AgentSettings, partition: int) -> int:
     """Write a tombstone for every key of a partition of the tables; returns the number of keys."""
     names = topics(settings)
     ends: dict[str, int | None] = {names.index_changelog.name: None, names.cxl_changelog.name: None}
@@ -179,7 +179,7 @@ def _write_tombstones(kafka: Producer, partition: int, keys: list[tuple[str, byt
     return len(keys)
 
 
-def _remove_copies(settings: Settings) -> int:
+def _remove_copies(settings: AgentSettings) -> int:
     """Delete this scope's copies under data_dir; the tombstones empty a copy that another process has open."""
     removed = 0
     for partition in range(settings.partitions):

@@ -1,4 +1,4 @@
-"""All settings: a frozen group for each subject, and one validated object that is all of them.
+"""All settings: a frozen group for each subject and each process, and one validated object that is all of them.
 
 What lives here: the settings, their ranges and help, and where their values come from: the command line, then
 `KVSTREAMS_*` variables, then a TOML file, then defaults. What must not: hidden reads. A function that needs settings
@@ -229,7 +229,7 @@ class AgentSettings(TableSettings, ScopeSettings):
 
 @dataclass(frozen=True)
 class WorkerSettings:
-    """What a Faust worker runs, and what it empties first."""
+    """What a Faust worker runs."""
 
     router: bool = _setting(True, "a Faust worker serves the HTTP API as well")
     router_process: bool = _setting(
@@ -237,6 +237,12 @@ class WorkerSettings:
         "a Faust worker serves the HTTP API by a process of its own, which starts and ends with it, so that requests "
         "do not wait for agents; `processes` is the number of these processes",
     )
+
+
+@dataclass(frozen=True)
+class ResetSettings:
+    """What a worker or a router empties at its start."""
+
     router_reset_states: bool = _setting(
         False,
         "empty the scope's index, loads and events at start; refused while another process of the scope is running",
@@ -493,13 +499,37 @@ class QueueSettings:
 
 
 @dataclass(frozen=True)
-class RouterSettings(QueueSettings, ExpectedTimeSettings, RoutingSettings, ProcessSettings, ScopeSettings):
-    """What a router needs, apart from its HTTP server and its decision log."""
+class DecisionLogSettings:
+    """What a router records of its decisions."""
+
+    decision_log: bool = _setting(
+        False, "record every decision with its terms on the topic router-decisions (docs/decisions.md)"
+    )
+    decision_log_share: float = _setting(
+        1.0,
+        "share of the requests whose decisions are recorded, chosen by request id; a recorded trace needs all of them",
+        low=0.0,
+        high=1.0,
+    )
+    decision_log_candidates: int = _setting(
+        4, "how many of the cheapest ranks are recorded with their terms, in addition to the chosen one", low=0, high=64
+    )
+    decision_log_salt: str = _secret(
+        "secret with which families of prompts are hashed in the decision log, the same for all routers of a scope; "
+        "without it, the scope's name is used"
+    )
+
+
+@dataclass(frozen=True)
+class RouterSettings(
+    DecisionLogSettings, QueueSettings, ExpectedTimeSettings, RoutingSettings, ProcessSettings, ScopeSettings
+):
+    """What a router needs, apart from its HTTP server."""
 
 
 @dataclass(frozen=True)
 class FrontSettings:
-    """A front between clients and engines."""
+    """How a front between clients and engines serves requests."""
 
     front_requests_max: int = _setting(4096, "most requests that a front serves at the same time", low=1)
     front_attempts_max: int = _setting(
@@ -574,35 +604,13 @@ class FrontSettings:
 
 @dataclass(frozen=True)
 class BridgeSettings(ScopeSettings):
-    """A bridge between engines and Kafka."""
+    """What a bridge between engines and Kafka needs, apart from its HTTP server."""
 
     bridge_lease_s: float = _setting(
         6.0, "a bridge that is silent for this long loses its engines to another bridge", low=0.3, high=600.0
     )
     metrics_interval_s: float = _setting(
         1.0, "interval at which a bridge reads each engine's Prometheus metrics; 0 disables this", low=0.0, high=180.0
-    )
-
-
-@dataclass(frozen=True)
-class DecisionLogSettings:
-    """What a router records of its decisions."""
-
-    decision_log: bool = _setting(
-        False, "record every decision with its terms on the topic router-decisions (docs/decisions.md)"
-    )
-    decision_log_share: float = _setting(
-        1.0,
-        "share of the requests whose decisions are recorded, chosen by request id; a recorded trace needs all of them",
-        low=0.0,
-        high=1.0,
-    )
-    decision_log_candidates: int = _setting(
-        4, "how many of the cheapest ranks are recorded with their terms, in addition to the chosen one", low=0, high=64
-    )
-    decision_log_salt: str = _secret(
-        "secret with which families of prompts are hashed in the decision log, the same for all routers of a scope; "
-        "without it, the scope's name is used"
     )
 
 
@@ -618,19 +626,29 @@ class LogSettings:
     log_json: bool = _setting(False, "write logs as JSON, one object per line")
 
 
-# Fields come in the reverse order of the bases.
+# One group for each process. Fields come in the reverse order of the bases.
 @dataclass(frozen=True)
-class Settings(
-    LogSettings,
-    DecisionLogSettings,
-    BridgeSettings,
-    FrontSettings,
-    RouterSettings,
-    HttpSettings,
-    AccessSettings,
-    WorkerSettings,
-    AgentSettings,
-):
+class BridgeServerSettings(LogSettings, BridgeSettings, AccessSettings, ScopeSettings):
+    """The process of a bridge."""
+
+
+@dataclass(frozen=True)
+class FrontServerSettings(LogSettings, FrontSettings, QueueSettings, HttpSettings, AccessSettings):
+    """The process of a front, which needs no Kafka."""
+
+
+@dataclass(frozen=True)
+class RouterServerSettings(LogSettings, RouterSettings, HttpSettings, AccessSettings, ResetSettings, ScopeSettings):
+    """The process of a router."""
+
+
+@dataclass(frozen=True)
+class WorkerServerSettings(RouterServerSettings, WorkerSettings, AgentSettings):
+    """The process of a Faust worker, with its agents and its router."""
+
+
+@dataclass(frozen=True)
+class Settings(BridgeServerSettings, FrontServerSettings, WorkerServerSettings):
     """All groups in one. `kvstreams config` and `--help` print each field's help."""
 
     def __post_init__(self) -> None:
@@ -671,7 +689,7 @@ SECRETS = frozenset(each.name for each in fields(Settings) if each.metadata.get(
 
 
 def shown_value(settings: Settings, name: str) -> str:
-    """The value of a setting as people may see it."""
+    """The value of a setting as people may see it. It takes the whole settings, since any of them can be shown."""
     value = getattr(settings, name)
     return MASKED if name in SECRETS and value else str(value)
 
@@ -712,7 +730,7 @@ ONLY_OF_MODE_KV = (
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """Settings, the source of each value, and warnings for the user."""
+    """The whole settings for the command line, the source of each value, and warnings for the user."""
 
     settings: Settings
     sources: Mapping[str, str]
@@ -771,8 +789,8 @@ def load(
     return Resolved(settings, sources, tuple(warnings))
 
 
-def as_environ(settings: Settings) -> dict[str, str]:
-    """Settings as `KVSTREAMS_*`, for a child process.
+def as_environ(settings: ScopeSettings) -> dict[str, str]:
+    """All fields of a group as `KVSTREAMS_*`, for a child process.
 
     Settings with default values are included: a child inherits our environment and folder, and must not take another
     value from there or from a file.

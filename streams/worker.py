@@ -39,7 +39,7 @@ from streams.router_api.processes.process_group import ProcessGroup
 from streams.router_api.processes.server import api_runner, make_router, tick_forever
 from streams.security.access import Access
 from streams.security.faust_credentials import faust_credentials
-from streams.settings import Settings, load, unknown_variables
+from streams.settings import WorkerServerSettings, load, unknown_variables
 from streams.tables.agent_metrics import agent_registry
 from streams.tables.cxl_reducer import partition_plan
 from streams.topics import topics
@@ -59,7 +59,7 @@ class WorkerProcess:
     seeks and rebalances. With `router_process`, it has a process of its own.
     """
 
-    def __init__(self, app: faust.App, settings: Settings) -> None:
+    def __init__(self, app: faust.App, settings: WorkerServerSettings) -> None:
         self._app = app
         self._settings = settings
         self.indexer = Indexer(app, settings, partition_plan(settings), faults.armed())
@@ -204,11 +204,11 @@ class FaustWorker(faust.Worker):  # type: ignore[misc]
 class WorkerApp(App):
     """The App of a worker. worker_settings, worker_process: for `FaustWorker`."""
 
-    worker_settings: Settings
+    worker_settings: WorkerServerSettings
     worker_process: WorkerProcess
 
 
-def create_app(settings: Settings) -> WorkerApp:
+def create_app(settings: WorkerServerSettings) -> WorkerApp:
     """Build the App, without any effect. Faust builds it for `--help` and for `faust -A streams agents` as well."""
     app = WorkerApp(
         settings.app_id,

@@ -11,7 +11,7 @@ from streams.process import log
 from streams.process.options import GroupedCommand, GroupedGroup, with_settings
 from streams.process.output import ONE_LINE_WIDTH, console
 from streams.security.acls import TOPIC_OPERATIONS, commands
-from streams.settings import ENV_PREFIX, Resolved, Settings, shown_value
+from streams.settings import ENV_PREFIX, AgentSettings, Resolved, Settings, shown_value
 from streams.topics import topics as scope_topics
 
 
@@ -110,7 +110,7 @@ def reset(resolved: Resolved, force: bool) -> None:
     empty_scope(resolved.settings, force or resolved.settings.router_reset_force)
 
 
-def empty_scope(settings: Settings, force: bool, *, may_be_new: bool = False) -> None:
+def empty_scope(settings: AgentSettings, force: bool, *, may_be_new: bool = False) -> None:
     """Empty the scope and print what was removed.
 
     may_be_new: without any topics, there is nothing to do. Otherwise missing topics are an error; they are never

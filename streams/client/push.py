@@ -28,7 +28,7 @@ from streams.router_api.messages.answer_json import answer_json
 from streams.router_api.messages.body_errors import invalid_body
 from streams.router_api.messages.requests import RouteRequest
 from streams.router_api.processes.server import make_router, tick_forever
-from streams.settings import Settings
+from streams.settings import RouterServerSettings
 from streams.topics import topics
 from streams.warming import ROUTER, warm_while_serving
 
@@ -54,7 +54,7 @@ class KvPushRouter(KvRouter):
 
     def __init__(
         self,
-        settings: Settings,
+        settings: RouterServerSettings,
         *,
         engine: EngineOptions | None = None,
         retry_timeout_s: float = RETRY_TIMEOUT_S,

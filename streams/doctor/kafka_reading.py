@@ -56,7 +56,7 @@ from streams.kafka.records import (
     decode_render,
     decode_worker,
 )
-from streams.settings import Settings
+from streams.settings import ScopeSettings
 from streams.tables.records import (
     PARTITION_PREFIX,
     PROGRESS_PREFIX,
@@ -92,7 +92,7 @@ _SLACK_S = 5.0
 
 
 def read_kafka(
-    settings: Settings, watch_s: float | None = None, *, with_logs: bool = True, until_heard: bool = True
+    settings: ScopeSettings, watch_s: float | None = None, *, with_logs: bool = True, until_heard: bool = True
 ) -> KafkaSeen:
     """Read everything of Kafka. watch_s: the longest watch; None for as long as silence needs to show.
 
@@ -127,7 +127,7 @@ def _error(exc: Exception) -> KvStreamsError:
     return KafkaUnreachable(f"Kafka does not answer as expected: {reason}", remedy="Check the brokers and their logs")
 
 
-def _reach(settings: Settings) -> None:
+def _reach(settings: ScopeSettings) -> None:
     """Raise the error of an address at which no broker answers, sooner than other calls notice it."""
     try:
         require_topic(settings, topics(settings).workers.name, REACH_TIMEOUT_S)
@@ -140,7 +140,7 @@ def _reach(settings: Settings) -> None:
 # -- topics ------------------------------------------------------------------------------------------------------------
 
 
-def _read_topics(settings: Settings, specs: tuple[TopicSpec, ...]) -> TopicsSeen:
+def _read_topics(settings: ScopeSettings, specs: tuple[TopicSpec, ...]) -> TopicsSeen:
     refused: dict[str, str] = {}
     try:
         states = describe_topics(settings, specs)
@@ -182,7 +182,7 @@ def _partitions(client: AdminClient, names: list[str]) -> tuple[tuple[str, ...],
     return tuple(sorted(without_leader)), tuple(sorted(out_of_sync))
 
 
-def _other_prefixes(settings: Settings, names: Iterable[str]) -> tuple[str, ...]:
+def _other_prefixes(settings: ScopeSettings, names: Iterable[str]) -> tuple[str, ...]:
     """Prefixes of scopes on this Kafka that have the topics of events and of workers, the most similar first."""
     known = set(names)
     plain = topics(replace(settings, topic_prefix=""))
@@ -212,7 +212,7 @@ class _Seen:
 class _Watch:
     """Reads the tails of the logs, the whole registry, and then what is appended."""
 
-    def __init__(self, settings: Settings, existing: Mapping[str, TopicState]) -> None:
+    def __init__(self, settings: ScopeSettings, existing: Mapping[str, TopicState]) -> None:
         self._settings = settings
         self._existing = existing
         self._names = topics(settings)

@@ -12,7 +12,7 @@ from streams.core.ids import WorkerId
 from streams.core.workers import ServedModel, Worker
 from streams.errors import KvStreamsError
 from streams.kafka.clients import GroupMember, TopicState
-from streams.settings import Settings
+from streams.settings import AgentSettings
 from streams.tables.records import PartitionRecord
 from streams.topics import TopicSpec
 
@@ -200,7 +200,7 @@ class Observations:
     tokenizer_models: models that --tokenizer names.
     """
 
-    settings: Settings
+    settings: AgentSettings
     kafka: KafkaSeen | None = None
     engines: tuple[EngineSeen, ...] = ()
     routers: tuple[RouterSeen, ...] = ()

@@ -23,7 +23,7 @@ from streams.doctor.router_reading import read_pages, read_routers
 from streams.doctor.tokenizer_reading import read_files, read_tokenizers
 from streams.errors import SchemasIncompatible
 from streams.kafka.schema_compatibility import check_schemas
-from streams.settings import Settings
+from streams.settings import AgentSettings
 
 #: Every check by its group, in the order of the report: what others follow from comes first.
 CHECKS: Sequence[tuple[Group, Callable[[Observations], Iterable[Finding]]]] = (
@@ -83,7 +83,7 @@ class Order:
         return tuple(each for each in Group if each not in self.skip and asked.get(each, True))
 
 
-def examine(settings: Settings, order: Order) -> DoctorReport:
+def examine(settings: AgentSettings, order: Order) -> DoctorReport:
     """Read and check everything. It changes nothing, except that engines compute a prompt with `probe`."""
     seen = asyncio.run(_read(settings, order))
     groups = order.groups
@@ -100,7 +100,7 @@ def _own_schemas(groups: Sequence[Group]) -> tuple[Finding, ...]:
     return ()
 
 
-async def _read(settings: Settings, order: Order) -> Observations:
+async def _read(settings: AgentSettings, order: Order) -> Observations:
     token, key = _bearer(order.token), _bearer(order.engine_key)
     groups = frozenset(order.groups)
     # First, because a file that cannot be read ends the run.
@@ -123,7 +123,7 @@ async def _read(settings: Settings, order: Order) -> Observations:
     return Observations(settings, found_kafka, found_engines, found_routers, found_pages, models)
 
 
-async def _read_kafka(settings: Settings, order: Order) -> KafkaSeen:
+async def _read_kafka(settings: AgentSettings, order: Order) -> KafkaSeen:
     groups = frozenset(order.groups)
     return await asyncio.to_thread(
         read_kafka,

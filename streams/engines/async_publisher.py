@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any, Self, TypeVar
 
 from streams.engines.publisher import KvEventPublisher
-from streams.settings import Settings
+from streams.settings import BridgeSettings
 
 _Result = TypeVar("_Result")
 
@@ -27,7 +27,7 @@ class AsyncKvEventPublisher:
         await publisher.stored([11, 12], token_ids, parent=None)
     """
 
-    def __init__(self, settings: Settings, worker_id: int, model: str, **options: Any) -> None:
+    def __init__(self, settings: BridgeSettings, worker_id: int, model: str, **options: Any) -> None:
         """options: those of KvEventPublisher. Kafka is connected to when the `async with` block begins."""
         options.setdefault("lease_s", settings.bridge_lease_s)
         self._open = partial(KvEventPublisher, settings, worker_id, model, **options)

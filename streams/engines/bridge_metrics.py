@@ -20,7 +20,7 @@ from streams.kafka.log_ends import unreachable
 from streams.process.http_server import Startup, monitoring_app, monitoring_server
 from streams.process.metrics import Label, Metric, MetricsRegistry, counter, gauge
 from streams.security.access import Access
-from streams.settings import Settings
+from streams.settings import BridgeServerSettings
 from streams.topics import topics
 from streams.warming import BRIDGE, warm_while_serving
 
@@ -111,7 +111,7 @@ def bridge_registry(bridge: Bridge) -> MetricsRegistry[BridgeSnapshot]:
     )
 
 
-async def run_bridge(settings: Settings, sources: Sequence[EngineSource]) -> None:
+async def run_bridge(settings: BridgeServerSettings, sources: Sequence[EngineSource]) -> None:
     """Run a bridge until cancelled, and serve /healthz, /ready and /metrics if `metrics_port` is set.
 
     A bridge creates no topics, and waits while some are missing. Raises SettingsError if it cannot listen on that port,

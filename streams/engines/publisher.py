@@ -43,7 +43,7 @@ from streams.engines.stored_blocks import StoredBlock, store_events
 from streams.errors import BlockSizeContradicted, InvalidEvent, InvalidRequest, KvStreamsError
 from streams.kafka.clients import partition_of, require_topic
 from streams.model_registry import claim_model, writer_name
-from streams.settings import Settings
+from streams.settings import ScopeSettings
 from streams.topics import topics
 from streams.warming import HASHING, warm
 
@@ -70,7 +70,7 @@ class KvEventPublisher:
 
     def __init__(
         self,
-        settings: Settings,
+        settings: ScopeSettings,
         worker_id: int,
         model: str,
         dp_rank: int = 0,
@@ -332,7 +332,7 @@ class KvEventPublisher:
 
 
 def _end_former_incarnation(
-    settings: Settings, rank: RankId, model: str, block_size: int, incarnation: Incarnation
+    settings: ScopeSettings, rank: RankId, model: str, block_size: int, incarnation: Incarnation
 ) -> None:
     """Publish that the process of a rank's former incarnation is gone, for a publisher that is refused.
 

@@ -58,7 +58,7 @@ from streams.frontend.resuming import asking_for_ids
 from streams.frontend.spans import Attributes, Spans
 from streams.frontend.tokenizing import NONE, Tokenizing
 from streams.security.tokens import Grant
-from streams.settings import Settings
+from streams.settings import FrontSettings
 
 #: Connections to engines that no request uses are closed after this time. uvicorn, which serves vLLM and SGLang, closes
 #: them after 5 s; a request that is sent at that moment would fail.
@@ -89,7 +89,7 @@ class Proxy:
 
     def __init__(
         self,
-        settings: Settings,
+        settings: FrontSettings,
         router: KvRouterClient,
         tokenizing: Tokenizing,
         fleet: Fleet,

@@ -48,7 +48,7 @@ from streams.process.process_metrics import metrics_response
 from streams.security.access import ANY_RIGHT, CHECK_S, Access, grant_of
 from streams.security.files import Watched, read_secret
 from streams.security.tokens import Right
-from streams.settings import KvTransfer, Settings
+from streams.settings import FrontServerSettings, KvTransfer, LogSettings
 
 log = logging.getLogger(__name__)
 
@@ -117,7 +117,9 @@ def _watched(setting: str, file: str) -> Watched[str]:
 class Front:
     """The calls of one front, and what they use. Used on one loop."""
 
-    def __init__(self, settings: Settings, options: FrontOptions, access: Access, spans: Spans | None = None) -> None:
+    def __init__(
+        self, settings: FrontServerSettings, options: FrontOptions, access: Access, spans: Spans | None = None
+    ) -> None:
         """spans: in place of those that the settings ask for."""
         self.settings = settings
         self._access = access
@@ -304,7 +306,7 @@ class Front:
         return response
 
 
-def _make_spans(settings: Settings) -> Spans:
+def _make_spans(settings: LogSettings) -> Spans:
     """Return traces if the settings ask for them. Raises SettingsError if that needs a missing package."""
     if not settings.tracing:
         return NoSpans()
@@ -352,7 +354,7 @@ def parse_by_model(option: str, values: Sequence[str]) -> dict[str, str]:
     return found
 
 
-async def serve(settings: Settings, options: FrontOptions) -> None:
+async def serve(settings: FrontServerSettings, options: FrontOptions) -> None:
     """Serve until cancelled. Raises KvStreamsError if the port is not available, or a file cannot be used."""
     startup, access = Startup(), Access(settings)
     server = HttpServer(settings.host, settings.port, access=access)

@@ -59,7 +59,7 @@ class PoolProcess:
 
 @dataclass(frozen=True, slots=True)
 class RouterProcess:
-    """A process that serves the HTTP API."""
+    """A process that serves the HTTP API, with the whole settings that it was started with."""
 
     child: Child
     url: str
@@ -75,7 +75,10 @@ class FrontProcess:
 
 
 class Stack:
-    """Starts the processes of one scope; `children` stops them."""
+    """Starts the processes of one scope; `children` stops them.
+
+    It takes the whole settings, since it hands them on to processes of every kind.
+    """
 
     def __init__(self, settings: Settings, directory: Path, children: Children) -> None:
         """directory: the folder of logs and tables."""

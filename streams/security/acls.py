@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from streams.settings import Settings
+from streams.settings import ScopeSettings
 from streams.topics import Topics, topics
 
 
@@ -115,7 +115,7 @@ TOPIC_OPERATIONS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 _TRANSACTIONAL = ("worker", "reset")
 
 
-def acls_of(process: str, settings: Settings) -> list[Acl]:
+def acls_of(process: str, settings: ScopeSettings) -> list[Acl]:
     """The ACLs that a process of TOPIC_OPERATIONS needs in a scope. Those of a worker do not include its router's."""
     specs = topics(settings)
     acls = [
@@ -133,7 +133,7 @@ def acls_of(process: str, settings: Settings) -> list[Acl]:
     return acls
 
 
-def commands(process: str, settings: Settings, principal: str) -> list[str]:
+def commands(process: str, settings: ScopeSettings, principal: str) -> list[str]:
     """The same as commands of Kafka's own tool."""
     lines = []
     for acl in acls_of(process, settings):

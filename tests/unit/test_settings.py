@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import string
+from collections.abc import Iterator
 from dataclasses import FrozenInstanceError, fields, replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,15 @@ from streams.settings import (
     load,
     shown_value,
 )
+from tests.helpers.pages import ROOT
+
+#: What takes the whole settings: it shows any of them, or hands them on to processes of every kind.
+TAKES_ALL_SETTINGS = {
+    "settings.py: Resolved.settings",
+    "settings.py: shown_value(settings)",
+    "lab/stack.py: RouterProcess.settings",
+    "lab/stack.py: Stack.__init__(settings)",
+}
 
 SETTINGS = [setting.name for setting in fields(Settings)]
 
@@ -491,3 +502,47 @@ def test_a_value_of_mode_kv_alone_selects_it(given: dict[str, Any], mode: Router
     assert resolved.settings.router_mode is mode
     if given and "router_mode" not in given:
         assert resolved.sources["router_mode"] == f"{next(iter(given))} is set, which only kv has"
+
+
+def takers_of_all_settings(node: ast.AST, name: str = "") -> Iterator[str]:
+    """Give the parameters, and the fields of classes, whose type names Settings, below a node and with its name."""
+    for child in ast.iter_child_nodes(node):
+        inner = name
+        if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            inner = f"{name}.{child.name}".lstrip(".")
+        elif isinstance(child, ast.arg) and names_settings(child.annotation):
+            yield f"{name}({child.arg})"
+        elif isinstance(child, ast.AnnAssign) and isinstance(node, ast.ClassDef) and names_settings(child.annotation):
+            yield f"{name}.{ast.unparse(child.target)}"
+        yield from takers_of_all_settings(child, inner)
+
+
+def names_settings(annotation: ast.expr | None) -> bool:
+    """Return whether an annotation has the class Settings in it, also as an attribute of its module."""
+    nodes = [] if annotation is None else ast.walk(annotation)
+    return any("Settings" in (getattr(node, "id", ""), getattr(node, "attr", "")) for node in nodes)
+
+
+def test_takers_of_all_settings_are_recognised() -> None:
+    """Parameters and fields count in every form of the annotation; groups, variables and results do not."""
+    source = """
+def first(a: Settings, b: Settings | None = None, *c: settings.Settings, d: RouterSettings) -> Settings:
+    local: Settings = a
+class Second:
+    field: Settings | None
+    other: ScopeSettings
+    async def third(self, given: list[Settings]): ...
+"""
+    takers = ["first(a)", "first(b)", "first(c)", "Second.field", "Second.third(given)"]
+    assert sorted(takers_of_all_settings(ast.parse(source))) == sorted(takers)
+
+
+def test_components_take_the_group_that_they_read() -> None:
+    """A signature shows which settings a component depends on: only what hands all of them on takes all."""
+    package = ROOT / "streams"
+    takers = {
+        f"{path.relative_to(package)}: {taker}"
+        for path in package.rglob("*.py")
+        for taker in takers_of_all_settings(ast.parse(path.read_text()))
+    }
+    assert takers == TAKES_ALL_SETTINGS

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from streams.doctor.findings import Finding, Group, listed
 from streams.doctor.observations import LogsSeen, Observations, OwnerRecord
-from streams.settings import Settings
+from streams.settings import TableSettings
 from streams.tables.records import BEHIND_UNKNOWN_MS
 from streams.topics import topics
 
@@ -47,7 +47,7 @@ def check_owners(seen: Observations) -> Iterator[Finding]:
             )
 
 
-def _silent(silent: list[int], logs: LogsSeen, settings: Settings, *, in_rebalance: bool) -> Iterator[Finding]:
+def _silent(silent: list[int], logs: LogsSeen, settings: TableSettings, *, in_rebalance: bool) -> Iterator[Finding]:
     by_owner: dict[str | None, list[int]] = {}
     for partition in silent:
         records = logs.owners.get(partition, ())

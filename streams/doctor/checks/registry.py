@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from streams.core.workers import Worker
 from streams.doctor.findings import Finding, Group, listed
 from streams.doctor.observations import LogsSeen, Observations
-from streams.settings import Settings
+from streams.settings import TopicSettings
 
 #: The share of a lease after which a healthy bridge has renewed it: it does so after a third.
 RENEWED_WITHIN = 2 / 3
@@ -52,7 +52,7 @@ def _duplicates(logs: LogsSeen, what: str, address_of: Callable[[Worker], str | 
             )
 
 
-def _block_sizes(logs: LogsSeen, settings: Settings) -> Iterator[Finding]:
+def _block_sizes(logs: LogsSeen, settings: TopicSettings) -> Iterator[Finding]:
     for name, model in sorted(logs.models.items()):
         own = settings.block_size_of(name)
         if own != model.block_size:

@@ -27,7 +27,7 @@ from streams.router_api.knowledge.topic_readers import Feed, Feeds, key_and_valu
 from streams.router_api.knowledge.view import View
 from streams.router_api.sharing.loads_sync import LoadsSync
 from streams.router_api.sharing.registry import Registry
-from streams.settings import ExpectedTimeSettings, RoutingSettings, Settings
+from streams.settings import ExpectedTimeSettings, RouterSettings, RoutingSettings
 from streams.topics import Topics, topics
 
 #: How long the client waits for further records of a batch. The outbox hands over those of an interval in one step.
@@ -52,7 +52,7 @@ class RouterParts(NamedTuple):
     chooser: Chooser
 
 
-def compose(settings: Settings) -> RouterParts:
+def compose(settings: RouterSettings) -> RouterParts:
     """Make the parts of a router; raises SettingsError. Nothing is read before they are started."""
     scope, topics_of_scope = ScopeTopics(), topics(settings)
     kafka = producer(settings, **{"linger.ms": _LINGER_MS})
@@ -86,7 +86,7 @@ def compose(settings: Settings) -> RouterParts:
 
 
 def _feeds(
-    settings: Settings,
+    settings: RouterSettings,
     topics_of_scope: Topics,
     view: View,
     registry: Registry,

@@ -41,7 +41,7 @@ from streams.decision_log.records import FleetSize, LogOrigin, OutcomeReport, en
 from streams.errors import KvStreamsError
 from streams.router_api.deciding.prepared_request import PreparedRequest
 from streams.router_api.knowledge.view import View
-from streams.settings import Settings
+from streams.settings import RouterSettings
 from streams.topics import TopicSpec
 
 log = logging.getLogger(__name__)
@@ -93,7 +93,7 @@ class DecisionRecorder:
     """
 
     def __init__(
-        self, settings: Settings, topic: TopicSpec, kafka: Producer, view: View, router_id: Callable[[], str]
+        self, settings: RouterSettings, topic: TopicSpec, kafka: Producer, view: View, router_id: Callable[[], str]
     ) -> None:
         self._topic = topic.name
         self._kafka = kafka

@@ -55,7 +55,7 @@ from streams.router_api.messages.requests import (
 )
 from streams.router_api.sharing.registry import PUBLISH_TIMEOUT_S
 from streams.router_api.sharing.request_ids import RequestIds
-from streams.settings import Settings
+from streams.settings import RouterServerSettings
 from streams.topics import topics
 
 #: The parts of the policy that a request may override: first by the overrides' names, then by the policy's own names.
@@ -84,7 +84,7 @@ def _unfiltered(model: str, block_size: int) -> WorkerFilter:
 class Router:
     """One router. `start` begins to read topics; until their ends are reached, `readiness` refuses every call."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: RouterServerSettings) -> None:
         parts = compose(settings)
         self.settings = settings
         self.policy = parts.policy

@@ -32,7 +32,7 @@ from streams.router_api.deciding.prepared_request import PreparedRequest
 from streams.router_api.deciding.router import Router
 from streams.router_api.messages.answer import RouteAnswer
 from streams.router_api.sharing.registry import PUBLISH_TIMEOUT_S
-from streams.settings import Settings
+from streams.settings import RouterServerSettings
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 class TracedRouter(Router):
     """A router with a span for each decision. Owner of the provider, which `stop` shuts down."""
 
-    def __init__(self, settings: Settings, provider: TracerProvider | None = None) -> None:
+    def __init__(self, settings: RouterServerSettings, provider: TracerProvider | None = None) -> None:
         super().__init__(settings)
         self._provider = exporting_provider(SERVICE_NAME) if provider is None else provider
         self.tracer = self._provider.get_tracer("kvstreams", version("kvstreams"))

@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from streams.errors import ProcessError, SettingsError
 from streams.process.http_server import HttpServer
 from streams.security.access import Access
-from streams.settings import Settings, as_environ
+from streams.settings import RouterServerSettings, as_environ
 
 log = logging.getLogger(__name__)
 
@@ -58,12 +58,12 @@ class ProcessPlace:
     number: int
     joins_at_once: bool = True
 
-    def own_port(self, settings: Settings) -> int:
+    def own_port(self, settings: RouterServerSettings) -> int:
         """The port of this process alone."""
         return (settings.process_port or settings.port + 1) + self.number - 1
 
 
-def check_ports(settings: Settings) -> None:
+def check_ports(settings: RouterServerSettings) -> None:
     """Raise SettingsError if the processes cannot have their ports."""
     if settings.port == 0:
         raise SettingsError("port is 0, but several processes need a port that they share", remedy="Set --port")
@@ -80,7 +80,7 @@ def check_ports(settings: Settings) -> None:
 class ProcessGroup:
     """The router processes of one parent. Used on one loop; `run` returns or raises once they have all ended."""
 
-    def __init__(self, settings: Settings, command: Sequence[str] = ROUTER_COMMAND) -> None:
+    def __init__(self, settings: RouterServerSettings, command: Sequence[str] = ROUTER_COMMAND) -> None:
         """command: what each process runs; options that name its parent and its place are added to it."""
         # The parent has reset the scope already.
         self._settings = replace(settings, router_reset_states=False, router_reset_force=False)

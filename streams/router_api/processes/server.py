@@ -22,7 +22,7 @@ from streams.router_api.http.handlers import Handlers, error_shape
 from streams.router_api.processes.draining import drain
 from streams.router_api.processes.process_group import ProcessPlace
 from streams.security.access import Access
-from streams.settings import Settings
+from streams.settings import RouterServerSettings
 from streams.topics import topics
 from streams.warming import ROUTER, warm_while_serving
 
@@ -61,7 +61,7 @@ def api_runner(
     return handlers.runner(app)
 
 
-def make_router(settings: Settings) -> Router:
+def make_router(settings: RouterServerSettings) -> Router:
     """Make a router, with traces if the settings ask for them. Raises SettingsError if that needs a missing package."""
     if not settings.tracing:
         return Router(settings)
@@ -83,7 +83,7 @@ def _tracing(router: Router) -> list[Any]:
     return [middleware_of(router)] if isinstance(router, TracedRouter) else []
 
 
-async def serve(settings: Settings, place: ProcessPlace | None = None) -> None:
+async def serve(settings: RouterServerSettings, place: ProcessPlace | None = None) -> None:
     """Serve until cancelled. place: which of several processes this one is; None if it is the only one.
 
     Raises KvStreamsError if Kafka cannot be reached, the port is not available, or the scope has another block size for
