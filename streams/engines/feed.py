@@ -129,7 +129,7 @@ class RankFeed:
     def request_restatement(self, request: ResyncRequest) -> None:
         """Queue a request; the loop answers it between two batches."""
         self._restater.request(request)
-        self._receiver.waiting.wake()
+        self._receiver.wake()
 
     def note_requests_running(self) -> None:
         """Note that the engine's metrics show requests that are running, or tokens that were processed."""
@@ -240,11 +240,8 @@ class RankFeed:
             self._restater.pending,
             self._model_check.pending,
         )
-        await receiver.waiting.wait(
-            [future for future in pending if future is not None],
-            IDLE_S if connection.is_open else RECONNECT_S_MIN,
-            is_ready=receiver.is_ready,
-        )
+        futures = [future for future in pending if future is not None]
+        await receiver.wait(futures, IDLE_S if connection.is_open else RECONNECT_S_MIN)
 
     async def _take_evidence(self) -> None:
         answer = self._evidence.take()

@@ -14,8 +14,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
-from typing import assert_never
+from collections.abc import Callable, Iterable
+from typing import Any, assert_never
 
 from streams.core.ids import DpRank, RankId
 from streams.engines.address import port_above
@@ -32,7 +32,6 @@ from streams.engines.feed_machine import (
     SocketEmptied,
 )
 from streams.engines.feed_table import Action, Signal
-from streams.engines.first_of import FirstOf
 from streams.engines.gap_filling import GapFiller
 from streams.engines.heartbeats import Heartbeats
 from streams.engines.replay import SEQUENCE, Batch
@@ -77,8 +76,8 @@ class Receiver:
         )
         #: The order of the incarnation's batches; `begin` replaces it.
         self.order = self._new_order()
-        #: What the feed's loop waits on.
-        self.waiting = FirstOf()
+        # Ends the wait of the feed's loop; None while the loop does not wait.
+        self._woken: asyncio.Future[None] | None = None
         #: Why a message that was taken on arrival is not published; it ends the feed.
         self.failure: Exception | None = None
 
@@ -106,6 +105,24 @@ class Receiver:
     def is_ready(self) -> bool:
         """Whether a message waits that may be taken."""
         return self.connection.has_message and self.takes_live
+
+    # -- the feed's loop -----------------------------------------------------------------------------------------------
+
+    async def wait(self, futures: Iterable[asyncio.Future[Any]], timeout_s: float) -> None:
+        """Wait for a message, a future, a call of `wake`, or the timeout. Other tasks get their turn in any case."""
+        if self.is_ready:
+            await asyncio.sleep(0)
+            return
+        self._woken = asyncio.get_running_loop().create_future()
+        try:
+            await asyncio.wait([self._woken, *futures], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self._woken = None
+
+    def wake(self) -> None:
+        """End the wait of the feed's loop, if it waits."""
+        if self._woken is not None and not self._woken.done():
+            self._woken.set_result(None)
 
     # -- the connection ------------------------------------------------------------------------------------------------
 
@@ -196,7 +213,7 @@ class Receiver:
         except Exception as exc:  # it ends the feed, as one of the loop does
             self.failure, is_done = exc, False
         if not is_done:
-            self.waiting.wake()
+            self.wake()
 
     def _take_in_order(self) -> bool:
         """Publish messages for as long as they are the next ones and nothing has to be waited for.
@@ -206,7 +223,7 @@ class Receiver:
         """
         self._heartbeats.heard()
         for _ in range(MESSAGES_AT_ONCE):
-            if not (self.waiting.is_waiting and self._may_take_at_once):
+            if not self._may_take_at_once:
                 return False
             frames = self.connection.take()
             batch = _batch_of(frames)
@@ -222,7 +239,8 @@ class Receiver:
     @property
     def _may_take_at_once(self) -> bool:
         """Whether a batch that is the next one may be taken and published at this moment."""
-        return self.takes_live and self.failure is None and self._publisher.may_write_now
+        is_waiting = self._woken is not None and not self._woken.done()
+        return is_waiting and self.takes_live and self.failure is None and self._publisher.may_write_now
 
     def _handle(self, event: Event) -> None:
         for instruction in self._machine.handle(event):

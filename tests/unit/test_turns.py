@@ -1,14 +1,10 @@
-"""Periodic work of many ranks is spread over the interval, and waiting for the first of several futures."""
+"""Periodic work of many ranks is spread over the interval."""
 
 from __future__ import annotations
-
-import asyncio
-import time
 
 import pytest
 
 from streams.core.ids import DpRank, RankId, WorkerId
-from streams.engines.first_of import FirstOf
 from streams.engines.turns import next_turn, share_of
 
 
@@ -34,37 +30,3 @@ def test_hundreds_of_ranks_are_spread_over_the_interval() -> None:
         assert all(0.0 <= share < 1.0 for share in shares)
         parts = [sum(int(share * 20) == part for share in shares) for part in range(20)]
         assert max(parts) <= 40 and min(parts) >= 1
-
-
-async def test_a_wait_ends_with_the_first_future() -> None:
-    """Or at its timeout; a future that was watched before wakes the task without another callback."""
-    loop, first_of = asyncio.get_running_loop(), FirstOf()
-    slow, fast = loop.create_future(), loop.create_future()
-    for _ in range(3):
-        await first_of.wait([slow, fast], 0.01)
-    assert not (slow.done() or fast.done())
-    loop.call_later(0.01, fast.set_result, None)
-    began_s = time.monotonic()
-    while not fast.done():
-        await first_of.wait([slow, fast], 30.0)
-    assert time.monotonic() - began_s < 10.0
-    slow.cancel()
-    await asyncio.wait_for(first_of.wait([slow], 30.0), 10.0)
-
-
-async def test_other_tasks_run_while_a_future_stays_done() -> None:
-    """A wait for what has happened already lets them have their turn."""
-    first_of, done = FirstOf(), asyncio.get_running_loop().create_future()
-    done.set_result(None)
-    turns: list[int] = []
-
-    async def other() -> None:
-        for n in range(5):
-            turns.append(n)
-            await asyncio.sleep(0)
-
-    task = asyncio.create_task(other())
-    for _ in range(6):
-        await first_of.wait([done], 30.0)
-    assert turns == [0, 1, 2, 3, 4]
-    await task
