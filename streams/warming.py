@@ -45,10 +45,8 @@ def _named(package: ModuleType, entry_points: Iterable[str]) -> tuple[str, ...]:
 # Kernels by their full names. Children take them in this order, so the slowest come first. Those that share most of
 # their callees are far apart: a child that needs a kernel which another child is compiling waits for it.
 
-#: For a publisher.
+#: For a publisher and a bridge.
 HASHING = _named(hashing, hashing.ENTRY_POINTS)
-#: For a bridge.
-BRIDGE = (*HASHING, *_named(hashing, hashing.UNPACKING))
 ROUTER = (
     *_named(index, index.ENTRY_POINTS),
     *HASHING,
@@ -61,8 +59,6 @@ ROUTER = (
 AGENT = (*_named(reducer, reducer.ENTRY_POINTS), *HASHING, *_named(tables, tables.STORING))
 #: For a Faust worker with a router, and for all processes of the demo together.
 WORKER = tuple(dict.fromkeys((*ROUTER, *AGENT)))
-#: For a bridge as well.
-EVERYTHING = tuple(dict.fromkeys((*ROUTER, *AGENT, *BRIDGE)))
 
 #: Each child takes 300 MB. More children would wait for the longest chain of kernels that call each other.
 CHILDREN_MAX = 8
@@ -75,7 +71,7 @@ _STOP_POLL_S = 0.2
 
 
 def warm(
-    names: Sequence[str] = EVERYTHING,
+    names: Sequence[str] = WORKER,
     console: Console | None = None,
     note: Callable[[str], None] | None = None,
     stopping: threading.Event | None = None,

@@ -22,7 +22,7 @@ from streams.process.metrics import Label, Metric, MetricsRegistry, counter, gau
 from streams.security.access import Access
 from streams.settings import BridgeServerSettings
 from streams.topics import topics
-from streams.warming import BRIDGE, warm_while_serving
+from streams.warming import HASHING, warm_while_serving
 
 log = logging.getLogger(__name__)
 
@@ -121,7 +121,7 @@ async def run_bridge(settings: BridgeServerSettings, sources: Sequence[EngineSou
     async with monitoring_server(settings.host, settings.metrics_port, startup, access) as server:
         startup.note("connecting to Kafka")
         await wait_for_topics(settings, topics(settings).all(), startup.note)
-        await warm_while_serving(BRIDGE, startup.note)
+        await warm_while_serving(HASHING, startup.note)
         bridge = Bridge(settings, sources)
         if server is not None:
 

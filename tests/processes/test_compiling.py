@@ -88,11 +88,11 @@ def test_every_kernel_that_python_calls_is_an_entry_point() -> None:
             continue
         module = importlib.import_module(found.name)
         called |= {f"{kernel.py_func.__module__}.{name}" for name, kernel in kernels_of(module).items()}
-    assert called <= set(warming.EVERYTHING)
+    assert called <= set(warming.WORKER)
     assert len(called) > 20
 
 
-@pytest.mark.parametrize("name", warming.EVERYTHING)
+@pytest.mark.parametrize("name", warming.WORKER)
 def test_every_entry_point_is_a_kernel(name: str) -> None:
     """The declared names exist, and their annotations or signatures suffice to compile them ahead."""
     module, _, kernel = name.rpartition(".")
@@ -102,10 +102,8 @@ def test_every_entry_point_is_a_kernel(name: str) -> None:
 
 
 def test_a_router_and_an_agent_each_need_a_part() -> None:
-    """No worker compiles the kernel that only a bridge calls."""
-    assert [name for name in warming.BRIDGE if ".kernels.msgpack_tokens." in name]
-    assert not [name for name in warming.WORKER if ".kernels.msgpack_tokens." in name]
-    assert set(warming.ROUTER) | set(warming.AGENT) == set(warming.WORKER) < set(warming.EVERYTHING)
+    """A worker needs the kernels of both."""
+    assert set(warming.ROUTER) | set(warming.AGENT) == set(warming.WORKER)
     assert set(warming.HASHING) == set(warming.ROUTER) & set(warming.AGENT)
 
 

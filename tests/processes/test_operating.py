@@ -62,10 +62,10 @@ def test_importing_the_app_makes_no_client_and_compiles_nothing() -> None:
         "import threading, streams\n"
         "app = streams.app\n"
         "from streams.core.kernels.compiling import is_ready\n"
-        "from streams.warming import EVERYTHING, _kernel\n"
+        "from streams.warming import WORKER, _kernel\n"
         "import gc; from confluent_kafka import Consumer, Producer\n"
         "clients = [each for each in gc.get_objects() if isinstance(each, (Consumer, Producer))]\n"
-        "print(threading.active_count(), len(clients), sum(is_ready(_kernel(name)) for name in EVERYTHING))\n"
+        "print(threading.active_count(), len(clients), sum(is_ready(_kernel(name)) for name in WORKER))\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", program], env=environment({}), capture_output=True, text=True, timeout=PATIENCE_S
@@ -164,7 +164,7 @@ from streams import warming
 notes = []
 
 async def main():
-    task = asyncio.create_task(warming.warm_while_serving(warming.EVERYTHING, notes.append))
+    task = asyncio.create_task(warming.warm_while_serving(warming.WORKER, notes.append))
     while not notes:
         await asyncio.sleep(0.01)  # the loop runs while kernels are compiled
     print(notes[-1], flush=True)

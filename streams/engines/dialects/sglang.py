@@ -50,7 +50,6 @@ from streams.engines.dialects.fields import (
 )
 from streams.engines.dialects.interface import DecodedBatch, Dialect
 from streams.engines.dialects.pages import Pages, Salting
-from streams.engines.dialects.token_lists import as_list, is_tokens
 from streams.engines.dialects.vllm import opened, unpacked
 from streams.errors import BadRecord
 
@@ -111,7 +110,7 @@ class SglangDecoder:
         hashes, tier = engine_hashes(values), tier_of(get("medium"))
         if not len(hashes):
             return
-        if not is_tokens(tokens):
+        if not isinstance(tokens, list):
             raise BadRecord("bad_event", f"token_ids is a {type(tokens).__name__}, not a list")
         if type(size) is not int or size < 1 or size > self.block_size:
             raise wrong_block_size(size, self.block_size)
@@ -128,7 +127,6 @@ class SglangDecoder:
             local = hash_blocks(kept, size, salting.lora, salting.cache_salt, at_root=parent is None)
             batch.events.append(BlocksStored(parent, names, local, tier))
         else:
-            kept = as_list(kept)
             check_tokens(kept)
             batch.events += self.pages.store(parent, names, kept, tier, salting)
             if self.block_size % size:
@@ -172,7 +170,7 @@ def _shown(raw: Any) -> dict[str, object]:
     for name in ("block_hashes", "token_ids"):
         value = get(name)
         if value is not None:
-            shown[f"n_{name}"] = len(value) if is_tokens(value) else type(value).__name__
+            shown[f"n_{name}"] = len(value) if isinstance(value, list) else type(value).__name__
     hashes = get("block_hashes")
     if isinstance(hashes, list):
         shown["block_hashes"] = [shown_hash(value) for value in hashes[:HASHES_SHOWN_MAX]]

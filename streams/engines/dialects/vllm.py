@@ -41,6 +41,7 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
 
+import msgpack
 import numpy as np
 
 from streams.core.cxl_memory import CxlMemoryMetadata, CxlMemoryState, pool_name
@@ -52,7 +53,6 @@ from streams.core.events import (
     MoeLabels,
     check_labels,
 )
-from streams.core.hashing import TokenArray
 from streams.core.ids import U64_MASK, HashArray, Tier, WorkerId
 from streams.cxl.events import POOL_MEMBERS_MAX, CxlStateChanged, check_change, check_pool_id
 from streams.cxl.states import stored_as
@@ -87,7 +87,6 @@ from streams.engines.dialects.interface import (
     GroupChanged,
     UnusableEvent,
 )
-from streams.engines.dialects.token_lists import as_list, is_tokens, unpack
 from streams.errors import BadRecord
 
 __all__ = ["PARTIAL_NAMES_MAX", "PAYLOAD_BYTES_MAX", "VLLM", "VllmDecoder", "decode_payload", "engine_hash"]
@@ -213,10 +212,10 @@ def decode_payload(raw: bytes, block_size: int, state: _State | None = None) -> 
 
 
 def unpacked(raw: bytes) -> Any:
-    """Unpack a payload; long lists of tokens become uint32[n] (token_lists). Raises BadRecord."""
+    """Unpack a payload; raises BadRecord."""
     check_length(raw)
     try:
-        return unpack(raw)
+        return msgpack.unpackb(raw, strict_map_key=False)
     except Exception as exc:  # msgpack raises exceptions of its own as well as ValueError; some quote the payload
         raise BadRecord("not_msgpack", f"the payload is not msgpack ({type(exc).__name__})") from None
 
@@ -347,7 +346,7 @@ def _store(batch: BatchBuilder, state: _State, get: Get, block_size: int) -> Non
         batch.events.append(GroupChanged(group, needed, hashes, is_stored=True, at_root=at_root))
         return
     tokens, size, tier = get("token_ids"), get("block_size"), tier_of(get("medium"))
-    if not is_tokens(tokens):  # bytes would be read as packed tokens, four bytes per token
+    if not isinstance(tokens, list):  # bytes would be read as packed tokens, four bytes per token
         raise BadRecord("bad_event", f"token_ids is a {type(tokens).__name__}, not a list")
     if not len(tokens) and tier is not Tier.DEVICE:
         # Offloading connectors report a chunk of blocks in a lower tier by the hash of its last block alone. The ledger
@@ -390,7 +389,9 @@ def _is_never_removed(get: Get, block_size: int) -> bool:
     if medium == "cpu":
         return True
     tokens = get("token_ids")
-    is_chunk = get("group_idx") is None and is_tokens(tokens) and len(tokens) > 0 and get("block_size") != block_size
+    is_chunk = (
+        get("group_idx") is None and isinstance(tokens, list) and len(tokens) > 0 and get("block_size") != block_size
+    )
     return medium == "CPU" and is_chunk
 
 
@@ -400,7 +401,7 @@ def _store_blocks(
     get: Get,
     values: list[Any],
     hashes: HashArray,
-    tokens: list[Any] | TokenArray,
+    tokens: list[Any],
     tier: Tier,
     block_size: int,
 ) -> int:
@@ -409,7 +410,7 @@ def _store_blocks(
     keep, reason = distinct_prefix(values, hashes, parent)
     salt: str | None = None
     if extra_keys and (type(extra_keys) is not list or any(extra_keys)):
-        contents = block_contents(as_list(tokens), block_size, extra_keys, get("lora_name"), at_root=parent is None)
+        contents = block_contents(tokens, block_size, extra_keys, get("lora_name"), at_root=parent is None)
         tokens, salt = contents.tokens, contents.cache_salt
         if contents.n_known < keep:
             keep, reason = contents.n_known, "content_unknown"
@@ -475,9 +476,7 @@ def _note_special(state: _State, names: list[int], local: list[int], extra_keys:
         state.has_all_special = False
 
 
-def _is_beginning(
-    state: _State, get: Get, hashes: HashArray, tokens: list[Any] | TokenArray, size: Any, block_size: int
-) -> bool:
+def _is_beginning(state: _State, get: Get, hashes: HashArray, tokens: list[Any], size: Any, block_size: int) -> bool:
     """Whether a store is that of the beginning of a block; its name is kept then."""
     if not (type(size) is int and 0 < size == len(tokens) < block_size and len(hashes) == 1):
         return False
@@ -594,7 +593,7 @@ def _shown(raw: Any) -> dict[str, object]:
     for name in ("block_hashes", "token_ids", "extra_keys", "accessible_workers", "lookahead_token_ids"):
         value = get(name)
         if value is not None:
-            shown[f"n_{name}"] = len(value) if is_tokens(value) else type(value).__name__
+            shown[f"n_{name}"] = len(value) if isinstance(value, list) else type(value).__name__
     hashes = get("block_hashes")
     if isinstance(hashes, list):
         shown["block_hashes"] = [shown_hash(value) for value in hashes[:HASHES_SHOWN_MAX]]
