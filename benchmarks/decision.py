@@ -40,7 +40,7 @@ from streams.core.workers import BridgeLease, Worker
 from streams.kafka.applied_until import SourceOffset
 from streams.kafka.clients import worker_key
 from streams.kafka.load_records import encoded_load
-from streams.kafka.records import encode_metrics, encode_pulse, encode_worker, pulse_key
+from streams.kafka.records import PULSES, encode_metrics, encode_worker
 from streams.lab.engines.held_chains import FIRST_EPOCH, runs_of_chain
 from streams.router_api.deciding.router import Router
 from streams.router_api.messages.answer_json import answer_json
@@ -213,7 +213,7 @@ class RouterFleet:
     def prove(self) -> None:
         """Fold what keeps answers exact: the bridge and every owner are running, and everything is applied."""
         view, now_ms = self.router.view, time.monotonic_ns() // 1_000_000
-        view.fold_report(pulse_key(_BRIDGE), encode_pulse(BridgePulse(_BRIDGE, 1)))
+        view.fold_report(PULSES.keys.pack(_BRIDGE), PULSES.encode(BridgePulse(_BRIDGE, 1)))
         for partition in range(self.router.settings.partitions):
             record = PartitionRecord(partition, 0, "bench", (SourceProgress("events", "a", 0, 0, 1, 0),))
             view.fold_index(partition_key(partition), encode_partition(record))

@@ -29,7 +29,7 @@ from streams.kafka.clients import (
     reader,
     require_topic,
 )
-from streams.kafka.records import MODEL_KEY_PREFIX, decode_model, encode_model, model_key
+from streams.kafka.records import MODELS
 from streams.settings import ScopeSettings
 from streams.topics import topics
 
@@ -64,7 +64,7 @@ def registered_models(settings: ScopeSettings) -> dict[str, ServedModel]:
     found: dict[str, ServedModel] = {}
     for record in _read(settings, range(settings.partitions)):
         if record.value is None:
-            found.pop(record.key.removeprefix(MODEL_KEY_PREFIX).decode(errors="replace"), None)
+            found.pop(MODELS.keys.parse(record.key), None)
             continue
         model = _decoded(settings, record)
         if model is not None:
@@ -124,7 +124,7 @@ def _check(settings: ScopeSettings, served: ServedModel) -> None:
 
 def _first_and_last(settings: ScopeSettings, model: str) -> tuple[ServedModel | None, ServedModel | None]:
     """Return the first and the last record of a model after its last tombstone; None if there is none."""
-    key = model_key(model)
+    key = MODELS.keys.pack(model)
     first: ServedModel | None = None
     last: ServedModel | None = None
     for record in _read(settings, [partition_of_key(key, settings.partitions)]):
@@ -140,7 +140,7 @@ def _first_and_last(settings: ScopeSettings, model: str) -> tuple[ServedModel | 
 
 def _decoded(settings: ScopeSettings, record: Record) -> ServedModel | None:
     try:
-        return decode_model(record.key, record.value, settings.schema_ids)
+        return MODELS.decode_row(record.key, record.value, settings.schema_ids)
     except BadRecord:
         return None  # another application wrote it; routers count and log it
 
@@ -165,7 +165,7 @@ def _read(settings: ScopeSettings, partitions: Iterable[int]) -> list[Record]:
                 error = message.error()
                 if error is None:
                     record = as_record(message)
-                    if record.key.startswith(MODEL_KEY_PREFIX):
+                    if record.key.startswith(MODELS.keys.prefix):
                         found.append(record)
                 elif error.code() == KafkaError._PARTITION_EOF:
                     left.discard(message.partition() or 0)
@@ -179,7 +179,7 @@ def _read(settings: ScopeSettings, partitions: Iterable[int]) -> list[Record]:
 
 
 def _write(settings: ScopeSettings, model: ServedModel) -> None:
-    _produce(settings, [(model_key(model.name), encode_model(model))])
+    _produce(settings, [(MODELS.keys.pack(model.name), MODELS.encode(model))])
 
 
 def _produce(settings: ScopeSettings, records: Iterable[tuple[bytes, bytes | None]]) -> None:

@@ -42,20 +42,8 @@ from streams.kafka.clients import (
     reader,
     require_topic,
 )
-from streams.kafka.records import (
-    AVOID_KEY_PREFIX,
-    CORDON_KEY_PREFIX,
-    MODEL_KEY_PREFIX,
-    PULSE_KEY_PREFIX,
-    RENDER_KEY_PREFIX,
-    decode_avoidance,
-    decode_cordon,
-    decode_metrics,
-    decode_model,
-    decode_pulse,
-    decode_render,
-    decode_worker,
-)
+from streams.kafka.records import AVOIDANCES, CORDONS, MODELS, PULSES, RENDER_PARITIES, decode_metrics, decode_worker
+from streams.kafka.shapes import KeyedRecord, WorkerKey
 from streams.settings import ScopeSettings
 from streams.tables.records import (
     PARTITION_PREFIX,
@@ -66,6 +54,9 @@ from streams.tables.records import (
     decode_run,
 )
 from streams.topics import TopicSpec, topics
+
+#: Records of workers of which nothing is checked but that they can be read.
+_OF_WORKERS: tuple[KeyedRecord[Any, WorkerKey], ...] = (CORDONS, AVOIDANCES, RENDER_PARITIES)
 
 #: A broker that is there answers within milliseconds; the doctor says after this time that none answers.
 REACH_TIMEOUT_S = 4.0
@@ -330,21 +321,12 @@ class _Watch:
     def _take_registration(self, message: Message, live: bool) -> None:
         record, seen, schema_ids = as_record(message), self._seen, self._settings.schema_ids
         key = record.key
-        if key.startswith(MODEL_KEY_PREFIX):
-            name = key.removeprefix(MODEL_KEY_PREFIX).decode(errors="replace")
+        if key.startswith(MODELS.keys.prefix):
+            name = MODELS.keys.parse(key)
             if record.value is None:
                 seen.models.pop(name, None)
             else:
-                seen.models.setdefault(name, decode_model(key, record.value, schema_ids))
-        elif key.startswith(CORDON_KEY_PREFIX):
-            if record.value is not None:
-                decode_cordon(key, record.value, schema_ids)
-        elif key.startswith(AVOID_KEY_PREFIX):
-            if record.value is not None:
-                decode_avoidance(key, record.value, schema_ids)
-        elif key.startswith(RENDER_KEY_PREFIX):
-            if record.value is not None:
-                decode_render(key, record.value, schema_ids)
+                seen.models.setdefault(name, MODELS.decode_row(key, record.value, schema_ids))
         elif key.isdigit():
             worker_id = WorkerId(int(key))
             if record.value is None:
@@ -356,11 +338,15 @@ class _Watch:
             if live and renewed_after_s is None and worker.lease is not None and worker.lease != known:
                 renewed_after_s = time.monotonic() - self._began_s
             seen.workers[worker_id] = Registration(worker, renewed_after_s)
+        elif record.value is not None:
+            for records in _OF_WORKERS:
+                if key.startswith(records.keys.prefix):
+                    records.decode_row(key, record.value, schema_ids)
 
     def _take_metrics(self, message: Message, live: bool) -> None:
         record, schema_ids = as_record(message), self._settings.schema_ids
-        if record.key.startswith(PULSE_KEY_PREFIX):
-            pulse = decode_pulse(record.value, schema_ids)
+        if record.key.startswith(PULSES.keys.prefix):
+            pulse = PULSES.decode(record.value, schema_ids)
             self._seen.pulses[pulse.bridge] += live
             if live:
                 self._note_clock(f"bridge {pulse.bridge}", record.timestamp_ms)

@@ -41,7 +41,7 @@ from streams.engines.wiring import EngineWiring
 from streams.errors import BlockSizeContradicted, KafkaUnreachable, KvStreamsError
 from streams.kafka.clients import partition_of, worker_key
 from streams.kafka.outage import Outage, lasting
-from streams.kafka.records import encode_worker, render_key
+from streams.kafka.records import RENDER_PARITIES, encode_worker
 from streams.settings import BridgeSettings
 from streams.topics import topics
 
@@ -405,7 +405,7 @@ class BridgedEngine:
             try:
                 self._kafka.produce(topic, key=key, value=None if worker is None else encode_worker(worker))
                 if worker is None:  # what a front found about its tokens goes with it
-                    self._kafka.produce(topic, key=render_key(worker_id), value=None)
+                    self._kafka.produce(topic, key=RENDER_PARITIES.keys.pack(worker_id), value=None)
             # Kafka does not answer, or the topic was deleted. The lease expires, and is claimed again afterwards.
             except (BufferError, KafkaException) as exc:
                 log.debug("worker %d: the lease was not written: %s", worker_id, exc)

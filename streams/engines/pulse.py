@@ -18,7 +18,7 @@ from confluent_kafka import KafkaError, KafkaException, Message, Producer
 
 from streams.core.bridge_pulses import PULSE_EVERY_MS, BridgePulse
 from streams.core.ids import WorkerId
-from streams.kafka.records import encode_pulse, pulse_key
+from streams.kafka.records import PULSES
 
 _EVERY_S = PULSE_EVERY_MS / 1000
 
@@ -61,9 +61,10 @@ class Pulse:
 
     def _write(self) -> None:
         self.number += 1
-        value = encode_pulse(BridgePulse(self._bridge, self.number, tuple(self._fed())))
+        value = PULSES.encode(BridgePulse(self._bridge, self.number, tuple(self._fed())))
         try:
-            self._kafka.produce(self._topic, key=pulse_key(self._bridge), value=value, on_delivery=self._on_delivery)
+            key = PULSES.keys.pack(self._bridge)
+            self._kafka.produce(self._topic, key=key, value=value, on_delivery=self._on_delivery)
             self._in_flight = True
         except (BufferError, KafkaException):
             pass  # Kafka does not answer; readers notice the silence

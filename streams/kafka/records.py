@@ -222,22 +222,15 @@ encode_worker, decode_worker = _WORKER.encode, _WORKER.decode
 
 # -- workers: the other records of the topic, each with its own prefix of keys -------------------------------------
 
-CORDON_KEY_PREFIX = b"cordon/"
-_CORDON_KEY = WorkerKey(CORDON_KEY_PREFIX, "the cordon of worker")
-_CORDON = KeyedRecord("cordons", Shape(Cordon, worker_id=U64), _CORDON_KEY, "worker_id")
-cordon_key, parse_cordon_key = _CORDON_KEY.pack, _CORDON_KEY.parse
-encode_cordon, decode_cordon = _CORDON.encode, _CORDON.decode_row
-
-AVOID_KEY_PREFIX = b"avoid/"
-_AVOID_KEY = WorkerKey(AVOID_KEY_PREFIX, "the avoidance of worker")
-_AVOIDANCE = KeyedRecord(
-    "avoidances", Shape(Avoidance, refused="bad_avoidance", worker_id=U64), _AVOID_KEY, "worker_id"
+CORDONS = KeyedRecord(
+    "cordons", Shape(Cordon, worker_id=U64), WorkerKey(b"cordon/", "the cordon of worker"), "worker_id"
 )
-avoid_key, parse_avoid_key = _AVOID_KEY.pack, _AVOID_KEY.parse
-encode_avoidance, decode_avoidance = _AVOIDANCE.encode, _AVOIDANCE.decode_row
-
-RENDER_KEY_PREFIX = b"render/"
-_RENDER_KEY = WorkerKey(RENDER_KEY_PREFIX, "the render parity of worker")
+AVOIDANCES = KeyedRecord(
+    "avoidances",
+    Shape(Avoidance, refused="bad_avoidance", worker_id=U64),
+    WorkerKey(b"avoid/", "the avoidance of worker"),
+    "worker_id",
+)
 _RENDER_RESULT = Shape(
     RenderResult,
     refused="bad_render_parity",
@@ -245,20 +238,13 @@ _RENDER_RESULT = Shape(
     reason=optional(by_value(RenderReason)),
     part=optional(by_value(RenderPart)),
 )
-_RENDER = KeyedRecord(
+RENDER_PARITIES = KeyedRecord(
     "render-parities",
     Shape(RenderParity, worker_id=U64, incarnation=optional(U64), result=_RENDER_RESULT),
-    _RENDER_KEY,
+    WorkerKey(b"render/", "the render parity of worker"),
     "worker_id",
 )
-render_key, parse_render_key = _RENDER_KEY.pack, _RENDER_KEY.parse
-encode_render, decode_render = _RENDER.encode, _RENDER.decode_row
-
-MODEL_KEY_PREFIX = b"model/"
-_MODEL_KEY = NameKey(MODEL_KEY_PREFIX, "model")
-_MODEL = KeyedRecord("models", Shape(ServedModel, refused="bad_model"), _MODEL_KEY, "name")
-model_key, parse_model_key = _MODEL_KEY.pack, _MODEL_KEY.parse
-encode_model, decode_model = _MODEL.encode, _MODEL.decode_row
+MODELS = KeyedRecord("models", Shape(ServedModel, refused="bad_model"), NameKey(b"model/", "model"), "name")
 
 
 # -- worker-metrics ------------------------------------------------------------------------------------------------
@@ -280,10 +266,9 @@ _METRIC_COUNTS = sorted(_METRICS.names - {"gpu_cache_usage_perc"})
 _REPORT = RecordShape("worker-metrics", Shape(MetricsReport, check=_check_metrics, rank=RANK, metrics=_METRICS))
 encode_metrics, decode_metrics = _REPORT.encode, _REPORT.decode
 
-PULSE_KEY_PREFIX = b"bridge/"
-_PULSE = RecordShape("bridge-pulses", Shape(BridgePulse, fed=optional(many(U64))))
-pulse_key = NameKey(PULSE_KEY_PREFIX, "bridge").pack
-encode_pulse, decode_pulse = _PULSE.encode, _PULSE.decode
+PULSES = KeyedRecord(
+    "bridge-pulses", Shape(BridgePulse, fed=optional(many(U64))), NameKey(b"bridge/", "bridge"), "bridge"
+)
 
 
 # -- router-loads --------------------------------------------------------------------------------------------------

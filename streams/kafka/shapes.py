@@ -240,24 +240,6 @@ class RecordShape(Generic[T]):
         return self.shape.read(datum)
 
 
-class KeyedRecord(RecordShape[T]):
-    """Records whose key is a prefix and one of their attributes; `key` says which prefix, `name` which attribute."""
-
-    def __init__(self, schema: str, shape: Shape[T], key: WorkerKey | NameKey, name: str) -> None:
-        super().__init__(schema, shape)
-        self._key = key
-        self._name = attrgetter(name)
-
-    def decode_row(self, key: bytes, value: bytes | None, schema_ids: Mapping[str, int] | None = None) -> T:
-        """Decode one record; raises BadRecord, also if its key is not its own."""
-        decoded = self.decode(value, schema_ids)
-        name = self._name(decoded)
-        if self._key.pack(name) != key:
-            self._key.parse(key)  # refuses a key that no record can have
-            raise BadRecord("wrong_key", f"key {key!r} is not that of {self._key.what} {name}")
-        return decoded
-
-
 class NameKey(NamedTuple):
     """A key of a prefix and a name. what: the record that has it, for people."""
 
@@ -290,6 +272,27 @@ class WorkerKey(NamedTuple):
         if worker_id is None or worker_id > U64_MASK or self.pack(worker_id) != key:
             raise BadRecord("bad_key", f"{key!r} is not {self.prefix!r} followed by a worker id")
         return worker_id
+
+
+K = TypeVar("K", WorkerKey, NameKey)
+
+
+class KeyedRecord(RecordShape[T], Generic[T, K]):
+    """Records whose key is a prefix and one of their attributes; `keys` says which prefix, `name` which attribute."""
+
+    def __init__(self, schema: str, shape: Shape[T], keys: K, name: str) -> None:
+        super().__init__(schema, shape)
+        self.keys: K = keys
+        self._name = attrgetter(name)
+
+    def decode_row(self, key: bytes, value: bytes | None, schema_ids: Mapping[str, int] | None = None) -> T:
+        """Decode one record; raises BadRecord, also if its key is not its own."""
+        decoded = self.decode(value, schema_ids)
+        name = self._name(decoded)
+        if self.keys.pack(name) != key:
+            self.keys.parse(key)  # refuses a key that no record can have
+            raise BadRecord("wrong_key", f"key {key!r} is not that of {self.keys.what} {name}")
+        return decoded
 
 
 class FixedKey:

@@ -11,7 +11,7 @@ from streams.core.workers import ServedModel
 from streams.engines.publisher import KvEventPublisher
 from streams.errors import BlockSizeContradicted, KvStreamsError
 from streams.kafka.clients import describe_topics, ensure_topics, partition_of_key, producer
-from streams.kafka.records import decode_model, encode_model, model_key
+from streams.kafka.records import MODELS
 from streams.lab.engines.engine_config import EngineConfig
 from streams.lab.kafka.ports import free_port
 from streams.lab.stack import Stack, wait_workers
@@ -30,8 +30,8 @@ RACES = 6
 def write(settings: Settings, block_size: int | None) -> None:
     """Write a record without reading anything, as a writer does that is ended before it reads back."""
     kafka = producer(settings)
-    value = None if block_size is None else encode_model(ServedModel("m", block_size, "a test", 1))
-    kafka.produce(topics(settings).workers.name, key=model_key("m"), value=value)
+    value = None if block_size is None else MODELS.encode(ServedModel("m", block_size, "a test", 1))
+    kafka.produce(topics(settings).workers.name, key=MODELS.keys.pack("m"), value=value)
     assert kafka.flush(PATIENCE_S) == 0
 
 
@@ -101,14 +101,16 @@ def test_a_loser_that_ended_before_it_read_back_is_corrected(small: Settings) ->
         claim_model(replace(small, block_size=32), "m", "router")
     seen: list[int] = []
 
-    home = partition_of_key(model_key("m"), small.partitions)
+    home = partition_of_key(MODELS.keys.pack("m"), small.partitions)
     read_to_end(
         small,
         topics(small).workers.name,
         home,
         None,
         lambda records: seen.extend(
-            decode_model(record.key, record.value).block_size for record in records if record.key == model_key("m")
+            MODELS.decode_row(record.key, record.value).block_size
+            for record in records
+            if record.key == MODELS.keys.pack("m")
         ),
     )
     assert seen == [16, 32, 16]

@@ -13,7 +13,7 @@ from confluent_kafka import OFFSET_BEGINNING, TopicPartition
 
 from streams.core.ids import WorkerId
 from streams.kafka.clients import assign, reader
-from streams.kafka.records import render_key
+from streams.kafka.records import RENDER_PARITIES
 from streams.lab.engines.chat_template import tokenizer_files
 from streams.lab.processes import Children
 from streams.lab.stack import Engine, FrontProcess, RouterProcess, Stack, get_bytes, get_json, wait_workers
@@ -120,7 +120,7 @@ def test_every_router_shows_which_engine_renders_otherwise(fleet: Fleet) -> None
 def test_a_deleted_worker_takes_its_result_with_it(fleet: Fleet) -> None:
     """A worker without a bridge is registered, probed and deleted: its record becomes a tombstone."""
     api, settings = Api(fleet.main.url), fleet.main.settings
-    url, key = fleet.engines[1].url, render_key(WorkerId(9))
+    url, key = fleet.engines[1].url, RENDER_PARITIES.keys.pack(WorkerId(9))
     body = {"url": f"{url}/", "model": MODEL, "block_size": SMALL.block_size}
     api.call("PUT", "/workers/9", body).given()
     wait_for(lambda: outcomes(fleet.peer).get(9) == EQUAL, PATIENCE_S, "the worker to be probed")

@@ -11,7 +11,7 @@ from streams.core.routing.avoidance import avoided_workers
 from streams.core.routing.eligibility import WorkerFilter
 from streams.core.workers import AVOID_MS_MAX, Avoidance, Role, Worker, WorkerState
 from streams.errors import BadRecord, NoEligibleWorker
-from streams.kafka.records import avoid_key, encode_avoidance
+from streams.kafka.records import AVOIDANCES
 from streams.router_api.knowledge.avoidances import AVOIDANCES_MAX, Avoidances
 from streams.router_api.knowledge.view import View
 from tests.helpers.routers import ask, router_of
@@ -32,7 +32,7 @@ def fleet_of(n: int, **changes: Any) -> dict[WorkerId, Worker]:
 
 
 def avoid(view: View, worker_id: int, at_ms: int = 5, *, live: bool = True) -> None:
-    view.fold_worker(avoid_key(WorkerId(worker_id)), encode_avoidance(mark(worker_id, at_ms)), live)
+    view.fold_worker(AVOIDANCES.keys.pack(WorkerId(worker_id)), AVOIDANCES.encode(mark(worker_id, at_ms)), live)
 
 
 # -- the limit ---------------------------------------------------------------------------------------------------------
@@ -109,7 +109,7 @@ def test_a_bad_key_of_an_avoidance_is_refused(key: bytes) -> None:
     """An avoidance's key ends with the worker's id in decimal, as the worker's own key has it."""
     view = view_of(Clock())
     with pytest.raises(BadRecord):
-        view.fold_worker(key, encode_avoidance(mark(1)))
+        view.fold_worker(key, AVOIDANCES.encode(mark(1)))
     assert not len(view.fleet.avoidances)
 
 
@@ -172,7 +172,7 @@ def test_a_router_that_starts_ignores_avoidances_that_it_finds() -> None:
     avoid(view, 1, live=False)
     assert len(view.fleet.eligible(EVERY_RANK)) == 3
     avoid(view, 1)
-    view.fold_worker(avoid_key(WorkerId(1)), None)
+    view.fold_worker(AVOIDANCES.keys.pack(WorkerId(1)), None)
     assert view.fleet.eligible(EVERY_RANK) == (rank(2), rank(3))
 
 

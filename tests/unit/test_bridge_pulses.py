@@ -15,7 +15,7 @@ from streams.core.bridge_pulses import (
 from streams.core.ids import WorkerId
 from streams.core.workers import BridgeLease, Worker
 from streams.errors import BadRecord
-from streams.kafka.records import encode_pulse, pulse_key
+from streams.kafka.records import PULSES
 from streams.router_api.knowledge.engine_reports import EngineReports
 
 
@@ -40,7 +40,7 @@ def reports(clock: Clock, *workers: Worker, silent_after_ms: int = 0) -> EngineR
 
 def pulse(of: EngineReports, bridge: str, number: int = 1, fed: tuple[int, ...] | None = None) -> None:
     listed = None if fed is None else tuple(map(WorkerId, fed))
-    of.fold(pulse_key(bridge), encode_pulse(BridgePulse(bridge, number, listed)))
+    of.fold(PULSES.keys.pack(bridge), PULSES.encode(BridgePulse(bridge, number, listed)))
 
 
 def test_workers_of_a_bridge_without_a_pulse_are_silent_and_others_are_not() -> None:
@@ -197,5 +197,5 @@ def test_the_number_of_bridges_is_limited_and_old_ones_are_forgotten() -> None:
 
 def test_a_pulse_under_another_key_is_refused() -> None:
     """The key and the record must name the same bridge."""
-    with pytest.raises(BadRecord, match="not the key"):
-        reports(Clock()).fold(pulse_key("x"), encode_pulse(BridgePulse("y", 1)))
+    with pytest.raises(BadRecord, match="is not that of bridge y"):
+        reports(Clock()).fold(PULSES.keys.pack("x"), PULSES.encode(BridgePulse("y", 1)))

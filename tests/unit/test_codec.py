@@ -106,31 +106,22 @@ from streams.kafka.avro_frames import codec, schemas_dir
 from streams.kafka.event_encoding import datum_of
 from streams.kafka.load_records import encoded_load
 from streams.kafka.records import (
-    avoid_key,
-    cordon_key,
-    decode_avoidance,
+    AVOIDANCES,
+    CORDONS,
+    MODELS,
+    PULSES,
+    RENDER_PARITIES,
     decode_batch,
-    decode_cordon,
     decode_load,
     decode_metrics,
-    decode_model,
-    decode_pulse,
-    decode_render,
     decode_resync,
     decode_worker,
-    encode_avoidance,
     encode_batch,
     encode_batch_by_schema,
-    encode_cordon,
     encode_load,
     encode_metrics,
-    encode_model,
-    encode_pulse,
-    encode_render,
     encode_resync,
     encode_worker,
-    model_key,
-    render_key,
 )
 from streams.kafka.shapes import RecordShape, from_long, to_long
 from streams.tables import records as table_records
@@ -411,20 +402,24 @@ GOOD: dict[str, tuple[str, bytes, Callable[[bytes | None], Any]]] = {
     "heartbeat": ("kv-events", encode_batch(HEARTBEAT), decode_batch),
     "resync": ("kv-control", encode_resync(RESYNC), decode_resync),
     "worker": ("workers", encode_worker(WORKER), decode_worker),
-    "cordon": ("cordons", encode_cordon(CORDON), lambda raw: decode_cordon(cordon_key(CORDON.worker_id), raw)),
+    "cordon": (
+        "cordons",
+        CORDONS.encode(CORDON),
+        lambda raw: CORDONS.decode_row(CORDONS.keys.pack(CORDON.worker_id), raw),
+    ),
     "render": (
         "render-parities",
-        encode_render(RENDER),
-        lambda raw: decode_render(render_key(RENDER.worker_id), raw),
+        RENDER_PARITIES.encode(RENDER),
+        lambda raw: RENDER_PARITIES.decode_row(RENDER_PARITIES.keys.pack(RENDER.worker_id), raw),
     ),
     "avoidance": (
         "avoidances",
-        encode_avoidance(AVOIDANCE),
-        lambda raw: decode_avoidance(avoid_key(AVOIDANCE.worker_id), raw),
+        AVOIDANCES.encode(AVOIDANCE),
+        lambda raw: AVOIDANCES.decode_row(AVOIDANCES.keys.pack(AVOIDANCE.worker_id), raw),
     ),
-    "model": ("models", encode_model(MODEL), lambda raw: decode_model(model_key(MODEL.name), raw)),
+    "model": ("models", MODELS.encode(MODEL), lambda raw: MODELS.decode_row(MODELS.keys.pack(MODEL.name), raw)),
     "metrics": ("worker-metrics", encode_metrics(METRICS), decode_metrics),
-    "pulse": ("bridge-pulses", encode_pulse(PULSE), decode_pulse),
+    "pulse": ("bridge-pulses", PULSES.encode(PULSE), PULSES.decode),
     "add": ("router-loads", encode_load(BOOKING_ID, BookingPhase.ADD, BOOKING, 1)[1], decode_load),
     "free": ("router-loads", encode_load(BOOKING_ID, BookingPhase.FREE, None, 1)[1], decode_load),
     "run": ("prefix-index-run", encode_run(RUN), lambda raw: decode_run(run_key(RUN.key), raw or b"")),
@@ -546,7 +541,7 @@ def test_workers_come_back_as_they_were(worker: Worker) -> None:
 def test_pulses_come_back_as_they_were(fed: tuple[WorkerId, ...] | None) -> None:
     """A pulse that lists no worker feeds none, which differs from one without a list."""
     pulse = replace(PULSE, fed=fed)
-    assert decode_pulse(encode_pulse(pulse)) == pulse
+    assert PULSES.decode(PULSES.encode(pulse)) == pulse
 
 
 @settings(max_examples=60, deadline=None)

@@ -20,7 +20,7 @@ from streams.engines.block_size import EngineBlockSize
 from streams.engines.metrics import parse_block_size
 from streams.errors import BadRecord, BlockSizeContradicted, InvalidRequest, NoEligibleWorker
 from streams.kafka.clients import worker_key
-from streams.kafka.records import cordon_key, encode_batch, encode_cordon, encode_model, encode_worker, model_key
+from streams.kafka.records import CORDONS, MODELS, encode_batch, encode_worker
 from streams.router_api.knowledge.view import View
 from streams.router_api.messages.requests import parse_route_query, parse_worker
 from streams.settings import Settings
@@ -35,13 +35,13 @@ EVERY_RANK = WorkerFilter("m", block_size=BLOCK_SIZE)
 
 
 def cordon(view: View, worker_id: int, *, ends: bool = False) -> None:
-    key = cordon_key(WorkerId(worker_id))
-    view.fold_worker(key, None if ends else encode_cordon(Cordon(WorkerId(worker_id), 5)))
+    key = CORDONS.keys.pack(WorkerId(worker_id))
+    view.fold_worker(key, None if ends else CORDONS.encode(Cordon(WorkerId(worker_id), 5)))
 
 
 def serve(view: View, block_size: int | None, model: str = "m") -> None:
-    value = None if block_size is None else encode_model(ServedModel(model, block_size, "bridge host:1", 5))
-    view.fold_worker(model_key(model), value)
+    value = None if block_size is None else MODELS.encode(ServedModel(model, block_size, "bridge host:1", 5))
+    view.fold_worker(MODELS.keys.pack(model), value)
 
 
 def progress(view: View, worker_id: int, block_size: int, health: Health = Health.EXACT) -> None:
@@ -96,11 +96,11 @@ def test_a_bad_key_of_a_cordon_is_refused(key: bytes) -> None:
     """A cordon's key ends with the worker's id in decimal, as the worker's own key has it."""
     view = view_of(Clock())
     with pytest.raises(BadRecord):
-        view.fold_worker(key, encode_cordon(Cordon(WorkerId(1))))
+        view.fold_worker(key, CORDONS.encode(Cordon(WorkerId(1))))
     with pytest.raises(BadRecord):
         view.fold_worker(key, None)
     with pytest.raises(BadRecord, match="not that of the cordon"):
-        view.fold_worker(b"cordon/2", encode_cordon(Cordon(WorkerId(1))))
+        view.fold_worker(b"cordon/2", CORDONS.encode(Cordon(WorkerId(1))))
 
 
 # -- block sizes of models ---------------------------------------------------------------------------------------------

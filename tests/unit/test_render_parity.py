@@ -36,7 +36,7 @@ from streams.frontend.parity import PROMPTS, RenderedPair, judge
 from streams.frontend.parity_probes import ParityProbes
 from streams.frontend.tokenizing import Tokenizing
 from streams.kafka.avro_frames import codec
-from streams.kafka.records import encode_render, render_key
+from streams.kafka.records import RENDER_PARITIES
 from streams.lab.engines import openai
 from streams.lab.engines.chat_template import tokenizer_files
 from streams.lab.engines.openai import ServedModels
@@ -143,7 +143,7 @@ def parity_of(result: RenderResult = DIFFERS, incarnation: int | None = None, wo
 
 
 def fold(view: View, parity: RenderParity) -> None:
-    view.fold_worker(render_key(parity.worker_id), encode_render(parity))
+    view.fold_worker(RENDER_PARITIES.keys.pack(parity.worker_id), RENDER_PARITIES.encode(parity))
 
 
 def note_incarnation(view: View, incarnation: int, dp_rank: int = 0, worker_id: int = 1) -> None:
@@ -201,7 +201,7 @@ def test_a_tombstone_ends_it_and_results_are_limited(monkeypatch: pytest.MonkeyP
     assert [shown(view, each) for each in (1, 2, 3)] == [DIFFERS, DIFFERS, NOT_PROBED]
     fold(view, parity_of(EQUAL, worker_id=2))
     assert shown(view, 2) == EQUAL
-    view.fold_worker(render_key(ONE), None)
+    view.fold_worker(RENDER_PARITIES.keys.pack(ONE), None)
     assert shown(view) == NOT_PROBED and not view.fleet.has_render(ONE)
     fold(view, parity_of(worker_id=3))
     assert shown(view, 3) == DIFFERS
@@ -212,7 +212,7 @@ def test_a_bad_key_is_refused(key: bytes) -> None:
     """The key ends with the worker's id in decimal, as the worker's own key has it."""
     view = view_of(Clock())
     with pytest.raises(BadRecord):
-        view.fold_worker(key, encode_render(parity_of()))
+        view.fold_worker(key, RENDER_PARITIES.encode(parity_of()))
     assert not view.fleet.has_render(ONE)
 
 

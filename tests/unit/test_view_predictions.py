@@ -16,7 +16,7 @@ from streams.core.routing.trust import AnswerMode, DegradedReason
 from streams.core.workers import BridgeLease, Worker
 from streams.errors import BadRecord
 from streams.kafka.clients import partition_of
-from streams.kafka.records import encode_metrics, encode_pulse, pulse_key
+from streams.kafka.records import PULSES, encode_metrics
 from streams.lab.engines.held_chains import FIRST_EPOCH
 from streams.router_api.knowledge import engine_reports, rank_trust
 from streams.tables.records import (
@@ -209,7 +209,7 @@ def test_the_renewal_of_a_lease_changes_no_list_of_ranks(clock: Clock) -> None:
     hold(view, rank(1), LOCAL)
     leased = Progress(rank(1), Epoch(Incarnation(1), 0), 1, health=Health.EXACT, model="m", lease_ms=6000)
     view.fold_index(progress_key(rank(1)), encode_progress(leased))
-    view.fold_report(pulse_key("a"), encode_pulse(BridgePulse("a", 1)))
+    view.fold_report(PULSES.keys.pack("a"), PULSES.encode(BridgePulse("a", 1)))
     found = view.fleet.eligible(WorkerFilter("m"))
     assert (found, view.assess(found).mode) == ((rank(1),), AnswerMode.EXACT)
     register(view, 1, lease=replace(lease, renewal=2), registered_at_ms=7)
@@ -218,7 +218,7 @@ def test_the_renewal_of_a_lease_changes_no_list_of_ranks(clock: Clock) -> None:
     register(view, 1, lease=replace(lease, bridge="b", term=2))
     assert view.fleet.eligible(WorkerFilter("m")) is found
     assert view.assess(found).reason is DegradedReason.BRIDGE_SILENT
-    view.fold_report(pulse_key("b"), encode_pulse(BridgePulse("b", 1)))
+    view.fold_report(PULSES.keys.pack("b"), PULSES.encode(BridgePulse("b", 1)))
     assert view.assess(found).mode is AnswerMode.EXACT
     register(view, 1, lease=lease, taints=("a",))
     assert view.fleet.eligible(WorkerFilter("m")) is not found

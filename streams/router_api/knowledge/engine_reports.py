@@ -19,7 +19,7 @@ from streams.core.routing.request import FleetState
 from streams.core.workers import CPU_CLASS, Worker
 from streams.errors import BadRecord
 from streams.kafka.clients import worker_key
-from streams.kafka.records import PULSE_KEY_PREFIX, decode_metrics, decode_pulse, pulse_key
+from streams.kafka.records import PULSES, decode_metrics
 
 #: Ranks whose reports are kept. A fleet has a few thousand ranks; the limit keeps a foreign writer from filling memory.
 REPORTS_MAX = 65_536
@@ -62,7 +62,7 @@ class EngineReports:
 
     def fold(self, key: bytes, value: bytes | None) -> None:
         """Fold one record of worker-metrics. A record that raises BadRecord changes nothing."""
-        if key.startswith(PULSE_KEY_PREFIX):
+        if key.startswith(PULSES.keys.prefix):
             self._fold_pulse(key, value)
             return
         report = decode_metrics(value, self._schema_ids)
@@ -80,9 +80,7 @@ class EngineReports:
             self._note_metrics(report)
 
     def _fold_pulse(self, key: bytes, value: bytes | None) -> None:
-        pulse = decode_pulse(value, self._schema_ids)
-        if pulse_key(pulse.bridge) != key:
-            raise BadRecord("wrong_key", f"key {key!r} is not the key of bridge {pulse.bridge!r}")
+        pulse = PULSES.decode_row(key, value, self._schema_ids)
         now_ms = self._now_ms()
         with self._lock:
             may_have_been_silent = self._bridge_silent and self._pulses.silent_from_ms(pulse.bridge) <= now_ms

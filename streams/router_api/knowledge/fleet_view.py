@@ -30,20 +30,7 @@ from streams.core.workers import (
 )
 from streams.errors import BadRecord, UnknownModel
 from streams.kafka.clients import worker_key
-from streams.kafka.records import (
-    AVOID_KEY_PREFIX,
-    CORDON_KEY_PREFIX,
-    MODEL_KEY_PREFIX,
-    RENDER_KEY_PREFIX,
-    decode_avoidance,
-    decode_cordon,
-    decode_model,
-    decode_render,
-    decode_worker,
-    parse_avoid_key,
-    parse_cordon_key,
-    parse_render_key,
-)
+from streams.kafka.records import AVOIDANCES, CORDONS, MODELS, RENDER_PARITIES, decode_worker
 from streams.model_registry import block_size_contradicted
 from streams.router_api.knowledge.avoidances import Avoidances
 from streams.router_api.knowledge.eligible_cache import EligibleCache
@@ -128,14 +115,14 @@ class FleetView:
 
         live: the record was written after this reader had reached the end of its partition.
         """
-        if key.startswith(CORDON_KEY_PREFIX):
-            self._fold_cordon(parse_cordon_key(key), key, value)
-        elif key.startswith(MODEL_KEY_PREFIX):
+        if key.startswith(CORDONS.keys.prefix):
+            self._fold_cordon(CORDONS.keys.parse(key), key, value)
+        elif key.startswith(MODELS.keys.prefix):
             self._fold_model(key, value)
-        elif key.startswith(AVOID_KEY_PREFIX):
+        elif key.startswith(AVOIDANCES.keys.prefix):
             self._fold_avoidance(key, value, live)
-        elif key.startswith(RENDER_KEY_PREFIX):
-            self._fold_render(parse_render_key(key), key, value)
+        elif key.startswith(RENDER_PARITIES.keys.prefix):
+            self._fold_render(RENDER_PARITIES.keys.parse(key), key, value)
         else:
             self._fold_worker(key, value)
 
@@ -182,7 +169,7 @@ class FleetView:
 
     def _fold_cordon(self, worker_id: WorkerId, key: bytes, value: bytes | None) -> None:
         if value is not None:
-            decode_cordon(key, value, self._settings.schema_ids)
+            CORDONS.decode_row(key, value, self._settings.schema_ids)
         with self._lock:
             (self._cordons.discard if value is None else self._cordons.add)(worker_id)
             registered = self._registrations.get(worker_id)
@@ -198,9 +185,9 @@ class FleetView:
     def _fold_avoidance(self, key: bytes, value: bytes | None, live: bool) -> None:
         """Fold an avoidance. It ends by its time; its tombstone only lets Kafka forget the record."""
         if value is None:
-            parse_avoid_key(key)
+            AVOIDANCES.keys.parse(key)
             return
-        avoidance = decode_avoidance(key, value, self._settings.schema_ids)
+        avoidance = AVOIDANCES.decode_row(key, value, self._settings.schema_ids)
         if not live:
             return
         with self._lock:
@@ -209,7 +196,7 @@ class FleetView:
 
     def _fold_render(self, worker_id: WorkerId, key: bytes, value: bytes | None) -> None:
         """Fold a render parity. It counts while the worker is the one that was probed; choices do not depend on it."""
-        parity = None if value is None else decode_render(key, value, self._settings.schema_ids)
+        parity = None if value is None else RENDER_PARITIES.decode_row(key, value, self._settings.schema_ids)
         with self._lock:
             if parity is None:
                 self._renders.pop(worker_id, None)
@@ -218,10 +205,10 @@ class FleetView:
 
     def _fold_model(self, key: bytes, value: bytes | None) -> None:
         """Fold a model's record. The first one wins until its tombstone; one that differs is about to be undone."""
-        model = None if value is None else decode_model(key, value, self._settings.schema_ids)
+        model = None if value is None else MODELS.decode_row(key, value, self._settings.schema_ids)
         with self._lock:
             if model is None:
-                self._served.pop(key.removeprefix(MODEL_KEY_PREFIX).decode(errors="replace"), None)
+                self._served.pop(MODELS.keys.parse(key), None)
                 return
             served = self._served.setdefault(model.name, model)
         if served is model and model.block_size != self._settings.block_size_of(model.name):

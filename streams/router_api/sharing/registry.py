@@ -30,18 +30,7 @@ from streams.errors import (
     WorkerChanged,
 )
 from streams.kafka.clients import producer, worker_key
-from streams.kafka.records import (
-    avoid_key,
-    cordon_key,
-    encode_avoidance,
-    encode_batch,
-    encode_cordon,
-    encode_model,
-    encode_render,
-    encode_worker,
-    model_key,
-    render_key,
-)
+from streams.kafka.records import AVOIDANCES, CORDONS, MODELS, RENDER_PARITIES, encode_batch, encode_worker
 from streams.model_registry import claim_model, writer_name
 from streams.process.waiting import wait_for
 from streams.router_api.knowledge.view import View
@@ -140,7 +129,7 @@ class Registry:
                 raise
             except KvStreamsError as exc:
                 raise NotReady(f"Kafka did not take the change: the model has no record yet, and {exc}") from exc
-            self._view.fold_worker(model_key(served.name), encode_model(served))
+            self._view.fold_worker(MODELS.keys.pack(served.name), MODELS.encode(served))
         self._publish_registry(worker_key(worker.worker_id), encode_worker(worker))
         # Another router may have deleted it already, and a recreated topic may not be read again yet.
         return self._view.fleet.workers.get(worker.worker_id, worker)
@@ -148,7 +137,7 @@ class Registry:
     def cordon(self, worker_id: WorkerId) -> Worker:
         """Keep new requests from a worker until `uncordon`; running ones continue. Returns the cordoned worker."""
         worker = self.worker(worker_id)
-        self._publish_registry(cordon_key(worker_id), encode_cordon(Cordon(worker_id, _now_ms())))
+        self._publish_registry(CORDONS.keys.pack(worker_id), CORDONS.encode(Cordon(worker_id, _now_ms())))
         return self._view.fleet.workers.get(worker_id, replace(worker, state=WorkerState.CORDONED))
 
     def uncordon(self, worker_id: WorkerId) -> None:
@@ -156,7 +145,7 @@ class Registry:
         registered = self._view.fleet.registration(worker_id)
         if registered is None and not self._view.fleet.has_cordon(worker_id):
             raise UnknownId(f"worker {worker_id} is not registered, and has no cordon")
-        self._publish_registry(cordon_key(worker_id), None)
+        self._publish_registry(CORDONS.keys.pack(worker_id), None)
         if registered is not None and registered.state is WorkerState.CORDONED:
             # An earlier version cordoned the worker in the worker's own record.
             self._publish_registry(worker_key(worker_id), encode_worker(replace(registered, state=WorkerState.ACTIVE)))
@@ -172,17 +161,17 @@ class Registry:
         if not ttl_ms or self._view.fleet.avoided(worker_id)[1] > max(0, ttl_ms - AVOID_AGAIN_MS):
             return
         avoidance = Avoidance(worker_id, _now_ms(), ttl_ms)
-        self._view.fold_worker(avoid_key(worker_id), encode_avoidance(avoidance))
+        self._view.fold_worker(AVOIDANCES.keys.pack(worker_id), AVOIDANCES.encode(avoidance))
         self._avoidances[worker_id] = avoidance
         self._check_topics()
-        self._send(avoid_key(worker_id), encode_avoidance(avoidance))
+        self._send(AVOIDANCES.keys.pack(worker_id), AVOIDANCES.encode(avoidance))
 
     def forget(self, avoidances: Iterable[Avoidance]) -> None:
         """Delete the records of avoidances that are over, as far as this router wrote them."""
         for avoidance in avoidances:
             if self._avoidances.get(avoidance.worker_id) == avoidance:
                 del self._avoidances[avoidance.worker_id]
-                self._send(avoid_key(avoidance.worker_id), None)
+                self._send(AVOIDANCES.keys.pack(avoidance.worker_id), None)
 
     def put_render(self, parity: RenderParity) -> None:
         """Note whether a worker's engine makes the same tokens as a front, on this router at once.
@@ -207,8 +196,8 @@ class Registry:
         if is_known and parity.result.outcome is RenderOutcome.UNKNOWN:
             return  # a front that could not compare, for example without a tokenizer, knows less than the other one
         self._check_topics()
-        self._view.fold_worker(render_key(worker.worker_id), encode_render(parity))
-        self._send(render_key(worker.worker_id), encode_render(parity))
+        self._view.fold_worker(RENDER_PARITIES.keys.pack(worker.worker_id), RENDER_PARITIES.encode(parity))
+        self._send(RENDER_PARITIES.keys.pack(worker.worker_id), RENDER_PARITIES.encode(parity))
 
     def _send(self, key: bytes, value: bytes | None) -> None:
         """Publish a record of the registry without waiting. It is lost if Kafka is away for longer than seconds."""
@@ -252,8 +241,8 @@ class Registry:
             raise
         self._removals_unknown.pop(worker_id, None)
         if self._view.fleet.has_render(worker_id):
-            self._view.fold_worker(render_key(worker_id), None)
-            self._send(render_key(worker_id), None)
+            self._view.fold_worker(RENDER_PARITIES.keys.pack(worker_id), None)
+            self._send(RENDER_PARITIES.keys.pack(worker_id), None)
 
     def put_pool(self, pool_id: str, body: PoolBody) -> CxlPool:
         """Register a CXL pool, or change it; raises EpochConflict for an epoch that has ended.
