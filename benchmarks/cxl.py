@@ -36,7 +36,7 @@ from streams.lab.engines.held_chains import runs_of_chain
 from streams.router_api.deciding.router import Router
 from streams.router_api.messages.requests import RouteRequest
 from streams.settings import Settings
-from streams.tables.records import encode_run, run_key
+from streams.tables.records import RUN_KEY, encode_run
 
 SEED = 7
 BLOCK_SIZE = 16
@@ -132,7 +132,7 @@ class Fleet:
     def _runs(self, prompt: Prompt, holder: int, *, labelled: bool) -> Iterator[tuple[bytes, bytes]]:
         rank = RankId(WorkerId(holder), DpRank(0))
         for run in runs_of_chain(rank, prompt.local, last=N_OWN, labels=LABELS if labelled else None):
-            yield run_key(run.key), encode_run(run)
+            yield RUN_KEY.pack(run.key), encode_run(run)
 
     def _rows(self, prompt: Prompt) -> Iterator[tuple[bytes, bytes]]:
         placement = Placement(CxlMemoryState.CXL_POOLED, f"pool{prompt.pool}", 0, (), "m", Incarnation(1), 0)

@@ -47,14 +47,14 @@ from streams.router_api.messages.answer_json import answer_json
 from streams.router_api.messages.requests import ConfigOverride, RouteRequest
 from streams.settings import Settings
 from streams.tables.records import (
+    PARTITION_KEY,
+    PROGRESS_KEY,
+    RUN_KEY,
     PartitionRecord,
     SourceProgress,
     encode_partition,
     encode_progress,
     encode_run,
-    partition_key,
-    progress_key,
-    run_key,
 )
 
 SEED = 7
@@ -216,14 +216,14 @@ class RouterFleet:
         view.fold_report(PULSES.keys.pack(_BRIDGE), PULSES.encode(BridgePulse(_BRIDGE, 1)))
         for partition in range(self.router.settings.partitions):
             record = PartitionRecord(partition, 0, "bench", (SourceProgress("events", "a", 0, 0, 1, 0),))
-            view.fold_index(partition_key(partition), encode_partition(record))
+            view.fold_index(PARTITION_KEY.pack(partition), encode_partition(record))
             view.note_ends(partition, now_ms, {"events": SourceOffset("a", 1)})
 
     def renew(self, worker_id: int) -> None:
         """Fold the records that a fleet at work writes all the time: a lease, progress and metrics of one worker."""
         rank = RankId(WorkerId(worker_id), DpRank(0))
         self._register(worker_id)
-        self.router.view.fold_index(progress_key(rank), encode_progress(_progress(rank)))
+        self.router.view.fold_index(PROGRESS_KEY.pack(rank), encode_progress(_progress(rank)))
         report = MetricsReport(rank, WorkerMetrics(kv_total_blocks=100_000, kv_active_blocks=worker_id), 60_000, 0, 0)
         self.router.view.fold_report(worker_key(rank.worker_id), encode_metrics(report))
 
@@ -238,9 +238,9 @@ class RouterFleet:
         rank = RankId(WorkerId(worker_id), DpRank(0))
         local, _ = request_hashes(prompt, BLOCK_SIZE)
         records: list[tuple[bytes, bytes | None]] = [
-            (run_key(run.key), encode_run(run)) for run in runs_of_chain(rank, local)
+            (RUN_KEY.pack(run.key), encode_run(run)) for run in runs_of_chain(rank, local)
         ]
-        records.append((progress_key(rank), encode_progress(_progress(rank, number))))
+        records.append((PROGRESS_KEY.pack(rank), encode_progress(_progress(rank, number))))
         return records
 
 

@@ -27,7 +27,7 @@ from streams.core.reducer.holdings import Holdings
 from streams.kafka.clients import partition_of
 from streams.lab.stack import RouterProcess, get_json
 from streams.process.waiting import wait_for
-from streams.tables.records import Change, encode_progress, progress_key
+from streams.tables.records import PROGRESS_KEY, Change, encode_progress
 from streams.tables.run_table import RunTable
 from streams.tables.transactions import table_producer
 from streams.topics import topics
@@ -91,7 +91,7 @@ class Written:
         for partition, held in enumerate(holdings):
             changes = held.take_changes(0)
             self.records[partition] = changes.runs
-            self.progress[partition] = [(progress_key(p.rank), encode_progress(p)) for p in changes.progress]
+            self.progress[partition] = [(PROGRESS_KEY.pack(p.rank), encode_progress(p)) for p in changes.progress]
             self.value_bytes += sum(len(key) + len(value or b"") for key, value in changes.runs)
 
     @property

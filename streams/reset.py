@@ -31,7 +31,7 @@ from streams.kafka.clients import CREATE_TIMEOUT_S, Record, admin, first_offset,
 from streams.model_registry import delete_models
 from streams.settings import AgentSettings, tables_path
 from streams.tables.changelog import read_to_end
-from streams.tables.records import partition_key
+from streams.tables.records import PARTITION_KEY
 from streams.tables.store import PartitionStore
 from streams.tables.transactions import INIT_TIMEOUT_S, commit_until_answered, produce, scope_of, table_producer
 from streams.topics import topics
@@ -109,7 +109,7 @@ def _last_written_ms(settings: AgentSettings, partition: int) -> int:
     def note(records: list[Record]) -> None:
         nonlocal last_ms
         for record in records:
-            if record.key == partition_key(partition) and record.value is not None:
+            if record.key == PARTITION_KEY.pack(partition) and record.value is not None:
                 last_ms = max(last_ms, record.timestamp_ms)
 
     end = log_end(settings, topic, partition)

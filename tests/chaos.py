@@ -35,7 +35,7 @@ from streams.process.faults import FAULT_ENV
 from streams.process.waiting import wait_for
 from streams.settings import Settings
 from streams.tables.changelog import read_to_end
-from streams.tables.records import PARTITION_PREFIX, decode_partition
+from streams.tables.records import PARTITION_KEY, decode_partition
 from streams.topics import topics
 from tests.helpers.support import dead_letters
 from tests.helpers.truth import Engines, assert_equal
@@ -206,7 +206,7 @@ class Chaos:
     def _read_partition_records(self) -> None:
         def take(records: list[Record]) -> None:
             for record in records:
-                if not record.key.startswith(PARTITION_PREFIX) or record.value is None:
+                if not record.key.startswith(PARTITION_KEY.prefix) or record.value is None:
                     continue
                 self.transactions += 1
                 applied = decode_partition(record.key, record.value).sources[0].applied_offset

@@ -23,14 +23,7 @@ from streams.core.events import AllBlocksCleared, BlocksRemoved, BlocksStored
 from streams.core.ids import RankId
 from streams.core.index.tree_fold import TreeRunFold
 from streams.core.runs import Run, RunKey
-from streams.tables.records import (
-    PROGRESS_PREFIX,
-    RUN_PREFIX,
-    decode_progress,
-    decode_run,
-    parse_progress_key,
-    parse_run_key,
-)
+from streams.tables.records import PROGRESS_KEY, RUN_KEY, decode_progress, decode_run
 from tests.helpers.folded_index import FoldedIndex, UnknownParent
 from tests.helpers.invariants import check
 from tests.helpers.reference import Member, overlap_of
@@ -166,16 +159,16 @@ def fold_records(fold: TreeRunFold, records: Iterable[Record], rng: random.Rando
     keys: list[RunKey] = []
     runs: list[Run | None] = []
     for key, value in records:
-        if key.startswith(PROGRESS_PREFIX):
+        if key.startswith(PROGRESS_KEY.prefix):
             fold.fold(keys, runs)
             keys, runs = [], []
             if value is None:
-                fold.forget_rank(parse_progress_key(key))
+                fold.forget_rank(PROGRESS_KEY.parse(key))
             else:
                 progress = decode_progress(key, value)
                 fold.enter_epoch(progress.rank, progress.epoch)
-        elif key.startswith(RUN_PREFIX):  # other records are chunks of restatements, which only agents read
-            keys.append(parse_run_key(key))
+        elif key.startswith(RUN_KEY.prefix):  # other records are chunks of restatements, which only agents read
+            keys.append(RUN_KEY.parse(key))
             runs.append(None if value is None else decode_run(key, value))
             if rng.random() < 0.1:
                 fold.fold(keys, runs)
@@ -194,7 +187,7 @@ def _chains(records: Iterable[Record]) -> Chains:
     """Parent and local hash of each block in any record."""
     chains: Chains = {}
     for key, value in records:
-        if value is not None and key.startswith(RUN_PREFIX):
+        if value is not None and key.startswith(RUN_KEY.prefix):
             run = decode_run(key, value)
             before: int | None = run.parent
             for block, local in zip(run.sequence, run.local, strict=True):

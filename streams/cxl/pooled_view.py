@@ -29,8 +29,8 @@ from streams.core.ids import EngineHash, Incarnation, RankId, SequenceHash, Work
 from streams.cxl.events import CxlPool, newest_pool
 from streams.cxl.records import (
     BLOCK_PREFIX,
-    OWNER_PREFIX,
-    PARKED_PREFIX,
+    OWNER_KEY,
+    PARKED_KEY,
     BlockKey,
     BlockRow,
     OwnerRow,
@@ -39,7 +39,6 @@ from streams.cxl.records import (
     decode_owner,
     decode_pool,
     parse_block_key,
-    parse_owner_key,
     parse_pool_key,
 )
 from streams.cxl.visibility import metadata_of, reachable_workers
@@ -101,13 +100,13 @@ class PooledView:
         """Fold one record of the table's changelog and return the change of a block's row; raises BadRecord."""
         if key.startswith(BLOCK_PREFIX):
             return self._put(parse_block_key(key), None if value is None else decode_block(key, value)[1])
-        if key.startswith(OWNER_PREFIX):
-            rank = parse_owner_key(key)
+        if key.startswith(OWNER_KEY.prefix):
+            rank = OWNER_KEY.parse(key)
             if value is None:
                 self._owners.pop(rank, None)
             else:
                 self._owners[rank] = decode_owner(key, value)[1]
-        elif not key.startswith(PARKED_PREFIX):  # a parked transition has no effect yet
+        elif not key.startswith(PARKED_KEY.prefix):  # a parked transition has no effect yet
             raise BadRecord("bad_key", f"{key.hex()} is not a key of the table of pooled blocks")
         return None
 

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from streams.core.cxl_memory import CxlMemoryState
 from streams.core.events import BEFORE_FIRST
-from streams.core.ids import DpRank, EngineHash, Incarnation, RankId, SequenceHash, WorkerId
+from streams.core.ids import EngineHash, Incarnation, RankId, SequenceHash, WorkerId
 from streams.cxl.events import (
     POOL_EPOCH_MAX,
     POOL_MEMBERS_MAX,
@@ -42,6 +42,8 @@ from streams.kafka.shapes import (
     by_value,
     many,
     optional,
+    rank_key,
+    rank_of,
 )
 from streams.topics import CXL_EVENT_BYTES_MAX
 
@@ -49,17 +51,9 @@ from streams.topics import CXL_EVENT_BYTES_MAX
 POOL_KEY_PREFIX = b"pool/"
 
 BLOCK_PREFIX = b"B"
-OWNER_PREFIX = b"O"
-PARKED_PREFIX = b"K"
-
-#: Prefixes of the rows that transitions of a rank leave.
-TRANSITION_ROWS = (BLOCK_PREFIX, PARKED_PREFIX)
-
 _NO_INCARNATION = Incarnation(0)
-_OWNER_KEY = FixedKey(OWNER_PREFIX, "QI", "an owner")
-_PARKED_KEY = FixedKey(PARKED_PREFIX, "QIQ", "a parked transition")
 #: The beginning of a block's key; the pool id follows.
-_BLOCK_KEY = FixedKey(BLOCK_PREFIX, "QQI", "a pooled block")
+_BLOCK_KEY: FixedKey[tuple[int, int, int]] = FixedKey(BLOCK_PREFIX, "QQI", "a pooled block", tuple, lambda *key: key)
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,7 +232,7 @@ def decode_pool(key: bytes, value: bytes, schema_ids: Mapping[str, int] | None =
 
 def block_key(key: BlockKey) -> bytes:
     """Return the key of a block's row."""
-    return _BLOCK_KEY.pack(key.sequence, *key.owner) + key.pool_id.encode()
+    return _BLOCK_KEY.pack((key.sequence, *key.owner)) + key.pool_id.encode()
 
 
 def parse_block_key(raw: bytes) -> BlockKey:
@@ -250,7 +244,7 @@ def parse_block_key(raw: bytes) -> BlockKey:
         raise _BLOCK_KEY.bad(raw) from exc
     if not pool_id:
         raise _BLOCK_KEY.bad(raw)
-    return BlockKey(SequenceHash(sequence), RankId(WorkerId(worker_id), DpRank(dp_rank)), pool_id)
+    return BlockKey(SequenceHash(sequence), rank_of(worker_id, dp_rank), pool_id)
 
 
 _PLACEMENT = Shape(Placement, in_key=("pool_id",), state=_STATE, accessible_workers=_WORKERS, incarnation=U64)
@@ -270,17 +264,7 @@ def decode_block(key: bytes, value: bytes) -> tuple[BlockKey, BlockRow]:
     return block, row
 
 
-def owner_key(rank: RankId) -> bytes:
-    """Return the key of an owner's row."""
-    return _OWNER_KEY.pack(*rank)
-
-
-def parse_owner_key(raw: bytes) -> RankId:
-    """Decode the key of an owner's row; raises BadRecord."""
-    worker_id, dp_rank = _OWNER_KEY.parse(raw)
-    return RankId(WorkerId(worker_id), DpRank(dp_rank))
-
-
+OWNER_KEY = rank_key(b"O", "an owner")
 _OWNER = RecordShape(
     "cxl-owner",
     Shape(
@@ -295,22 +279,27 @@ encode_owner = _OWNER.encode
 
 def decode_owner(key: bytes, value: bytes) -> tuple[RankId, OwnerRow]:
     """Decode an owner's row; raises BadRecord."""
-    return parse_owner_key(key), _OWNER.decode(value)
+    return OWNER_KEY.parse(key), _OWNER.decode(value)
 
 
-def parked_key(key: ParkedKey) -> bytes:
-    """Return the key of a parked transition."""
-    return _PARKED_KEY.pack(*key.owner, key.number)
-
-
+PARKED_KEY: FixedKey[ParkedKey] = FixedKey(
+    b"K",
+    "QIQ",
+    "a parked transition",
+    lambda key: (*key.owner, key.number),
+    lambda worker_id, dp_rank, number: ParkedKey(rank_of(worker_id, dp_rank), number),
+)
 _PARKED = RecordShape("cxl-parked", Shape(ParkedRow))
 encode_parked = _PARKED.encode
 
 
 def decode_parked(key: bytes, value: bytes) -> tuple[ParkedKey, ParkedRow]:
     """Decode a parked transition; raises BadRecord."""
-    worker_id, dp_rank, number = _PARKED_KEY.parse(key)
-    return ParkedKey(RankId(WorkerId(worker_id), DpRank(dp_rank)), number), _PARKED.decode(value)
+    return PARKED_KEY.parse(key), _PARKED.decode(value)
+
+
+#: Prefixes of the rows that transitions of a rank leave.
+TRANSITION_ROWS = (BLOCK_PREFIX, PARKED_KEY.prefix)
 
 
 def owner_of_row(key: bytes) -> int | None:
@@ -318,6 +307,6 @@ def owner_of_row(key: bytes) -> int | None:
     try:
         if key.startswith(BLOCK_PREFIX):
             return _BLOCK_KEY.parse(key[: _BLOCK_KEY.n_bytes])[1]
-        return _PARKED_KEY.parse(key)[0]
+        return PARKED_KEY.parse(key).owner.worker_id
     except BadRecord:
         return None

@@ -45,14 +45,7 @@ from streams.kafka.clients import (
 from streams.kafka.records import AVOIDANCES, CORDONS, MODELS, PULSES, RENDER_PARITIES, decode_metrics, decode_worker
 from streams.kafka.shapes import KeyedRecord, WorkerKey
 from streams.settings import ScopeSettings
-from streams.tables.records import (
-    PARTITION_PREFIX,
-    PROGRESS_PREFIX,
-    RUN_PREFIX,
-    decode_partition,
-    decode_progress,
-    decode_run,
-)
+from streams.tables.records import PARTITION_KEY, PROGRESS_KEY, RUN_KEY, decode_partition, decode_progress, decode_run
 from streams.topics import TopicSpec, topics
 
 #: Records of workers of which nothing is checked but that they can be read.
@@ -358,14 +351,14 @@ class _Watch:
         if record.value is None:
             return
         prefix = record.key[:1]
-        if prefix == PARTITION_PREFIX:
+        if prefix == PARTITION_KEY.prefix:
             row = decode_partition(record.key, record.value)
             self._seen.owners.setdefault(record.partition, []).append(OwnerRecord(row, record.timestamp_ms, live))
             if live:
                 self._note_clock(f"worker {row.owner}", row.written_at_ms)
-        elif prefix == PROGRESS_PREFIX:
+        elif prefix == PROGRESS_KEY.prefix:
             decode_progress(record.key, record.value)
-        elif prefix == RUN_PREFIX:
+        elif prefix == RUN_KEY.prefix:
             decode_run(record.key, record.value)
 
     def _take_dead_letter(self, message: Message) -> None:

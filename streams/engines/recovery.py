@@ -43,13 +43,7 @@ from streams.core.reducer.ordering import (
 )
 from streams.core.runs import Run, RunKey
 from streams.cxl.events import BlockAddress, CxlTransition
-from streams.cxl.records import (
-    BLOCK_PREFIX,
-    decode_block,
-    decode_parked,
-    decode_transition,
-    owner_of_row,
-)
+from streams.cxl.records import BLOCK_PREFIX, decode_block, decode_parked, decode_transition, owner_of_row
 from streams.engines.continuity import KnownIncarnation
 from streams.engines.cxl_names import PLACED, CxlNames
 from streams.engines.ledger import Ledger
@@ -59,18 +53,7 @@ from streams.kafka.clients import Record, first_offset, partition_of, worker_key
 from streams.kafka.records import decode_batch
 from streams.settings import ScopeSettings
 from streams.tables.changelog import read_to_end
-from streams.tables.records import (
-    PARTITION_PREFIX,
-    PROGRESS_PREFIX,
-    RUN_PREFIX,
-    decode_partition,
-    decode_progress,
-    decode_run,
-    parse_run_key,
-    partition_key,
-    progress_key,
-    run_key,
-)
+from streams.tables.records import PARTITION_KEY, PROGRESS_KEY, RUN_KEY, decode_partition, decode_progress, decode_run
 from streams.topics import topics
 
 #: Bytes of a key of the index's table up to the end of the worker's id.
@@ -261,7 +244,7 @@ def recover_workers(settings: ScopeSettings, partition: int, worker_ids: Collect
     """
     names = topics(settings)
     table: dict[bytes, bytes] = {}
-    of_partition = partition_key(partition)
+    of_partition = PARTITION_KEY.pack(partition)
     beginnings = {beginning for worker_id in worker_ids for beginning in _key_beginnings(worker_id)}
 
     def take(records: list[Record]) -> None:
@@ -299,9 +282,9 @@ def recover_workers(settings: ScopeSettings, partition: int, worker_ids: Collect
 def _key_beginnings(worker_id: WorkerId) -> tuple[bytes, bytes]:
     """Return how the keys of a worker's runs and of its ranks' progress begin."""
     rank = RankId(worker_id, DpRank(0))
-    run = run_key(RunKey(rank, Tier.DEVICE, SequenceHash(0)))
-    assert run.startswith(RUN_PREFIX)
-    return run[:_BEGINNING_BYTES], progress_key(rank)[:_BEGINNING_BYTES]
+    run = RUN_KEY.pack(RunKey(rank, Tier.DEVICE, SequenceHash(0)))
+    assert run.startswith(RUN_KEY.prefix)
+    return run[:_BEGINNING_BYTES], PROGRESS_KEY.pack(rank)[:_BEGINNING_BYTES]
 
 
 def _recover_names(settings: ScopeSettings, ranks_of: RanksOf, partition: int, applied: int) -> None:
@@ -354,11 +337,11 @@ def _from_table(table: dict[bytes, bytes], worker_ids: Collection[WorkerId]) -> 
     runs: dict[RankId, list[Run]] = {}
     for key, value in table.items():
         try:
-            if key.startswith(PROGRESS_PREFIX):
+            if key.startswith(PROGRESS_KEY.prefix):
                 rank_progress = decode_progress(key, value)
                 progress[rank_progress.rank] = rank_progress
-            elif key.startswith(RUN_PREFIX):
-                runs.setdefault(parse_run_key(key).rank, []).append(decode_run(key, value))
+            elif key.startswith(RUN_KEY.prefix):
+                runs.setdefault(RUN_KEY.parse(key).rank, []).append(decode_run(key, value))
         except BadRecord:
             continue  # agents and routers skip the record as well
     ranks_of: RanksOf = {worker_id: {} for worker_id in worker_ids}
@@ -369,7 +352,7 @@ def _from_table(table: dict[bytes, bytes], worker_ids: Collection[WorkerId]) -> 
 
 def _applied_offset(table: dict[bytes, bytes], key: bytes, topic: str) -> int:
     """Return the offset of the last record of a source that the table contains; -1 if it contains none."""
-    assert key.startswith(PARTITION_PREFIX)
+    assert key.startswith(PARTITION_KEY.prefix)
     try:
         sources = decode_partition(key, table[key]).sources if key in table else ()
     except BadRecord:

@@ -18,11 +18,11 @@ from typing import Any, Self
 from confluent_kafka import KafkaError, KafkaException, Message, TopicPartition
 
 from streams.core.ids import WorkerId
-from streams.cxl.records import PARKED_PREFIX, decode_parked
+from streams.cxl.records import PARKED_KEY, decode_parked
 from streams.errors import BadRecord, KvStreamsError
 from streams.kafka.clients import assign, consume, log_end, partition_of, reader
 from streams.settings import ScopeSettings
-from streams.tables.records import decode_partition, partition_key
+from streams.tables.records import PARTITION_KEY, decode_partition
 from streams.topics import topics
 
 log = logging.getLogger(__name__)
@@ -134,7 +134,7 @@ class VerdictWatch:
                 self._take_letter(message)
             elif topic == self._table:
                 self._take_row(message.key() or b"", message.value())
-            elif message.key() == partition_key(self._partition):
+            elif message.key() == PARTITION_KEY.pack(self._partition):
                 self._take_partition(message.key() or b"", message.value() or b"")
         except (BadRecord, ValueError) as exc:  # a record of a foreign writer, which contains no verdict
             log.warning("%s [%d]: the record at offset %d is skipped: %s", topic, self._partition, offset, exc)
@@ -149,7 +149,7 @@ class VerdictWatch:
             self._refused[int(headers["kvstreams.offset"])] = why
 
     def _take_row(self, key: bytes, value: bytes | None) -> None:
-        if not key.startswith(PARKED_PREFIX):
+        if not key.startswith(PARKED_KEY.prefix):
             return
         if value is None:
             self._parked.pop(key, None)

@@ -19,7 +19,7 @@ from operator import attrgetter, itemgetter
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from streams.core.hashing import pack_hashes, unpack_hashes
-from streams.core.ids import U64_MASK, Epoch, HashArray, RankId, WorkerId
+from streams.core.ids import U64_MASK, DpRank, Epoch, HashArray, RankId, WorkerId
 from streams.errors import BadRecord, InvalidEvent, InvalidRequest, KvStreamsError
 from streams.kafka.avro_frames import RecordCodec, codec
 
@@ -295,30 +295,48 @@ class KeyedRecord(RecordShape[T], Generic[T, K]):
         return decoded
 
 
-class FixedKey:
+class FixedKey(Generic[T]):
     """A key of one letter and big-endian numbers, so that rows of one kind are adjacent in RocksDB."""
 
-    def __init__(self, letter: bytes, numbers: str, what: str) -> None:
-        """numbers: their widths as in `struct`. what: has such a key, for people."""
-        self._letter = letter
+    def __init__(
+        self, prefix: bytes, numbers: str, what: str, write: Callable[[T], Iterable[int]], read: Callable[..., T]
+    ) -> None:
+        """numbers: their widths as in `struct`. what: has such a key, for people.
+
+        write: returns the numbers of a value. read: makes a value of its numbers; raises ValueError if there is none.
+        """
+        self.prefix = prefix
         self._struct = struct.Struct(f">c{numbers}")
         self._what = what
+        self._write = write
+        self._read = read
         self.n_bytes = self._struct.size
 
-    def pack(self, *numbers: int) -> bytes:
-        """Return the key."""
-        return self._struct.pack(self._letter, *numbers)
+    def pack(self, value: T) -> bytes:
+        """Return the key of a value."""
+        return self._struct.pack(self.prefix, *self._write(value))
 
-    def parse(self, raw: bytes) -> tuple[int, ...]:
-        """Return the numbers in a key; raises BadRecord for any other key."""
+    def parse(self, raw: bytes) -> T:
+        """Return the value of a key; raises BadRecord for any other key."""
         try:
-            letter, *numbers = self._struct.unpack(raw)
-        except struct.error:
-            letter, numbers = b"", []
-        if letter != self._letter:
+            prefix, *numbers = self._struct.unpack(raw)
+            value = self._read(*numbers)
+        except (struct.error, ValueError) as exc:
+            raise self.bad(raw) from exc
+        if prefix != self.prefix:
             raise self.bad(raw)
-        return tuple(numbers)
+        return value
 
     def bad(self, raw: bytes) -> BadRecord:
         """The error for a key of another kind."""
         return BadRecord("bad_key", f"{raw.hex()} is not the key of {self._what}")
+
+
+def rank_key(prefix: bytes, what: str) -> FixedKey[RankId]:
+    """Return the key of rows of which each rank has one."""
+    return FixedKey(prefix, "QI", what, tuple, rank_of)
+
+
+def rank_of(worker_id: int, dp_rank: int) -> RankId:
+    """Return a rank by the numbers of a key."""
+    return RankId(WorkerId(worker_id), DpRank(dp_rank))

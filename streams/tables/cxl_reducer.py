@@ -18,8 +18,8 @@ from streams.core.ids import RankId
 from streams.cxl.events import CxlTransition
 from streams.cxl.records import (
     BLOCK_PREFIX,
-    OWNER_PREFIX,
-    PARKED_PREFIX,
+    OWNER_KEY,
+    PARKED_KEY,
     BlockKey,
     BlockRow,
     OwnerRow,
@@ -33,8 +33,6 @@ from streams.cxl.records import (
     encode_block,
     encode_owner,
     encode_parked,
-    owner_key,
-    parked_key,
 )
 from streams.errors import BadRecord
 from streams.kafka.clients import partition_of, worker_key
@@ -99,9 +97,9 @@ class PartitionReducer:
             try:
                 if key.startswith(BLOCK_PREFIX):
                     blocks.append(decode_block(key, value))
-                elif key.startswith(OWNER_PREFIX):
+                elif key.startswith(OWNER_KEY.prefix):
                     owners.append(decode_owner(key, value))
-                elif key.startswith(PARKED_PREFIX):
+                elif key.startswith(PARKED_KEY.prefix):
                     parked_at, row = decode_parked(key, value)
                     parked.append((parked_at, row, decode_transition(row.raw, self._settings.schema_ids)))
                 else:
@@ -208,8 +206,8 @@ class PartitionReducer:
         removed come last, after the removal of their blocks.
         """
         changes = self.pooled.take_changes()
-        records: list[Change] = [(owner_key(rank), encode_owner(row)) for rank, row in changes.owners if row]
+        records: list[Change] = [(OWNER_KEY.pack(rank), encode_owner(row)) for rank, row in changes.owners if row]
         records += [(block_key(key), None if row is None else encode_block(row)) for key, row in changes.blocks]
-        records += [(parked_key(key), None if row is None else encode_parked(row)) for key, row in changes.parked]
-        records += [(owner_key(rank), None) for rank, row in changes.owners if row is None]
+        records += [(PARKED_KEY.pack(key), None if row is None else encode_parked(row)) for key, row in changes.parked]
+        records += [(OWNER_KEY.pack(rank), None) for rank, row in changes.owners if row is None]
         return {**self.index.take_changes(), self._table: records}

@@ -24,17 +24,7 @@ from streams.kafka.outage import Repetitions, repeated
 from streams.kafka.records import decode_batch, encode_batch, encode_resync
 from streams.settings import AgentSettings
 from streams.tables.event_decoding import decode_events
-from streams.tables.records import (
-    PARKED_PREFIX,
-    PROGRESS_PREFIX,
-    RUN_PREFIX,
-    Change,
-    decode_progress,
-    encode_progress,
-    parked_key,
-    parse_parked_key,
-    progress_key,
-)
+from streams.tables.records import CHUNK_KEY, PROGRESS_KEY, RUN_KEY, Change, decode_progress, encode_progress
 from streams.tables.reducer import Outgoing, SourceRecord
 from streams.tables.run_table import RunTable
 from streams.tables.store import TableSpec
@@ -94,7 +84,7 @@ class IndexReducer:
         runs: list[tuple[bytes, bytes]] = []
         n_strays, has_ranks = 0, False
         for key, value in items:
-            if key.startswith(RUN_PREFIX):
+            if key.startswith(RUN_KEY.prefix):
                 if not has_ranks:
                     self.holdings.load(progress, (), parked)
                     has_ranks = True
@@ -104,9 +94,9 @@ class IndexReducer:
                     runs.clear()
                 continue
             try:
-                if key.startswith(PROGRESS_PREFIX):
+                if key.startswith(PROGRESS_KEY.prefix):
                     progress.append(decode_progress(key, value))
-                elif key.startswith(PARKED_PREFIX):
+                elif key.startswith(CHUNK_KEY.prefix):
                     parked.append(self._decode_parked(key, value))
                 else:
                     raise BadRecord("bad_key", f"{key.hex()} is not a key of this table")
@@ -134,7 +124,7 @@ class IndexReducer:
         batch = decode_batch(value, self._settings.schema_ids)
         if not isinstance(batch.body, RestatementChunk):
             raise BadRecord("bad_parked", f"the value of {key.hex()} is not a chunk of a restatement")
-        return parse_parked_key(key), batch, len(value)
+        return CHUNK_KEY.parse(key), batch, len(value)
 
     def decode(self, records: Sequence[SourceRecord]) -> Sequence[EngineBatch | BadRecord]:
         """Effect 1: each record's batch, or the reason why it cannot be decoded."""
@@ -242,9 +232,9 @@ class IndexReducer:
         """
         changes = self.holdings.take_changes(TOMBSTONES_PER_BATCH)
         records: list[Change] = [
-            (progress_key(progress.rank), encode_progress(progress)) for progress in changes.progress
+            (PROGRESS_KEY.pack(progress.rank), encode_progress(progress)) for progress in changes.progress
         ]
-        records += [(parked_key(key), raw) for key, raw in changes.parked]
+        records += [(CHUNK_KEY.pack(key), raw) for key, raw in changes.parked]
         records += changes.runs
         return {self._table: records}
 

@@ -21,7 +21,7 @@ from streams.errors import KvStreamsError, OffsetLost, TableError
 from streams.kafka.clients import describe_topics
 from streams.settings import tables_path
 from streams.tables.changelog import read_messages
-from streams.tables.records import PARTITION_PREFIX, PartitionRecord, SourceProgress, decode_partition, partition_key
+from streams.tables.records import PARTITION_KEY, PartitionRecord, SourceProgress, decode_partition
 from streams.tables.reducer import Reducer
 from streams.tables.store import ChangelogPosition, PartitionStore, TableSpec
 from streams.tables.transactions import TransactionWriter, scope_of
@@ -146,7 +146,7 @@ class _Opening:
             self._partition,
         )
         for table in self._wiring.tables:
-            keys = [key for key, _ in self._store.items(table) if not key.startswith(PARTITION_PREFIX)]
+            keys = [key for key, _ in self._store.items(table) if not key.startswith(PARTITION_KEY.prefix)]
             for first in range(0, len(keys), TOMBSTONES_AT_ONCE):
                 changes = {table: [(key, None) for key in keys[first : first + TOMBSTONES_AT_ONCE]]}
                 self._store.write(changes, self._writer.commit(changes, (), ()))
@@ -164,9 +164,9 @@ class _Opening:
             for table in self._wiring.tables:
                 rows = list(self._store.items(table))
                 for key, value in rows:
-                    if key == partition_key(self._partition):
+                    if key == PARTITION_KEY.pack(self._partition):
                         record = decode_partition(key, value)
-                reducer.load(table, (row for row in rows if not row[0].startswith(PARTITION_PREFIX)))
+                reducer.load(table, (row for row in rows if not row[0].startswith(PARTITION_KEY.prefix)))
         return reducer, record
 
     def _catch_up(self, table: TableSpec, started_ms: int) -> None:

@@ -39,7 +39,7 @@ from streams.kafka.applied_until import Lag, SourceOffset
 from streams.tables.applied_sources import AppliedSources
 from streams.tables.opening import OpenedTables, open_tables
 from streams.tables.pacing import PARTITION_RECORD_EVERY_S, Pacer, interval_s
-from streams.tables.records import PartitionRecord, SourceProgress, encode_partition, partition_key
+from streams.tables.records import PARTITION_KEY, PartitionRecord, SourceProgress, encode_partition
 from streams.tables.reducer import Reducer, SourceRecord
 from streams.tables.source_queue import SourceQueue
 from streams.tables.transactions import TransactionWriter
@@ -382,7 +382,7 @@ class TablePartition:
         dead += reducer.take_refused()
         changes = reducer.take_changes()
         changes.setdefault(self._wiring.tables[0], []).append(
-            (partition_key(self.partition), encode_partition(self._partition_record()))
+            (PARTITION_KEY.pack(self.partition), encode_partition(self._partition_record()))
         )
         positions = self._writer.commit(changes, outgoing, dead)  # effect 5
         effect(5)

@@ -12,20 +12,25 @@ import numpy as np
 
 from streams.core.events import FeedState, MoeLabels
 from streams.core.hashing import pack_hashes, sequence_hashes
-from streams.core.ids import DpRank, RankId, SequenceHash, Tier, WorkerId
+from streams.core.ids import SequenceHash, Tier
 from streams.core.reducer.ordering import Health, Progress
 from streams.core.reducer.restatement import ChunkKey
 from streams.core.runs import RUN_BLOCKS_MAX, Run, RunKey
 from streams.errors import BadRecord
 from streams.kafka.avro_frames import codec
-from streams.kafka.shapes import EPOCH, HASH, FixedKey, RecordShape, Shape, by_name, hashes, many, optional
-
-RUN_PREFIX = b"R"
-PROGRESS_PREFIX = b"P"
-PARTITION_PREFIX = b"Z"
-
-#: Chunks of an incomplete restatement. The value is the record of kv-events as received; views skip it.
-PARKED_PREFIX = b"C"
+from streams.kafka.shapes import (
+    EPOCH,
+    HASH,
+    FixedKey,
+    RecordShape,
+    Shape,
+    by_name,
+    hashes,
+    many,
+    optional,
+    rank_key,
+    rank_of,
+)
 
 #: `SourceProgress.behind_ms` of an owner that has not reached the end of its sources since it opened the partition, so
 #: that it cannot know how long their oldest records have been waiting. Greater than any lag that settings tolerate.
@@ -37,10 +42,24 @@ Change = tuple[bytes, bytes | None]
 _PARENT = optional(HASH)
 _LABELS = Shape(MoeLabels)
 
-_RUN_KEY = FixedKey(RUN_PREFIX, "QIBQ", "a run")
-_PROGRESS_KEY = FixedKey(PROGRESS_PREFIX, "QI", "a progress record")
-_PARKED_KEY = FixedKey(PARKED_PREFIX, "QII", "a parked chunk")
-_PARTITION_KEY = FixedKey(PARTITION_PREFIX, "I", "a partition record")
+RUN_KEY: FixedKey[RunKey] = FixedKey(
+    b"R",
+    "QIBQ",
+    "a run",
+    lambda key: (*key.rank, key.tier, key.first),
+    lambda worker_id, dp_rank, tier, first: RunKey(rank_of(worker_id, dp_rank), Tier(tier), SequenceHash(first)),
+)
+PROGRESS_KEY = rank_key(b"P", "a progress record")
+PARTITION_KEY: FixedKey[int] = FixedKey(b"Z", "I", "a partition record", lambda partition: (partition,), int)
+
+#: Chunks of an incomplete restatement. The value is the record of kv-events as received; views skip it.
+CHUNK_KEY: FixedKey[ChunkKey] = FixedKey(
+    b"C",
+    "QII",
+    "a parked chunk",
+    lambda key: (*key.rank, key.chunk),
+    lambda worker_id, dp_rank, chunk: ChunkKey(rank_of(worker_id, dp_rank), chunk),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,47 +89,6 @@ class PartitionRecord:
     sources: tuple[SourceProgress, ...]
 
 
-def run_key(key: RunKey) -> bytes:
-    """Return the key of a run record."""
-    return _RUN_KEY.pack(*key.rank, key.tier, key.first)
-
-
-def parse_run_key(raw: bytes) -> RunKey:
-    """Parse the key of a run record; raises BadRecord."""
-    worker_id, dp_rank, tier, first = _RUN_KEY.parse(raw)
-    try:
-        return RunKey(RankId(WorkerId(worker_id), DpRank(dp_rank)), Tier(tier), SequenceHash(first))
-    except ValueError as exc:
-        raise _RUN_KEY.bad(raw) from exc
-
-
-def progress_key(rank: RankId) -> bytes:
-    """Return the key of a progress record."""
-    return _PROGRESS_KEY.pack(*rank)
-
-
-def parse_progress_key(raw: bytes) -> RankId:
-    """Parse the key of a progress record; raises BadRecord."""
-    worker_id, dp_rank = _PROGRESS_KEY.parse(raw)
-    return RankId(WorkerId(worker_id), DpRank(dp_rank))
-
-
-def parked_key(key: ChunkKey) -> bytes:
-    """Return the key of a parked chunk."""
-    return _PARKED_KEY.pack(*key.rank, key.chunk)
-
-
-def parse_parked_key(raw: bytes) -> ChunkKey:
-    """Parse the key of a parked chunk; raises BadRecord."""
-    worker_id, dp_rank, chunk = _PARKED_KEY.parse(raw)
-    return ChunkKey(RankId(WorkerId(worker_id), DpRank(dp_rank)), chunk)
-
-
-def partition_key(partition: int) -> bytes:
-    """Return the key of the partition record."""
-    return _PARTITION_KEY.pack(partition)
-
-
 def encode_run(run: Run) -> bytes:
     """Return the value of a run record."""
     n_bytes = (len(run.sequence) + 7) // 8
@@ -133,7 +111,7 @@ def decode_run(key: bytes, value: bytes) -> Run:
     Sequence hashes are not stored, since they follow from the parent and the local hashes; the key, which contains the
     first one, verifies them.
     """
-    run_id = parse_run_key(key)
+    run_id = RUN_KEY.parse(key)
     datum = codec("prefix-index-run").decode(value)
     local, engine = hashes(datum["local_hashes"]), hashes(datum["engine_hashes"])
     parent: SequenceHash | None = _PARENT.read(datum["parent"])
@@ -170,7 +148,7 @@ encode_progress = _PROGRESS.encode
 
 def decode_progress(key: bytes, value: bytes) -> Progress:
     """Decode progress from its key and value; raises BadRecord."""
-    return _PROGRESS.decode(value, rank=parse_progress_key(key))
+    return _PROGRESS.decode(value, rank=PROGRESS_KEY.parse(key))
 
 
 _PARTITION = RecordShape(
@@ -182,5 +160,4 @@ encode_partition = _PARTITION.encode
 
 def decode_partition(key: bytes, value: bytes) -> PartitionRecord:
     """Decode a partition record from its key and value; raises BadRecord."""
-    (partition,) = _PARTITION_KEY.parse(key)
-    return _PARTITION.decode(value, partition=partition)
+    return _PARTITION.decode(value, partition=PARTITION_KEY.parse(key))

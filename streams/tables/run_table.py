@@ -33,7 +33,7 @@ from streams.tables.kernels.runs import (
     encode_stale,
     load_records,
 )
-from streams.tables.records import Change, decode_run, encode_run, run_key
+from streams.tables.records import RUN_KEY, Change, decode_run, encode_run
 from streams.tables.run_decoding import address_of, frame_header, join
 
 #: The limits of a partition in runs, and in words of their blocks: 64 million blocks in runs of ten. This is only
@@ -92,7 +92,7 @@ class RunTable:
     def load(self, epochs: Mapping[RankId, Epoch], runs: Iterable[Run]) -> int:
         """See RunStore."""
         self.begin_load(epochs)
-        records = [(run_key(run.key), encode_run(run)) for run in runs]
+        records = [(RUN_KEY.pack(run.key), encode_run(run)) for run in runs]
         n_strays, bad = self.load_records(records)
         assert not bad
         return n_strays

@@ -33,14 +33,14 @@ from streams.process.waiting import wait_for
 from streams.router_api.processes.server import serve
 from streams.settings import Settings
 from streams.tables.records import (
+    PARTITION_KEY,
+    PROGRESS_KEY,
+    RUN_KEY,
     PartitionRecord,
     SourceProgress,
     encode_partition,
     encode_progress,
     encode_run,
-    partition_key,
-    progress_key,
-    run_key,
 )
 from streams.topics import topics
 from tests.helpers.openapi import check_answer
@@ -222,7 +222,7 @@ class Agents:
     def progress(self, rank: RankId, health: Health = Health.EXACT, incarnation: int = 1, generation: int = 0) -> None:
         epoch = Epoch(Incarnation(incarnation), generation)
         progress = Progress(rank, epoch, 0, health=health, model="", block_size=16)
-        self.write(rank, progress_key(rank), encode_progress(progress))
+        self.write(rank, PROGRESS_KEY.pack(rank), encode_progress(progress))
 
     def hold(
         self,
@@ -240,7 +240,7 @@ class Agents:
         sequence = sequence_hashes(local)
         epoch = Epoch(Incarnation(incarnation), 0)
         for run in runs_of_chain(rank, local, epoch=epoch, tier=tier, absent=absent):
-            self.write(rank, run_key(run.key), encode_run(run))
+            self.write(rank, RUN_KEY.pack(run.key), encode_run(run))
         return sequence
 
     def state_partition(self, partition: int, behind_ms: int = 0) -> None:
@@ -250,7 +250,7 @@ class Agents:
             for name, topic_id in self._source_ids.items()
         ]
         record = PartitionRecord(partition, 0, "tests", tuple(sources))
-        self._send(partition, partition_key(partition), encode_partition(record))
+        self._send(partition, PARTITION_KEY.pack(partition), encode_partition(record))
 
     @contextmanager
     def keeping_fresh(self) -> Iterator[None]:

@@ -27,7 +27,7 @@ from streams.router_api.deciding.router import Router
 from streams.router_api.processes.server import api_runner, tick_forever
 from streams.security.access import Access
 from streams.settings import Settings
-from streams.tables.records import encode_progress, encode_run, progress_key, run_key
+from streams.tables.records import PROGRESS_KEY, RUN_KEY, encode_progress, encode_run
 from tests.helpers.api import Api
 
 
@@ -95,10 +95,10 @@ def register(router: Router, number: int, model: str = "m", url: str | None = No
 def hold(router: Router, rank: RankId, local: HashArray, tier: Tier = Tier.DEVICE) -> HashArray:
     """Fold run records with which a rank holds a chain of blocks; return their sequence hashes."""
     records: list[tuple[bytes, bytes | None]] = [
-        (run_key(run.key), encode_run(run)) for run in runs_of_chain(rank, local, tier=tier)
+        (RUN_KEY.pack(run.key), encode_run(run)) for run in runs_of_chain(rank, local, tier=tier)
     ]
     progress = Progress(rank, FIRST_EPOCH, 0, health=Health.EXACT, model="m", block_size=16)
-    records.append((progress_key(rank), encode_progress(progress)))
+    records.append((PROGRESS_KEY.pack(rank), encode_progress(progress)))
     assert router.view.fold_index_batch(records) == []
     return sequence_hashes(local)
 

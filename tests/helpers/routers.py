@@ -16,10 +16,7 @@ from streams.router_api.deciding.router import Router
 from streams.router_api.messages.answer_json import answer_json
 from streams.router_api.messages.requests import parse_route_query
 from streams.settings import Settings
-from streams.tables.records import (
-    encode_run,
-    run_key,
-)
+from streams.tables.records import RUN_KEY, encode_run
 from tests.helpers.api import TOKENS, packed
 from tests.helpers.runs import run_of
 from tests.helpers.views import BLOCK_SIZE, rank, register
@@ -62,4 +59,4 @@ def hosts(router: Router, *workers: int) -> None:
 
 def label(router: Router, worker_id: int, first: int, last: int, labels: MoeLabels = LABELS) -> None:
     run = run_of(LOCAL, rank(worker_id), first, last, moe=dict.fromkeys(range(last - first), labels))
-    router.view.fold_index(run_key(run.key), encode_run(run))
+    router.view.fold_index(RUN_KEY.pack(run.key), encode_run(run))

@@ -13,16 +13,13 @@ from streams.kafka.records import decode_batch
 from streams.router_api.knowledge.view import View
 from streams.settings import Settings
 from streams.tables.records import (
-    PARKED_PREFIX,
-    PROGRESS_PREFIX,
+    CHUNK_KEY,
+    PROGRESS_KEY,
+    RUN_KEY,
     decode_progress,
     decode_run,
     encode_progress,
     encode_run,
-    parked_key,
-    parse_parked_key,
-    progress_key,
-    run_key,
 )
 from tests.helpers.holdings import judge, members
 from tests.helpers.invariants import check
@@ -59,9 +56,9 @@ class Log:
 
 def written(changes: HoldingChanges[tuple[RunKey, Run | None]]) -> list[Record]:
     """Return the records of one transaction, as the agent writes them."""
-    records: list[Record] = [(progress_key(p.rank), encode_progress(p)) for p in changes.progress]
-    records += [(parked_key(key), raw) for key, raw in changes.parked]
-    return records + [(run_key(key), None if run is None else encode_run(run)) for key, run in changes.runs]
+    records: list[Record] = [(PROGRESS_KEY.pack(p.rank), encode_progress(p)) for p in changes.progress]
+    records += [(CHUNK_KEY.pack(key), raw) for key, raw in changes.parked]
+    return records + [(RUN_KEY.pack(key), None if run is None else encode_run(run)) for key, run in changes.runs]
 
 
 def commit(holdings: PlainHoldings, batches: Iterable[ReferenceInput]) -> list[Record]:
@@ -108,10 +105,10 @@ def recovered(table: dict[bytes, bytes | None]) -> PlainHoldings:
     """Return the holdings with which an agent starts from a table."""
     progress, runs, parked = [], [], []
     for key, value in table.items():
-        if value is not None and key.startswith(PROGRESS_PREFIX):
+        if value is not None and key.startswith(PROGRESS_KEY.prefix):
             progress.append(decode_progress(key, value))
-        elif value is not None and key.startswith(PARKED_PREFIX):
-            parked.append((parse_parked_key(key), decode_batch(value), len(value)))
+        elif value is not None and key.startswith(CHUNK_KEY.prefix):
+            parked.append((CHUNK_KEY.parse(key), decode_batch(value), len(value)))
         elif value is not None:
             runs.append(decode_run(key, value))
     holdings = plain_holdings()

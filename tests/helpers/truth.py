@@ -26,7 +26,7 @@ from streams.process.waiting import wait_for
 from streams.settings import Settings
 from streams.tables.changelog import read_to_end
 from streams.tables.index_reducer import prefix_index_table
-from streams.tables.records import RUN_PREFIX, decode_progress, decode_run, parse_run_key, progress_key
+from streams.tables.records import PROGRESS_KEY, RUN_KEY, decode_progress, decode_run
 from streams.tables.store import PartitionStore
 from streams.topics import topics
 from tests.helpers.reference import ReferenceFleet, random_history
@@ -211,11 +211,11 @@ def _in_changelog(settings: Settings, partition: int, fact: Fact) -> Iterator[st
     keys: set[bytes] = set()
     progress = "no progress"
     for record in _records(settings, topics(settings).index_changelog.name, partition):
-        if record.key.startswith(progress_key(_rank(fact))) and record.value is not None:
+        if record.key.startswith(PROGRESS_KEY.pack(_rank(fact))) and record.value is not None:
             progress = f"offset {record.offset}: {decode_progress(record.key, record.value)}"
         elif record.key in keys and record.value is None:
             yield f"offset {record.offset}: {record.key.hex()} ends"
-        elif record.key.startswith(RUN_PREFIX) and record.value is not None:
+        elif record.key.startswith(RUN_KEY.prefix) and record.value is not None:
             line = _run_line(record.key, record.value, fact)
             if line is not None:
                 keys.add(record.key)
@@ -229,9 +229,9 @@ def _in_store(settings: Settings, path: Path, fact: Fact) -> Iterator[str]:
     try:
         yield f"is at {store.position(prefix_index_table(settings))}"
         for key, value in store.items(prefix_index_table(settings)):
-            if key == progress_key(_rank(fact)):
+            if key == PROGRESS_KEY.pack(_rank(fact)):
                 yield str(decode_progress(key, value))
-            elif key.startswith(RUN_PREFIX):
+            elif key.startswith(RUN_KEY.prefix):
                 line = _run_line(key, value, fact)
                 if line is not None:
                     yield line
@@ -241,7 +241,7 @@ def _in_store(settings: Settings, path: Path, fact: Fact) -> Iterator[str]:
 
 def _run_line(key: bytes, value: bytes, fact: Fact) -> str | None:
     """Describe a run record that has a block; None if it does not have it."""
-    where = parse_run_key(key)
+    where = RUN_KEY.parse(key)
     if (where.rank.worker_id, where.rank.dp_rank, int(where.tier)) != fact[:3]:
         return None
     try:

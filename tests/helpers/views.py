@@ -16,13 +16,13 @@ from streams.lab.engines.held_chains import FIRST_EPOCH, runs_of_chain
 from streams.router_api.knowledge.view import View
 from streams.settings import Settings
 from streams.tables.records import (
+    PARTITION_KEY,
+    PROGRESS_KEY,
+    RUN_KEY,
     PartitionRecord,
     encode_partition,
     encode_progress,
     encode_run,
-    partition_key,
-    progress_key,
-    run_key,
 )
 
 BLOCK_SIZE = 16
@@ -62,11 +62,11 @@ def report(view: View, of: RankId, **gauges: Any) -> None:
 def hold(view: View, of: RankId, local: HashArray, tier: Tier = Tier.DEVICE) -> None:
     """Fold records by which a rank holds these blocks and is exact, and its partition's owner is running."""
     for run in runs_of_chain(of, local, tier=tier):
-        view.fold_index(run_key(run.key), encode_run(run))
+        view.fold_index(RUN_KEY.pack(run.key), encode_run(run))
     progress = Progress(of, FIRST_EPOCH, 0, health=Health.EXACT, model="m", block_size=BLOCK_SIZE)
-    view.fold_index(progress_key(of), encode_progress(progress))
+    view.fold_index(PROGRESS_KEY.pack(of), encode_progress(progress))
     partition = partition_of(of.worker_id, Settings().partitions)
-    view.fold_index(partition_key(partition), encode_partition(PartitionRecord(partition, 0, "test", ())))
+    view.fold_index(PARTITION_KEY.pack(partition), encode_partition(PartitionRecord(partition, 0, "test", ())))
     caught_up(view, partition)
 
 

@@ -27,7 +27,7 @@ from streams.kafka.clients import partition_of, producer
 from streams.lab.engines.held_chains import runs_of_chain
 from streams.process.waiting import wait_for
 from streams.settings import Settings
-from streams.tables.records import encode_progress, encode_run, progress_key, run_key
+from streams.tables.records import PROGRESS_KEY, RUN_KEY, encode_progress, encode_run
 from streams.topics import topics
 from tests.helpers.api import BLOCK_SIZE, PATIENCE_S, TOKENS, Agents, Api, rank_of, served
 from tests.helpers.broker import BreakableKafka, broker_config
@@ -61,7 +61,7 @@ class Rig:
     def progress(self, rank: RankId, **changes: Any) -> None:
         """Write a rank's progress record."""
         progress = Progress(rank, Epoch(Incarnation(1), 0), 0, model=MODEL, block_size=BLOCK_SIZE)
-        self.agents.write(rank, progress_key(rank), encode_progress(replace(progress, **changes)))
+        self.agents.write(rank, PROGRESS_KEY.pack(rank), encode_progress(replace(progress, **changes)))
 
     def pool(self, rank: RankId, position: int) -> None:
         """Write the row of a block of the prompt that a rank has put into the pool."""
@@ -124,7 +124,7 @@ def test_a_rank_whose_labels_a_router_could_not_take_is_degraded_for_requests_th
         for rank in rig.ranks(2):
             for run in runs_of_chain(rank, local_hashes(TOKENS, BLOCK_SIZE)):
                 labelled = replace(run, moe=dict.fromkeys(range(len(run.sequence)), LABELS))
-                rig.agents.write(rank, run_key(run.key), encode_run(labelled))
+                rig.agents.write(rank, RUN_KEY.pack(run.key), encode_run(labelled))
         rig.becomes("labels_over_capacity", QUERY)
         rig.becomes("exact")
 

@@ -42,7 +42,7 @@ from streams.lab.processes import Children
 from streams.lab.stack import RouterProcess, Stack, get_json, is_ready, wait_workers
 from streams.process.waiting import wait_for
 from streams.settings import Settings, as_environ
-from streams.tables.records import PartitionRecord, SourceProgress, encode_partition, partition_key
+from streams.tables.records import PARTITION_KEY, PartitionRecord, SourceProgress, encode_partition
 from streams.topics import topics
 from tests.helpers.api import served
 from tests.helpers.commands import PATIENCE_S, Run
@@ -245,7 +245,7 @@ def state_owner(well: DoctorsFleet, owner: str, source: SourceProgress | None = 
         sources = () if source is None else (source,)
         record = PartitionRecord(partition, time.time_ns() // 1_000_000, owner, sources)
         value = encode_partition(record)
-        well.write(well.quiet, partition_key(partition), value, "index_changelog", partition=partition)
+        well.write(well.quiet, PARTITION_KEY.pack(partition), value, "index_changelog", partition=partition)
 
 
 @contextmanager

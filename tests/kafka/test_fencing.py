@@ -29,7 +29,7 @@ from streams.lab.stack import RouterProcess, Stack, facts
 from streams.process.waiting import wait_for
 from streams.settings import Settings
 from streams.tables.changelog import read_to_end
-from streams.tables.records import decode_partition, partition_key
+from streams.tables.records import PARTITION_KEY, decode_partition
 from streams.tables.transactions import (
     IN_TRANSACTION,
     INIT_TIMEOUT_S,
@@ -58,7 +58,7 @@ def writers(settings: Settings, partition: int) -> list[str]:
         found.extend(
             decode_partition(record.key, record.value).owner
             for record in records
-            if record.key == partition_key(partition) and record.value is not None
+            if record.key == PARTITION_KEY.pack(partition) and record.value is not None
         )
 
     read_to_end(settings, topics(settings).index_changelog.name, partition, None, note)

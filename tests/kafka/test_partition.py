@@ -20,7 +20,7 @@ from streams.tables.changelog import read_to_end
 from streams.tables.index_reducer import prefix_index_table
 from streams.tables.pacing import PARTITION_RECORD_EVERY_S, TRANSACTIONS_PER_SECOND_MAX
 from streams.tables.partition import TablePartition
-from streams.tables.records import Change, decode_partition, partition_key
+from streams.tables.records import PARTITION_KEY, Change, decode_partition
 from streams.tables.reducer import Outgoing, SourceRecord
 from streams.tables.store import PartitionStore, TableSpec
 from streams.tables.transactions import INIT_TIMEOUT_S, commit_until_answered, produce, table_producer
@@ -117,7 +117,7 @@ class Opened:
 
         def take(records: list[Record]) -> None:
             for record in records:
-                if record.key != partition_key(0):
+                if record.key != PARTITION_KEY.pack(0):
                     written.append(record.value or b"")
                 elif written:
                     applied = decode_partition(record.key, record.value or b"").sources[0].applied_offset

@@ -23,7 +23,7 @@ from streams.process.faults import FAULT_ENV
 from streams.process.waiting import wait_for
 from streams.settings import Settings
 from streams.tables.changelog import read_to_end
-from streams.tables.records import PARKED_PREFIX, decode_partition, partition_key
+from streams.tables.records import CHUNK_KEY, PARTITION_KEY, decode_partition
 from streams.topics import topics
 from tests.helpers.bridges import RANK, WORKER_ID, await_log, bridge_to, read_log
 from tests.helpers.engine_double import EngineDouble
@@ -173,7 +173,7 @@ def records_before_second_chunk(settings: Settings) -> int:
     def take(records: list[Record]) -> None:
         nonlocal applied
         for record in records:
-            if record.key == partition_key(partition) and record.value is not None:
+            if record.key == PARTITION_KEY.pack(partition) and record.value is not None:
                 applied = decode_partition(record.key, record.value).sources[0].applied_offset
 
     read_to_end(settings, topics(settings).index_changelog.name, partition, None, take)
@@ -188,7 +188,7 @@ def parked_rows(settings: Settings) -> int:
     rows: dict[bytes, bytes | None] = {}
 
     def take(records: list[Record]) -> None:
-        rows.update((record.key, record.value) for record in records if record.key.startswith(PARKED_PREFIX))
+        rows.update((record.key, record.value) for record in records if record.key.startswith(CHUNK_KEY.prefix))
 
     partition = partition_of(WORKER_ID, settings.partitions)
     read_to_end(settings, topics(settings).index_changelog.name, partition, None, take)

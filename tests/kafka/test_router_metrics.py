@@ -28,7 +28,7 @@ from streams.router_api.http.metrics import ROUTER_METRICS
 from streams.router_api.knowledge.dead_letters import ENGINE, OTHER, PAIRS_MAX, REASON_CHARS_MAX, DeadLetterCounts
 from streams.settings import Settings, as_environ
 from streams.tables.agent_metrics import AGENT_METRICS
-from streams.tables.records import encode_progress, progress_key
+from streams.tables.records import PROGRESS_KEY, encode_progress
 from streams.topics import topics
 from tests.helpers.api import BLOCK_SIZE, PATIENCE_S, TOKENS, Agents, Api, metrics, rank_of, served
 from tests.helpers.promql import Selection, selections
@@ -73,12 +73,12 @@ def test_ranks_are_counted_by_state_and_degraded_ones_by_reason(scope: Settings)
         reasons = {"events_lost": 1, "removed": 1, "no_events_yet": 1}
         await_ranks(api, counts, reasons)
         silent = Progress(rank_of(ids[1]), Epoch(Incarnation(1), 0), 1, health=Health.DEGRADED, silent=True)
-        agents.write(rank_of(ids[1]), progress_key(rank_of(ids[1])), encode_progress(silent))
+        agents.write(rank_of(ids[1]), PROGRESS_KEY.pack(rank_of(ids[1])), encode_progress(silent))
         api.call("PUT", f"/workers/{ids[1]}/cordon").given()
         api.call("PUT", f"/workers/{ids[0]}/cordon").given()
         await_ranks(api, {**counts, "silent": 1, "cordoned": 2}, reasons)
         other_size = Progress(rank_of(ids[0]), Epoch(Incarnation(1), 0), 2, model="m", block_size=2 * BLOCK_SIZE)
-        agents.write(rank_of(ids[0]), progress_key(rank_of(ids[0])), encode_progress(other_size))
+        agents.write(rank_of(ids[0]), PROGRESS_KEY.pack(rank_of(ids[0])), encode_progress(other_size))
         await_ranks(api, {**counts, "silent": 1, "cordoned": 2, "wrong_block_size": 1}, reasons)
         agents.state_partition(stale, behind_ms=settings.behind_after_ms + 1)
         wait_for(lambda: of(api, "kvstreams_degraded_ranks")["owner_behind"] == 1, PATIENCE_S, "an owner that lags")

@@ -25,7 +25,7 @@ from streams.lab.engines.engine_config import EngineConfig
 from streams.lab.processes import Children
 from streams.lab.stack import Engine, Stack
 from streams.settings import Settings
-from streams.tables.records import encode_progress, progress_key
+from streams.tables.records import PROGRESS_KEY, encode_progress
 from tests.helpers.byte_engine import CHAT_PROMPT, ByteEngine, Plan
 from tests.helpers.front_stage import Answer, Stage, on_stage, share
 from tests.helpers.local_router import LocalRouter, local_router, rank, register
@@ -119,7 +119,7 @@ async def test_a_stream_returns_to_an_engine_that_was_restarted() -> None:
     def restart(stage: Stage, worker_id: int, incarnation: int) -> None:
         epoch = Epoch(Incarnation(incarnation), 0)
         progress = Progress(rank(worker_id), epoch, 1, health=Health.EXACT, model="m", block_size=16)
-        stage.router.router.view.fold_index(progress_key(rank(worker_id)), encode_progress(progress))
+        stage.router.router.view.fold_index(PROGRESS_KEY.pack(rank(worker_id)), encode_progress(progress))
 
     with local_router(Settings(), n_workers=0) as router, scripted_engines(2, ByteEngine) as engines:
         for number, engine in enumerate(engines, start=1):

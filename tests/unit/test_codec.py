@@ -73,6 +73,8 @@ from streams.core.workers import (
 from streams.cxl import records as cxl_records
 from streams.cxl.events import CxlPool
 from streams.cxl.records import (
+    OWNER_KEY,
+    PARKED_KEY,
     BlockKey,
     BlockRow,
     EndedIncarnation,
@@ -91,8 +93,6 @@ from streams.cxl.records import (
     encode_parked,
     encode_pool,
     encode_transition,
-    owner_key,
-    parked_key,
     pool_key,
 )
 from streams.decision_log.families import family_keys
@@ -127,6 +127,9 @@ from streams.kafka.shapes import RecordShape, from_long, to_long
 from streams.tables import records as table_records
 from streams.tables.event_decoding import decode_events
 from streams.tables.records import (
+    PARTITION_KEY,
+    PROGRESS_KEY,
+    RUN_KEY,
     PartitionRecord,
     SourceProgress,
     decode_partition,
@@ -135,11 +138,6 @@ from streams.tables.records import (
     encode_partition,
     encode_progress,
     encode_run,
-    parse_progress_key,
-    parse_run_key,
-    partition_key,
-    progress_key,
-    run_key,
 )
 from tests.helpers.encoding import (
     HEADER_BYTES,
@@ -422,16 +420,16 @@ GOOD: dict[str, tuple[str, bytes, Callable[[bytes | None], Any]]] = {
     "pulse": ("bridge-pulses", PULSES.encode(PULSE), PULSES.decode),
     "add": ("router-loads", encode_load(BOOKING_ID, BookingPhase.ADD, BOOKING, 1)[1], decode_load),
     "free": ("router-loads", encode_load(BOOKING_ID, BookingPhase.FREE, None, 1)[1], decode_load),
-    "run": ("prefix-index-run", encode_run(RUN), lambda raw: decode_run(run_key(RUN.key), raw or b"")),
+    "run": ("prefix-index-run", encode_run(RUN), lambda raw: decode_run(RUN_KEY.pack(RUN.key), raw or b"")),
     "progress": (
         "prefix-index-progress",
         encode_progress(PROGRESS),
-        lambda raw: decode_progress(progress_key(RANK), raw or b""),
+        lambda raw: decode_progress(PROGRESS_KEY.pack(RANK), raw or b""),
     ),
     "partition": (
         "prefix-index-partition",
         encode_partition(PARTITION),
-        lambda raw: decode_partition(partition_key(3), raw or b""),
+        lambda raw: decode_partition(PARTITION_KEY.pack(3), raw or b""),
     ),
     "transition": ("cxl-events", encode_transition(TRANSITION), decode_transition),
     "pool": ("cxl-pools", encode_pool(POOL), lambda raw: decode_pool(pool_key(POOL.pool_id), raw or b"")),
@@ -440,12 +438,12 @@ GOOD: dict[str, tuple[str, bytes, Callable[[bytes | None], Any]]] = {
         encode_block(POOLED),
         lambda raw: decode_block(block_key(BlockKey(SequenceHash(5), RANK, "pool")), raw or b""),
     ),
-    "owner": ("cxl-owner", encode_owner(OWNER), lambda raw: decode_owner(owner_key(RANK), raw or b"")),
+    "owner": ("cxl-owner", encode_owner(OWNER), lambda raw: decode_owner(OWNER_KEY.pack(RANK), raw or b"")),
     "decisions": ("router-decisions", decision_record(), decode_decisions),
     "parked": (
         "cxl-parked",
         encode_parked(ParkedRow(4, 5, b"as it came")),
-        lambda raw: decode_parked(parked_key(ParkedKey(RANK, 1)), raw or b""),
+        lambda raw: decode_parked(PARKED_KEY.pack(ParkedKey(RANK, 1)), raw or b""),
     ),
 }
 every_kind = pytest.mark.parametrize("kind", list(GOOD))
@@ -626,9 +624,9 @@ def test_a_booking_written_by_the_last_release_is_read() -> None:
 @given(run=runs())
 def test_runs_come_back_as_they_were(run: Run) -> None:
     """A run is restored from key and value, and its sequence hashes are computed."""
-    key, raw = run_key(run.key), encode_run(run)
+    key, raw = RUN_KEY.pack(run.key), encode_run(run)
     assert decode_run(key, raw) == run
-    assert parse_run_key(key) == run.key
+    assert RUN_KEY.parse(key) == run.key
     datum = witnessed("prefix-index-run", raw)
     assert np.frombuffer(datum["local_hashes"], dtype="<u8").tolist() == run.local
     assert int.from_bytes(datum["present"], "little") == run.present
@@ -657,7 +655,7 @@ def test_partition_records_have_the_bytes_of_fastavro_and_damaged_ones_are_refus
         except BadRecord as exc:
             return exc.reason
 
-    assert outcome(lambda: decode_partition(partition_key(record.partition), damaged)) == outcome(read_by_schema)
+    assert outcome(lambda: decode_partition(PARTITION_KEY.pack(record.partition), damaged)) == outcome(read_by_schema)
 
 
 @settings(max_examples=60, deadline=None)
@@ -665,10 +663,10 @@ def test_partition_records_have_the_bytes_of_fastavro_and_damaged_ones_are_refus
 def test_progress_and_partition_records_come_back_as_they_were(progress: Progress, record: PartitionRecord) -> None:
     """They are restored from key and value, and the avro package reads the same values."""
     raw = encode_progress(progress)
-    assert decode_progress(progress_key(progress.rank), raw) == progress
+    assert decode_progress(PROGRESS_KEY.pack(progress.rank), raw) == progress
     assert witnessed("prefix-index-progress", raw)["sequence"] == progress.sequence
     raw = encode_partition(record)
-    assert decode_partition(partition_key(record.partition), raw) == record
+    assert decode_partition(PARTITION_KEY.pack(record.partition), raw) == record
     assert len(witnessed("prefix-index-partition", raw)["sources"]) == len(record.sources)
 
 
@@ -1012,16 +1010,16 @@ def run_datum(**changes: Any) -> bytes:
 )
 def test_an_impossible_run_is_refused_with_its_reason(changes: dict[str, Any], reason: str | None) -> None:
     """Hashes must fit each other and the key, and at least one block, and only blocks of the run, must be present."""
-    key = run_key(RunKey(RANK, Tier.DEVICE, SequenceHash(1)))
+    key = RUN_KEY.pack(RunKey(RANK, Tier.DEVICE, SequenceHash(1)))
     assert reason_of(lambda: decode_run(key, run_datum(**changes))) == reason
 
 
 @pytest.mark.parametrize(
     ("key", "parse"),
     [
-        (run_key(RUN.key), parse_run_key),
-        (progress_key(RANK), parse_progress_key),
-        (partition_key(3), lambda key: decode_partition(key, encode_partition(PARTITION))),
+        (RUN_KEY.pack(RUN.key), RUN_KEY.parse),
+        (PROGRESS_KEY.pack(RANK), PROGRESS_KEY.parse),
+        (PARTITION_KEY.pack(3), lambda key: decode_partition(key, encode_partition(PARTITION))),
     ],
 )
 def test_a_key_of_another_length_or_kind_is_refused(key: bytes, parse: Callable[[bytes], Any]) -> None:
@@ -1029,15 +1027,15 @@ def test_a_key_of_another_length_or_kind_is_refused(key: bytes, parse: Callable[
     assert reason_of(lambda: parse(key)) is None
     for bad in (b"", key[:-1], key + b"\x00", b"X" + key[1:]):
         assert reason_of(lambda bad=bad: parse(bad)) == "bad_key"  # type: ignore[misc]
-    if parse is parse_run_key:
+    if parse is RUN_KEY.parse:
         assert reason_of(lambda: parse(key[:13] + b"\x04" + key[14:])) == "bad_key"
 
 
 def test_keys_sort_by_kind_and_rank() -> None:
     """A range of RocksDB contains one kind of row, and within it one rank after the other."""
     ordered = [RankId(WorkerId(1), DpRank(2)), RankId(WorkerId(1), DpRank(256)), RankId(WorkerId(256), DpRank(0))]
-    keys = [progress_key(rank) for rank in ordered]
-    keys += [run_key(RunKey(rank, tier, SequenceHash(U64_MASK))) for rank in ordered for tier in Tier]
+    keys = [PROGRESS_KEY.pack(rank) for rank in ordered]
+    keys += [RUN_KEY.pack(RunKey(rank, tier, SequenceHash(U64_MASK))) for rank in ordered for tier in Tier]
     assert keys == sorted(keys)
 
 
@@ -1062,9 +1060,9 @@ DECODERS: dict[str, Callable[[bytes], Any]] = {
     "decode_worker": decode_worker,
     "decode_metrics": decode_metrics,
     "decode_load": decode_load,
-    "decode_run": lambda raw: decode_run(run_key(RUN.key), raw),
-    "decode_progress": lambda raw: decode_progress(progress_key(RANK), raw),
-    "decode_partition": lambda raw: decode_partition(partition_key(3), raw),
+    "decode_run": lambda raw: decode_run(RUN_KEY.pack(RUN.key), raw),
+    "decode_progress": lambda raw: decode_progress(PROGRESS_KEY.pack(RANK), raw),
+    "decode_partition": lambda raw: decode_partition(PARTITION_KEY.pack(3), raw),
 }
 SCHEMA_OF = {
     "decode_batch": "kv-events",
@@ -1102,16 +1100,16 @@ def test_a_record_with_changed_bytes_raises_at_most_bad_record(kind: str, data: 
         return
     if isinstance(value, EngineBatch):
         assert plain(decode_batch(encode_batch(value))) == plain(value)
-        progress_key(value.rank)  # an agent writes rows with such keys
+        PROGRESS_KEY.pack(value.rank)  # an agent writes rows with such keys
     elif isinstance(value, Run):
-        assert decode_run(run_key(value.key), encode_run(value)) == value
+        assert decode_run(RUN_KEY.pack(value.key), encode_run(value)) == value
 
 
 @settings(max_examples=50, deadline=None)
 @given(key=st.binary(max_size=24), letter=st.sampled_from([b"", b"R", b"P", b"Z"]))
 def test_random_keys_raise_at_most_bad_record(key: bytes, letter: bytes) -> None:
     """A parser of keys accepts the bytes or refuses them with `bad_key`."""
-    for parse in (parse_run_key, parse_progress_key):
+    for parse in (RUN_KEY.parse, PROGRESS_KEY.parse):
         assert reason_of(lambda parse=parse: parse(letter + key)) in (None, "bad_key")  # type: ignore[misc]
 
 

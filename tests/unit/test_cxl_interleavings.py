@@ -22,14 +22,7 @@ from streams.core.ids import DpRank, Epoch, Incarnation, RankId, WorkerId
 from streams.core.reducer.ordering import Progress
 from streams.cxl.events import BlockAddress, CxlTransition
 from streams.cxl.pooled_view import PooledBlock, PooledView
-from streams.cxl.records import (
-    OWNER_PREFIX,
-    PARKED_PREFIX,
-    decode_parked,
-    decode_transition,
-    encode_transition,
-    parse_owner_key,
-)
+from streams.cxl.records import OWNER_KEY, PARKED_KEY, decode_parked, decode_transition, encode_transition
 from streams.errors import BadRecord
 from streams.tables.cxl_reducer import PartitionReducer, partition_plan
 from streams.tables.parked_transitions import PARKED_MAX
@@ -125,7 +118,7 @@ class Agent:
         """Event ids of the parked transitions of each rank, in order."""
         found: dict[RankId, list[int]] = {}
         for (name, key), value in sorted(self.table.items()):
-            if name == TABLES[1].name and key.startswith(PARKED_PREFIX):
+            if name == TABLES[1].name and key.startswith(PARKED_KEY.prefix):
                 parked_at, row = decode_parked(key, value)
                 found.setdefault(parked_at.owner, []).append(decode_transition(row.raw).event_id)
         return found
@@ -135,7 +128,7 @@ class Agent:
         return {
             key: value
             for (name, key), value in self.table.items()
-            if name == TABLES[1].name and not key.startswith(PARKED_PREFIX)
+            if name == TABLES[1].name and not key.startswith(PARKED_KEY.prefix)
         }
 
 
@@ -505,7 +498,7 @@ def test_a_block_beyond_the_rows_of_a_partition_is_refused() -> None:
 
 def owners_of(agent: Agent) -> list[RankId]:
     """Return the owners that have a row in the table, which are those that a reducer loads from it."""
-    in_table = [parse_owner_key(key) for key in agent.rows() if key.startswith(OWNER_PREFIX)]
+    in_table = [OWNER_KEY.parse(key) for key in agent.rows() if key.startswith(OWNER_KEY.prefix)]
     agent.killed()
     assert agent.reducer.pooled.n_owners == len(in_table)
     return in_table

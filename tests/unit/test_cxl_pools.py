@@ -12,6 +12,7 @@ from streams.cxl.events import CxlPool, state_changed
 from streams.cxl.pool_registry import PoolChange, change_pool, changed_pool, lose_pool, write_pool_change
 from streams.cxl.pooled_view import PooledView, RowChange
 from streams.cxl.records import (
+    OWNER_KEY,
     BlockKey,
     BlockRow,
     OwnerRow,
@@ -20,7 +21,6 @@ from streams.cxl.records import (
     encode_block,
     encode_owner,
     encode_pool,
-    owner_key,
     pool_key,
 )
 from streams.errors import BadRecord, EpochConflict, InvalidRequest, KvStreamsError, UnknownId
@@ -40,7 +40,7 @@ def accessible_to(placement: Placement, pool: CxlPool | None = POOL, owner: Owne
     view = PooledView()
     view.fold(block_key(BlockKey(BLOCK, OWNER, "p")), encode_block(BlockRow(placement, None, 0, EngineHash(9))))
     if owner is not None:
-        view.fold(owner_key(OWNER), encode_owner(owner))
+        view.fold(OWNER_KEY.pack(OWNER), encode_owner(owner))
     if pool is not None:
         view.fold_pool(pool_key("p"), encode_pool(pool))
     (block,) = view.blocks_of(BLOCK)
@@ -88,7 +88,7 @@ def test_the_end_of_an_incarnation_applies_at_once_and_takes_nothing_out_of_a_po
     assert accessible_to(PLACED, owner=owner) == {2, 3}
     view = PooledView()
     if owner is not None:
-        view.fold(owner_key(OWNER), encode_owner(owner))
+        view.fold(OWNER_KEY.pack(OWNER), encode_owner(owner))
     row = BlockRow(replace(PLACED, state=TRANSIT), None, 0, EngineHash(9))
     assert view.fold(block_key(BlockKey(BLOCK, OWNER, "p")), encode_block(row)) == RowChange(BLOCK, None, row.placement)
     assert [block.metadata.state for block in view.blocks()] == [state]

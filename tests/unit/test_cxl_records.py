@@ -22,6 +22,8 @@ from streams.cxl.events import (
     addressed,
 )
 from streams.cxl.records import (
+    OWNER_KEY,
+    PARKED_KEY,
     BlockKey,
     BlockRow,
     EndedIncarnation,
@@ -40,8 +42,6 @@ from streams.cxl.records import (
     encode_parked,
     encode_pool,
     encode_transition,
-    owner_key,
-    parked_key,
     pool_key,
 )
 from streams.errors import BadRecord, InvalidRequest
@@ -139,7 +139,7 @@ def test_rows_of_owners_come_back_as_they_were(
     """An owner's row keeps every ended incarnation, and the avro package reads the same values."""
     row = OwnerRow(newest, current, ended, at, tuple(earlier))
     raw = encode_owner(row)
-    assert decode_owner(owner_key(owner), raw) == (owner, row)
+    assert decode_owner(OWNER_KEY.pack(owner), raw) == (owner, row)
     datum = witnessed("cxl-owner", raw)
     assert (from_long(datum["newest_incarnation"]), datum["ended"]) == (newest, ended)
     assert [each["sequence"] for each in datum["ended_incarnations"]] == [each.sequence for each in earlier]
@@ -152,7 +152,7 @@ def test_parked_transitions_come_back_as_they_were(
 ) -> None:
     """The original record is kept byte for byte, even if it is not valid."""
     key, row = ParkedKey(owner, number), ParkedRow(offset, at, raw)
-    assert decode_parked(parked_key(key), encode_parked(row)) == (key, row)
+    assert decode_parked(PARKED_KEY.pack(key), encode_parked(row)) == (key, row)
 
 
 @settings(max_examples=100, deadline=None)

@@ -25,7 +25,7 @@ from streams.router_api.knowledge.view import View
 from streams.router_api.messages.requests import parse_route_query, parse_worker
 from streams.settings import Settings
 from streams.tables.index_reducer import IndexReducer
-from streams.tables.records import encode_progress, progress_key
+from streams.tables.records import PROGRESS_KEY, encode_progress
 from streams.tables.reducer import SourceRecord
 from tests.helpers.api import TOKENS, packed
 from tests.helpers.routers import ask, router_of
@@ -46,7 +46,7 @@ def serve(view: View, block_size: int | None, model: str = "m") -> None:
 
 def progress(view: View, worker_id: int, block_size: int, health: Health = Health.EXACT) -> None:
     record = Progress(rank(worker_id), Epoch(Incarnation(1), 0), 3, health=health, model="m", block_size=block_size)
-    view.fold_index(progress_key(record.rank), encode_progress(record))
+    view.fold_index(PROGRESS_KEY.pack(record.rank), encode_progress(record))
 
 
 # -- cordons -----------------------------------------------------------------------------------------------------------

@@ -45,7 +45,7 @@ from streams.router_api.knowledge.view import View
 from streams.router_api.messages.answer_json import render_json
 from streams.router_api.messages.requests import parse_render
 from streams.settings import Settings
-from streams.tables.records import encode_progress, progress_key
+from streams.tables.records import PROGRESS_KEY, encode_progress
 from tests.helpers.http_double import HttpDouble
 from tests.helpers.local_router import local_router
 from tests.helpers.views import BLOCK_SIZE, Clock, register, view_of
@@ -149,7 +149,7 @@ def fold(view: View, parity: RenderParity) -> None:
 def note_incarnation(view: View, incarnation: int, dp_rank: int = 0, worker_id: int = 1) -> None:
     rank = RankId(WorkerId(worker_id), DpRank(dp_rank))
     progress = Progress(rank, Epoch(Incarnation(incarnation), 0), 1, model="m", block_size=BLOCK_SIZE)
-    view.fold_index(progress_key(rank), encode_progress(progress))
+    view.fold_index(PROGRESS_KEY.pack(rank), encode_progress(progress))
 
 
 def shown(view: View, worker_id: int = 1) -> RenderResult:

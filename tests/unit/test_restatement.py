@@ -24,7 +24,7 @@ from streams.errors import BadRecord
 from streams.kafka.records import decode_batch, encode_batch
 from streams.settings import Settings
 from streams.tables.index_reducer import IndexReducer
-from streams.tables.records import PARKED_PREFIX
+from streams.tables.records import CHUNK_KEY
 from streams.tables.reducer import SourceRecord
 from streams.topics import topics
 from tests.helpers.holdings import (
@@ -240,7 +240,7 @@ def test_a_chunk_too_large_for_the_changelog_is_refused(n_blocks: int, fits: boo
     if fits:
         reducer.apply(record, decoded)
         assert [(key[:1], value) for changes in reducer.take_changes().values() for key, value in changes][1:] == [
-            (PARKED_PREFIX, raw)
+            (CHUNK_KEY.prefix, raw)
         ]
     else:
         with pytest.raises(BadRecord) as caught:

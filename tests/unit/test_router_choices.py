@@ -36,7 +36,7 @@ from streams.router_api.deciding.router import Router
 from streams.router_api.messages.answer_json import answer_json
 from streams.router_api.messages.requests import UNFILTERED, BookRequest, parse_route, parse_route_query, worker_filter
 from streams.settings import Settings
-from streams.tables.records import encode_progress, progress_key
+from streams.tables.records import PROGRESS_KEY, encode_progress
 from tests.helpers.api import PATIENCE_S, TOKENS, packed
 from tests.helpers.routers import ask, router_of
 from tests.helpers.views import BLOCK_SIZE, hold, rank, register, report
@@ -398,7 +398,7 @@ def spoil(router: Router, worker_id: int, health: Health) -> None:
     """The worker's rank gets another health, as if it had lost a batch or had blocks that are not indexed."""
     (progress,) = router.view.index.progress_of(WorkerId(worker_id))
     changed = replace(progress, health=health, sequence=progress.sequence + 1)
-    router.view.fold_index(progress_key(rank(worker_id)), encode_progress(changed))
+    router.view.fold_index(PROGRESS_KEY.pack(rank(worker_id)), encode_progress(changed))
 
 
 def modes_of(answer: dict[str, Any]) -> tuple[Any, ...]:
@@ -495,7 +495,7 @@ def holding(router: Router, worker_id: int, tokens: Sequence[int]) -> None:
     hold(router.view, rank(worker_id), local)
     (progress,) = router.view.index.progress_of(WorkerId(worker_id))
     changed = replace(progress, n_blocks=len(local), sequence=progress.sequence + 1)
-    router.view.fold_index(progress_key(rank(worker_id)), encode_progress(changed))
+    router.view.fold_index(PROGRESS_KEY.pack(rank(worker_id)), encode_progress(changed))
 
 
 def route_prompts(router: Router, n: int, first: int = 0, **fields: Any) -> None:

@@ -24,14 +24,14 @@ from streams.router_api.messages.answer_json import answer_json
 from streams.router_api.messages.requests import RouteRequest, parse_route_query
 from streams.settings import Settings
 from streams.tables.records import (
+    PARTITION_KEY,
+    PROGRESS_KEY,
+    RUN_KEY,
     PartitionRecord,
     SourceProgress,
     encode_partition,
     encode_progress,
     encode_run,
-    partition_key,
-    progress_key,
-    run_key,
 )
 from tests.helpers.api import TOKENS, packed
 from tests.helpers.routers import CHAIN, DEAD, LABELS, LOCAL, PLACED, QUERY, hosts, label, put, router_of
@@ -44,7 +44,7 @@ def alive(router: Router, worker_id: int, behind_ms: int = 0) -> None:
     partition = partition_of(WorkerId(worker_id), Settings().partitions)
     source = SourceProgress("t", "id", 0, 0, 1, behind_ms)
     record = PartitionRecord(partition, 0, "test", (source,))
-    router.view.fold_index(partition_key(partition), encode_partition(record))
+    router.view.fold_index(PARTITION_KEY.pack(partition), encode_partition(record))
     caught_up(router.view, partition)
 
 
@@ -97,7 +97,7 @@ def test_what_was_looked_up_too_long_ago_is_looked_up_again(monkeypatch: pytest.
     monkeypatch.setattr(router.view, "_now_ms", lambda: now_ms)
     prepared = router.prepare(msgspec.convert({"token_ids": TOKENS, "update_states": False}, RouteRequest))
     for run in runs_of_chain(rank(1), LOCAL):
-        router.view.fold_index(run_key(run.key), None)
+        router.view.fold_index(RUN_KEY.pack(run.key), None)
     assert answer_json(router.try_book(prepared))["overlap_blocks"] == len(LOCAL)
     monkeypatch.setattr(router.view, "_now_ms", lambda: now_ms + 101)
     assert answer_json(router.try_book(prepared))["overlap_blocks"] == 0
@@ -124,10 +124,10 @@ def test_pooled_blocks_are_exact_once_they_are_folded_up_to_where_their_rank_is(
     (progress,) = router.view.index.progress_of(WorkerId(1))
     behind = replace(progress, feed=FeedState.CATCHING_UP, sequence=progress.sequence + 1)
     for state in (behind, replace(behind, feed=FeedState.LIVE)):
-        router.view.fold_index(progress_key(rank(1)), encode_progress(state))
+        router.view.fold_index(PROGRESS_KEY.pack(rank(1)), encode_progress(state))
     partition = partition_of(WorkerId(1), Settings().partitions)
     record = encode_partition(PartitionRecord(partition, 0, "test", ()))
-    router.view.fold_index(partition_key(partition), record)
+    router.view.fold_index(PARTITION_KEY.pack(partition), record)
     assert ask(router)["degraded_because"] == "pooled_rank_unknown"
     caught_up(router.view, partition)
     assert ask(router)["mode"] == "exact"
@@ -201,7 +201,7 @@ def test_of_ranks_that_hold_the_whole_request_one_whose_labels_match_wins() -> N
     label(router, 2, 0, 4)
     label(router, 3, 0, 4)
     mostly = run_of(LOCAL, rank(4), 0, 4, moe=dict.fromkeys(range(3), LABELS))
-    router.view.fold_index(run_key(mostly.key), encode_run(mostly))
+    router.view.fold_index(RUN_KEY.pack(mostly.key), encode_run(mostly))
     query = {"moe_query": QUERY}
     assert {ask(router, query)["worker_id"] for _ in range(40)} == {2, 3}
     assert {ask(router, {**query, "moe_score_weight": 0.0})["worker_id"] for _ in range(80)} == {1, 2, 3, 4}
@@ -308,7 +308,7 @@ def test_a_labelled_rank_that_restarts_matches_nothing_any_more() -> None:
     hold(router.view, rank(1), LOCAL)
     progress = router.view.index.progress_of(WorkerId(1))[0]
     later = replace(progress, epoch=progress.epoch._replace(generation=1))
-    router.view.fold_index(progress_key(rank(1)), encode_progress(later))
+    router.view.fold_index(PROGRESS_KEY.pack(rank(1)), encode_progress(later))
     assert terms(ask(router, {"moe_query": QUERY}))[1][:3] == (0, 0, 0)
 
 
@@ -351,7 +351,7 @@ def test_an_answer_is_no_better_than_the_rank_that_pooled_the_blocks(
     put(router, 1, 2, owner=2)
     hosts(router, 1, 2)
     progress = router.view.index.progress_of(WorkerId(2))[0]
-    router.view.fold_index(progress_key(rank(2)), encode_progress(replace(progress, health=health, feed=feed)))
+    router.view.fold_index(PROGRESS_KEY.pack(rank(2)), encode_progress(replace(progress, health=health, feed=feed)))
     answer = ask(router, allowed_worker_ids=[1])
     assert answer["chosen_mode"] == mode
     assert answer.get("chosen_degraded_because") == ("pooled_rank_unknown" if mode == "degraded" else None)
@@ -388,7 +388,7 @@ def test_labels_that_find_no_room_are_doubted_and_filter_nobody(
     def tell(worker_id: int, *, labelled: bool = True, ends: bool = False) -> None:
         moe = dict.fromkeys(range(4), LABELS) if labelled else {}
         run = run_of(LOCAL, rank(worker_id), 0, 4, moe=moe)
-        record = (run_key(run.key), None if ends else encode_run(run))
+        record = (RUN_KEY.pack(run.key), None if ends else encode_run(run))
         if in_batches:
             assert router.view.fold_index_batch([record]) == []
         else:
@@ -442,9 +442,9 @@ def test_a_rank_that_is_forgotten_or_restarts_lacks_no_labels(monkeypatch: pytes
     assert ask(router, {"moe_query": QUERY})["degraded_because"] == "labels_over_capacity"
     progress = router.view.index.progress_of(WorkerId(2))[0]
     later = replace(progress, epoch=progress.epoch._replace(generation=1))
-    router.view.fold_index(progress_key(rank(2)), encode_progress(later))
+    router.view.fold_index(PROGRESS_KEY.pack(rank(2)), encode_progress(later))
     number = partition_of(WorkerId(2), router.settings.partitions)
-    router.view.fold_index(partition_key(number), encode_partition(PartitionRecord(number, 0, "test", ())))
+    router.view.fold_index(PARTITION_KEY.pack(number), encode_partition(PartitionRecord(number, 0, "test", ())))
     assert ask(router, {"moe_query": QUERY})["mode"] == "exact"
 
 

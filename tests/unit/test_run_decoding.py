@@ -33,15 +33,14 @@ from streams.router_api.knowledge.view import View
 from streams.settings import Settings
 from streams.tables.kernels.runs import OTHER, decode_records
 from streams.tables.records import (
+    PARTITION_KEY,
+    PROGRESS_KEY,
+    RUN_KEY,
     PartitionRecord,
     decode_run,
     encode_partition,
     encode_progress,
     encode_run,
-    parse_run_key,
-    partition_key,
-    progress_key,
-    run_key,
 )
 from streams.tables.run_decoding import decode, decode_runs, join, labels_of
 from tests.helpers.holdings import batch, names, stored, u64
@@ -131,7 +130,7 @@ def agree(records: list[Record]) -> None:
     for at, (key, value) in enumerate(records):
         if value is None:
             try:
-                expected = parse_run_key(key)
+                expected = RUN_KEY.parse(key)
             except BadRecord:
                 assert at in others
             else:
@@ -162,14 +161,14 @@ def labelled_blocks(run: Run) -> list[tuple[int, MoeLabels]]:
 @given(runs=st.lists(any_run(), max_size=8), data=st.data())
 def test_every_run_that_is_encoded_is_decoded(runs: list[Run], data: st.DataObject) -> None:
     """The runs are mixed with tombstones and records of other kinds, and have MoE labels."""
-    records: list[Record] = [(run_key(run.key), encode_run(run)) for run in runs]
+    records: list[Record] = [(RUN_KEY.pack(run.key), encode_run(run)) for run in runs]
     for _ in range(data.draw(st.integers(0, 3))):
         at = data.draw(st.integers(0, len(records)))
         strange = [(ROOT_KEY, None), (b"", None), (b"", b""), (ROOT_KEY, b""), (b"P" * 22, None), (b"R", b"\xc3\x01")]
         records.insert(at, data.draw(st.sampled_from(strange)))
     agree(records)
     for at, run in zip(range(len(runs)), runs, strict=True):
-        columns, others = decode_runs([(run_key(run.key), encode_run(run))])
+        columns, others = decode_runs([(RUN_KEY.pack(run.key), encode_run(run))])
         assert not others, at
         same(columns, 0, run)
 
@@ -179,7 +178,7 @@ def test_every_run_that_is_encoded_is_decoded(runs: list[Run], data: st.DataObje
 def test_a_record_that_was_tampered_with_is_judged_as_decode_run_does(run: Run, seed: int) -> None:
     """Value and key are cut, or have bytes flipped, inserted, removed or repeated."""
     rng = random.Random(seed)
-    key, value = run_key(run.key), encode_run(run)
+    key, value = RUN_KEY.pack(run.key), encode_run(run)
     records: list[Record] = [(key, value)]
     for _ in range(60):
         raw = bytearray(rng.choice((value, value, value, key)))
@@ -284,7 +283,7 @@ def test_values_that_no_writer_produces_are_left_to_decode_run(value: bytes) -> 
 @example(run=slow(ROOT_KEY, datum()) or pytest.fail("a plain datum is refused"))
 def test_no_record_is_read_beyond_its_end(run: Run) -> None:
     """A record that is cut anywhere is refused, even if the missing bytes follow it as the next record's key."""
-    key, value = run_key(run.key), encode_run(run)
+    key, value = RUN_KEY.pack(run.key), encode_run(run)
     for cut in range(len(value)):
         columns, others = decode_runs([(key, value[:cut]), (value[cut:], b"")])
         assert others == [0, 1] and columns.present.tolist() == [OTHER, OTHER]
@@ -298,7 +297,7 @@ def test_no_record_is_read_beyond_its_end(run: Run) -> None:
 def test_no_byte_after_the_buffer_is_read(run: Run, seed: int) -> None:
     """A protected page follows the buffer: a load beyond the end would crash this process."""
     rng = random.Random(seed)
-    key, value = run_key(run.key), encode_run(run)
+    key, value = RUN_KEY.pack(run.key), encode_run(run)
     with guarded(2 * mmap.PAGESIZE) as put:
         for _ in range(40):
             raw = bytearray(value[: rng.randint(0, len(value))])
@@ -422,15 +421,15 @@ def test_a_rank_over_the_index_capacity_is_degraded_until_its_next_epoch(
 
     def progress(rank: RankId, epoch: int) -> Record:
         state = Progress(rank, Epoch(Incarnation(epoch), 0), 0, 0, Health.EXACT, "m", 16)
-        return progress_key(rank), encode_progress(state)
+        return PROGRESS_KEY.pack(rank), encode_progress(state)
 
     def run(rank: RankId, block: int) -> Record:
         (key,), (value,) = _run_of(rank, block)
         assert value is not None
-        return run_key(key), encode_run(value)
+        return RUN_KEY.pack(key), encode_run(value)
 
     def partition(number: int) -> Record:
-        return partition_key(number), encode_partition(PartitionRecord(number, 0, "o", ()))
+        return PARTITION_KEY.pack(number), encode_partition(PartitionRecord(number, 0, "o", ()))
 
     records = [progress(well, 1), progress(full, 1), run(well, 1), *(run(full, block) for block in range(2, 600))]
     partitions = [partition(number) for number in range(Settings().partitions)]
@@ -483,14 +482,14 @@ def test_no_answer_is_exact_while_the_transaction_is_folded_that_makes_its_rank_
 
     def progress(feed: FeedState) -> Record:
         state = Progress(rank, Epoch(Incarnation(1), 0), 0, 0, Health.EXACT, "m", 16, feed=feed)
-        return progress_key(rank), encode_progress(state)
+        return PROGRESS_KEY.pack(rank), encode_progress(state)
 
-    owner = partition_key(number), encode_partition(PartitionRecord(number, 0, "o", ()))
+    owner = PARTITION_KEY.pack(number), encode_partition(PartitionRecord(number, 0, "o", ()))
     runs: list[Record] = []
     for block in range(2, n_runs + 2):
         (key,), (value,) = _run_of(rank, block)
         assert value is not None
-        runs.append((run_key(key), encode_run(value)))
+        runs.append((RUN_KEY.pack(key), encode_run(value)))
     asked = u64(n_runs + 1)  # what the last run holds
     assert view.fold_index_batch([progress(FeedState.CATCHING_UP), owner]) == []
     view.note_ends(number, 0, {})

@@ -30,7 +30,7 @@ from streams.core.reducer.kernels.layout import EVENT_BLOCKS, EVENT_KIND
 from streams.errors import BadRecord
 from streams.kafka.records import decode_batch, encode_batch
 from streams.tables.event_decoding import EventRows, decode_events, rows_of
-from streams.tables.records import decode_run, encode_run, run_key
+from streams.tables.records import RUN_KEY, decode_run, encode_run
 from streams.tables.run_table import RunTable
 from tests.helpers.holdings import RANK, batch, names, stored, u64
 from tests.helpers.invariants import check, members_of, table_members
@@ -56,7 +56,7 @@ def folded(records: Records, changes: Iterable[tuple[bytes, bytes | None]]) -> N
 
 def plain_changes(holdings: PlainHoldings, tombstones_max: int = ALL) -> list[tuple[bytes, bytes | None]]:
     return [
-        (run_key(key), None if run is None else encode_run(run))
+        (RUN_KEY.pack(key), None if run is None else encode_run(run))
         for key, run in holdings.take_changes(tombstones_max).runs
     ]
 
@@ -312,7 +312,7 @@ def test_both_stores_agree_on_restated_runs() -> None:
         table.restate(RANK, [run])
         plain.restate(RANK, [run])
         assert set(table_members(table)) == set(plain.members()), n
-    written = [(run_key(key), encode_run(run)) for key, run in plain.take_changes(ALL) if run is not None]
+    written = [(RUN_KEY.pack(key), encode_run(run)) for key, run in plain.take_changes(ALL) if run is not None]
     assert {key: value for key, value in table.take_changes(ALL) if value is not None} == dict(written)
 
 

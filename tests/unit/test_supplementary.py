@@ -24,7 +24,7 @@ from streams.cxl.records import BlockKey, BlockRow, Placement, block_key, encode
 from streams.kafka.records import encode_worker
 from streams.router_api.knowledge.view import View
 from streams.settings import Settings
-from streams.tables.records import encode_progress, encode_run, progress_key, run_key
+from streams.tables.records import PROGRESS_KEY, RUN_KEY, encode_progress, encode_run
 from tests.helpers.runs import FIRST, run_of
 from tests.helpers.views import rank
 
@@ -94,7 +94,7 @@ class History:
             tier=rng.choice([Tier.DEVICE, Tier.HOST]),
             moe=moe if rng.random() < 0.6 else None,
         )
-        self._fold(run_key(run.key), encode_run(run))
+        self._fold(RUN_KEY.pack(run.key), encode_run(run))
         if epoch >= now:
             self._enter(of, epoch)
             self.runs[run.key] = run
@@ -102,19 +102,19 @@ class History:
     def end_run(self) -> None:
         if self.runs:
             key = self.rng.choice(sorted(self.runs))
-            self._fold(run_key(key), None)
+            self._fold(RUN_KEY.pack(key), None)
             del self.runs[key]
 
     def new_epoch(self) -> None:
         of = self.rank()
         epoch = Epoch(Incarnation(1), self.epochs.get(of, FIRST).generation + 1)
         told = Progress(of, epoch, 0, health=Health.EXACT, model="m", block_size=16)
-        self._fold(progress_key(of), encode_progress(told))
+        self._fold(PROGRESS_KEY.pack(of), encode_progress(told))
         self._enter(of, epoch)
 
     def forget(self) -> None:
         of = self.rank()
-        self._fold(progress_key(of), None)
+        self._fold(PROGRESS_KEY.pack(of), None)
         self.epochs.pop(of, None)
         self.runs = {key: run for key, run in self.runs.items() if key.rank != of}
 
@@ -259,7 +259,7 @@ def pooled() -> View:
 
 def hold(view: View, worker_id: int, first: int, last: int) -> None:
     run = run_of(CHAIN, rank(worker_id), first, last)
-    view.fold_index(run_key(run.key), encode_run(run))
+    view.fold_index(RUN_KEY.pack(run.key), encode_run(run))
 
 
 def test_the_prefix_goes_over_own_blocks_and_pooled_ones_to_the_first_hole(pooled: View) -> None:
@@ -317,11 +317,11 @@ def test_a_forgotten_rank_that_comes_again_in_a_smaller_epoch_has_its_labels() -
     view = View(Settings(), lambda: 0)
     register(view, 1)
     first = run_of(CHAIN, rank(1), 0, 1, epoch=Epoch(Incarnation(5), 1), moe={0: LABELS[0]})
-    view.fold_index(run_key(first.key), encode_run(first))
-    view.fold_index(run_key(first.key), None)
-    view.fold_index(progress_key(rank(1)), None)
+    view.fold_index(RUN_KEY.pack(first.key), encode_run(first))
+    view.fold_index(RUN_KEY.pack(first.key), None)
+    view.fold_index(PROGRESS_KEY.pack(rank(1)), None)
     again = replace(first, epoch=FIRST)
-    view.fold_index(run_key(again.key), encode_run(again))
+    view.fold_index(RUN_KEY.pack(again.key), encode_run(again))
     scores = view.index.find_matches(CHAIN)
     supplementary = view.supplementary(sequence_hashes(CHAIN), "m", MoeSelector(2), pooled=False)
     assert supplementary is not None and supplementary.matching([rank(1)], scores) == {rank(1)}

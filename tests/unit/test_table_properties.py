@@ -21,11 +21,7 @@ from streams.errors import BadRecord
 from streams.kafka.records import encode_worker
 from streams.router_api.knowledge.view import View
 from streams.settings import Settings
-from streams.tables.records import (
-    RUN_PREFIX,
-    decode_progress,
-    decode_run,
-)
+from streams.tables.records import RUN_KEY, decode_progress, decode_run
 from tests.helpers.holdings import RANK, batch, members, names, stored, u64
 from tests.helpers.invariants import check
 from tests.helpers.plain_run_store import plain_holdings
@@ -168,7 +164,7 @@ def test_tombstones_pending_at_a_cut_are_written_by_the_next_owner(seed: int, da
         table.update(records)
     live = {key: value for key, value in table.items() if value is not None}
     for key, value in live.items():
-        if key.startswith(RUN_PREFIX):
+        if key.startswith(RUN_KEY.prefix):
             run = decode_run(key, value)
             assert run.epoch == log.states[-1].epochs[run.key.rank]
     assert state_of_holdings(recovered(dict(live))) == log.states[-1]
@@ -212,7 +208,7 @@ def test_a_run_of_a_new_incarnation_is_enough_to_end_the_old_one() -> None:
     holdings = plain_holdings()
     old = commit(holdings, [batch(0, stored(names(3), u64(1, 2, 3)))])
     new = commit(holdings, [batch(0, stored(u64(5), u64(6)), incarnation=2)])
-    run = [record for record in new if record[0].startswith(RUN_PREFIX) and record[1] is not None]
+    run = [record for record in new if record[0].startswith(RUN_KEY.prefix) and record[1] is not None]
     view = folded(old + run)
     assert state_of_view(view) == State({(RANK, Tier.DEVICE, 6)}, {RANK: Epoch(Incarnation(2), 0)})
 

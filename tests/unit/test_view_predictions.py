@@ -19,13 +19,7 @@ from streams.kafka.clients import partition_of
 from streams.kafka.records import PULSES, encode_metrics
 from streams.lab.engines.held_chains import FIRST_EPOCH
 from streams.router_api.knowledge import engine_reports, rank_trust
-from streams.tables.records import (
-    PartitionRecord,
-    encode_partition,
-    encode_progress,
-    partition_key,
-    progress_key,
-)
+from streams.tables.records import PARTITION_KEY, PROGRESS_KEY, PartitionRecord, encode_partition, encode_progress
 from tests.helpers.views import (
     BLOCK_SIZE,
     LOCAL,
@@ -187,9 +181,9 @@ def test_eligible_ranks_follow_every_change(clock: Clock) -> None:
     register(view, 2, dp_size=2)
     assert view.fleet.eligible(worker_filter) == (rank(1), rank(2), rank(2, 1))
     silent = Progress(rank(2), Epoch(Incarnation(1), 0), 0, health=Health.EXACT, model="m", block_size=16, silent=True)
-    view.fold_index(progress_key(rank(2)), encode_progress(silent))
+    view.fold_index(PROGRESS_KEY.pack(rank(2)), encode_progress(silent))
     assert view.fleet.eligible(worker_filter) == (rank(1), rank(2, 1))
-    view.fold_index(progress_key(rank(2)), encode_progress(replace(silent, silent=False, sequence=1)))
+    view.fold_index(PROGRESS_KEY.pack(rank(2)), encode_progress(replace(silent, silent=False, sequence=1)))
     assert view.fleet.eligible(worker_filter) == (rank(1), rank(2), rank(2, 1))
     view.fold_worker(b"2", None)
     assert view.fleet.eligible(worker_filter) == (rank(1),)
@@ -208,7 +202,7 @@ def test_the_renewal_of_a_lease_changes_no_list_of_ranks(clock: Clock) -> None:
     register(view, 1, lease=lease)
     hold(view, rank(1), LOCAL)
     leased = Progress(rank(1), Epoch(Incarnation(1), 0), 1, health=Health.EXACT, model="m", lease_ms=6000)
-    view.fold_index(progress_key(rank(1)), encode_progress(leased))
+    view.fold_index(PROGRESS_KEY.pack(rank(1)), encode_progress(leased))
     view.fold_report(PULSES.keys.pack("a"), PULSES.encode(BridgePulse("a", 1)))
     found = view.fleet.eligible(WorkerFilter("m"))
     assert (found, view.assess(found).mode) == ((rank(1),), AnswerMode.EXACT)
@@ -271,7 +265,7 @@ def test_an_overlap_that_was_read_while_a_bridge_was_silent_is_not_exact(clock: 
     view = view_of(clock)
     hold(view, rank(1), LOCAL)
     leased = Progress(rank(1), FIRST_EPOCH, 1, health=Health.EXACT, model="m", lease_ms=6000)
-    view.fold_index(progress_key(rank(1)), encode_progress(leased))
+    view.fold_index(PROGRESS_KEY.pack(rank(1)), encode_progress(leased))
     basis = view.snapshot()
     assert view.assess([rank(1)], before=basis).mode is AnswerMode.EXACT
     before = basis._replace(bridge_silent=frozenset({WorkerId(1)}))
@@ -290,8 +284,8 @@ def test_the_cache_of_partitions_has_a_limit(clock: Clock, monkeypatch: pytest.M
     assert len(view.trust._ranks._partition_of) <= 2
     silent = next(n for n in range(6, 100) if partition_of(n, 8) not in {partition_of(n, 8) for n in range(1, 6)})
     progress = Progress(rank(silent), Epoch(Incarnation(1), 0), 0)
-    view.fold_index(progress_key(rank(silent)), encode_progress(progress))
+    view.fold_index(PROGRESS_KEY.pack(rank(silent)), encode_progress(progress))
     number = partition_of(silent, 8)
     record = encode_partition(PartitionRecord(number, 0, "test", ()))
-    view.fold_index(partition_key(number), record, live=False)
+    view.fold_index(PARTITION_KEY.pack(number), record, live=False)
     assert view.assess([*ranks, rank(silent)]).reason is DegradedReason.OWNER_SILENT

@@ -30,16 +30,14 @@ from streams.router_api.knowledge.supplementary_facts import SupplementaryFacts
 from streams.router_api.knowledge.trust_tracker import TrustTracker
 from streams.settings import ScopeSettings
 from streams.tables.records import (
-    PARKED_PREFIX,
-    PARTITION_PREFIX,
-    PROGRESS_PREFIX,
-    RUN_PREFIX,
+    CHUNK_KEY,
+    PARTITION_KEY,
+    PROGRESS_KEY,
+    RUN_KEY,
     decode_partition,
     decode_progress,
     decode_run,
     encode_run,
-    parse_progress_key,
-    parse_run_key,
 )
 from streams.tables.run_decoding import decode_runs, labels_of
 from streams.warming import ROUTER, warm
@@ -135,22 +133,22 @@ class IndexView:
 
     def _fold_other(self, key: bytes, value: bytes | None, received_ms: int | None) -> None:
         """Fold a record that is not decoded as columns. Raises BadRecord; nothing is changed then."""
-        if key.startswith(RUN_PREFIX):
+        if key.startswith(RUN_KEY.prefix):
             # Only a foreign writer's value is left to decode_run. Once it is encoded again, it becomes a column.
-            parse_run_key(key)
+            RUN_KEY.parse(key)
             run = [(key, None if value is None else encode_run(decode_run(key, value)))]
             columns, _ = decode_runs(run)
             self._fold_runs(columns, 0, 1, run, bool(columns.labelled.any()))
-        elif key.startswith(PROGRESS_PREFIX):
-            rank = parse_progress_key(key)
+        elif key.startswith(PROGRESS_KEY.prefix):
+            rank = PROGRESS_KEY.parse(key)
             progress = None if value is None else decode_progress(key, value)
             with self._lock:
                 self._fold_progress(rank, progress)
                 self.changes += 1
-        elif key.startswith(PARTITION_PREFIX):
+        elif key.startswith(PARTITION_KEY.prefix):
             if value is not None:
                 self._trust.note_partition(decode_partition(key, value), received_ms)
-        elif not key.startswith(PARKED_PREFIX):  # parked chunks become runs when their restatement is complete
+        elif not key.startswith(CHUNK_KEY.prefix):  # parked chunks become runs when their restatement is complete
             raise BadRecord("bad_key", f"{key.hex()} is not a valid key of the index")
 
     def _fold_runs(

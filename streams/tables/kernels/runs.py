@@ -35,9 +35,9 @@ from streams.core.reducer.kernels.changes import add_stale, adopt_run, next_stal
 from streams.core.reducer.kernels.spans import capacity_of, locals_at, run_at
 from streams.core.runs import RUN_BLOCKS_MAX
 from streams.tables.kernels.avro import HEADER_BYTES, read_long, store_byte, write_long
-from streams.tables.records import RUN_PREFIX
+from streams.tables.records import RUN_KEY
 
-_PREFIX = RUN_PREFIX[0]
+_PREFIX = RUN_KEY.prefix[0]
 KEY_BYTES = 22
 _TIER_MAX = max(Tier)
 _HASHES_BYTES_MAX = RUN_BLOCKS_MAX * 8
