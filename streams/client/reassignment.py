@@ -7,11 +7,11 @@ must not: the decisions (migration), and the engines' answers (engine, frontend.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from streams.client.booking import Booking
 from streams.client.migration import NoWorkerLeft, WorkerChosen
-from streams.client.reach import reach_of
 from streams.errors import AllWorkersBusy, KvStreamsError, NotReady, Overloaded, RouterUnavailable
 
 #: Pause before routers are asked again for another worker.
@@ -44,5 +44,18 @@ async def choose_worker(
         await asyncio.sleep(ROUTE_PAUSE_S)
     if booking.worker_id == failed or booking.url is None:  # a router that does not reassign bookings
         return NoWorkerLeft(loop.time())
-    reach = reach_of(booking.answer)
-    return WorkerChosen(loop.time(), booking.worker_id, reach.own_tokens + reach.pooled_tokens, reach.pooled_tokens)
+    own_tokens, pooled_tokens = _reach(booking.answer)
+    return WorkerChosen(loop.time(), booking.worker_id, own_tokens + pooled_tokens, pooled_tokens)
+
+
+def _reach(answer: Mapping[str, Any]) -> tuple[int, int]:
+    """Return how many leading tokens the chosen rank has in its own memory, and how many follow them in CXL pools.
+
+    Both are 0 where the answer does not say, as that of an older router.
+    """
+    chosen = answer["worker_id"], answer["dp_rank"]
+    block_size = answer.get("block_size", 0)
+    for terms in answer.get("candidates", ()):
+        if (terms["worker_id"], terms["dp_rank"]) == chosen:
+            return terms["scores"] * block_size, terms["cxl_accessible_scores"] * block_size
+    return 0, 0

@@ -17,7 +17,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Protocol
 
 from confluent_kafka import KafkaError, KafkaException
 
@@ -91,10 +90,8 @@ class KafkaOutage:
 Ask = Callable[[], str | None]
 
 
-class Held(Protocol):
-    """A place where a line can be logged later: a logger's or a handler's bound method."""
-
-    def __call__(self, record: logging.LogRecord, /) -> object: ...
+#: Logs a line later: a logger's or a handler's bound method.
+Held = Callable[[logging.LogRecord], object]
 
 
 class KafkaWatch:
