@@ -13,6 +13,13 @@ its own. Exits 1 if the bridge did not publish every batch.
 With `--stages`, the bridge runs with clocks around its parts, and the report divides the time from event to record:
 until the bridge has taken the batch from its socket, until it has handed the record to Kafka's client, and until the
 broker has appended it. It does so for all batches, and for the slowest hundredth. The clocks cost processor time.
+
+Measured with the second ways of decoding and of encoding, by turns on a busy machine, where all figures are up to twice
+those of the README. A kernel that made arrays of lists of tokens saved 0.5 us per block in batches of 128, which is 6 %
+of a core at 1,000 such batches per second; it is removed. streams.kafka.event_encoding saves 26 us per batch of four
+blocks, 3 % of a core at 1,000 batches per second. Without it and without the kernel, a bridge with 4,000 batches per
+second is near a whole core (0.97 and 0.98 instead of 0.90 and 0.89), and the p50 from event to record is 158 and 92 ms
+instead of 28 and 36; so it stays.
 """
 
 from __future__ import annotations
