@@ -56,13 +56,13 @@ class DoctorReport:
 
 def as_text(findings: Sequence[Finding]) -> str:
     """Findings for people: one line for the problem and one for the remedy; "" without findings."""
-    return "".join(f"{each.subject}: {each.problem}\n    {each.remedy}\n" for each in findings)
+    return "".join(f"{finding.subject}: {finding.problem}\n    {finding.remedy}\n" for finding in findings)
 
 
 def as_json(report: DoctorReport) -> dict[str, Any]:
     """The JSON of `--json`."""
     return {
-        "findings": [asdict(each) for each in report.findings],
+        "findings": [asdict(finding) for finding in report.findings],
         "groups": list(report.groups),
         "versions": dict(sorted(report.versions.items())),
     }

@@ -135,8 +135,8 @@ def _read_topics(settings: ScopeSettings, specs: tuple[TopicSpec, ...]) -> Topic
         for spec in specs:
             try:
                 states |= describe_topics(settings, [spec])
-            except KafkaRefused as each:
-                refused[spec.name] = each.message
+            except KafkaRefused as refusal:
+                refused[spec.name] = refusal.message
     client = admin(settings)
     existing = [name for name, state in states.items() if state is not None]
     without_leader, out_of_sync = _partitions(client, existing)
@@ -158,11 +158,11 @@ def _partitions(client: AdminClient, names: list[str]) -> tuple[tuple[str, ...],
     if names:
         described = client.describe_topics(TopicCollection(names), request_timeout=ANSWER_TIMEOUT_S)
         for name, future in described.items():
-            for each in future.result(ANSWER_TIMEOUT_S + _SLACK_S).partitions:
-                if each.leader is None or each.leader.id < 0:
-                    without_leader.append(f"{name} [{each.id}]")
-                elif len(each.isr) < len(each.replicas):
-                    out_of_sync.append(f"{name} [{each.id}]")
+            for partition in future.result(ANSWER_TIMEOUT_S + _SLACK_S).partitions:
+                if partition.leader is None or partition.leader.id < 0:
+                    without_leader.append(f"{name} [{partition.id}]")
+                elif len(partition.isr) < len(partition.replicas):
+                    out_of_sync.append(f"{name} [{partition.id}]")
     return tuple(sorted(without_leader)), tuple(sorted(out_of_sync))
 
 
@@ -173,7 +173,7 @@ def _other_prefixes(settings: ScopeSettings, names: Iterable[str]) -> tuple[str,
     prefixes = {name.removesuffix(plain.kv_events.name) for name in known if name.endswith(plain.kv_events.name)}
     complete = {prefix for prefix in prefixes if f"{prefix}{plain.workers.name}" in known}
     others = sorted(complete - {settings.topic_prefix})
-    return tuple(sorted(others, key=lambda each: -SequenceMatcher(None, each, settings.topic_prefix).ratio()))
+    return tuple(sorted(others, key=lambda prefix: -SequenceMatcher(None, prefix, settings.topic_prefix).ratio()))
 
 
 # -- logs --------------------------------------------------------------------------------------------------------------
@@ -249,25 +249,29 @@ class _Watch:
         recent_ms = time.time_ns() // 1_000_000 - DEAD_LETTERS_RECENT_MS
         first = _offsets(client, where, OffsetSpec.earliest())  # type: ignore[no-untyped-call]
         self._ends = _offsets(client, where, OffsetSpec.latest())  # type: ignore[no-untyped-call]
-        letters = [each for each in where if each[0] == names.dead_letters.name]
+        letters = [partition for partition in where if partition[0] == names.dead_letters.name]
         recent = _offsets(client, letters, OffsetSpec.for_timestamp(recent_ms))
         starts: dict[tuple[str, int], int] = {}
-        for each in where:
-            low, high = first[each], self._ends[each]
-            if each[0] == names.workers.name:
-                starts[each] = low
-            elif each[0] == names.index_changelog.name:
-                starts[each] = max(low, high - TAIL_RECORDS)
-            elif each[0] == names.dead_letters.name:
-                since = recent[each] if recent[each] >= 0 else high  # -1: no record is that recent
-                starts[each] = max(low, since, high - DEAD_LETTERS_READ_MAX)
+        for partition in where:
+            low, high = first[partition], self._ends[partition]
+            if partition[0] == names.workers.name:
+                starts[partition] = low
+            elif partition[0] == names.index_changelog.name:
+                starts[partition] = max(low, high - TAIL_RECORDS)
+            elif partition[0] == names.dead_letters.name:
+                since = recent[partition] if recent[partition] >= 0 else high  # -1: no record is that recent
+                starts[partition] = max(low, since, high - DEAD_LETTERS_READ_MAX)
             else:
-                starts[each] = high
+                starts[partition] = high
         return starts
 
     def _limit_s(self) -> float:
         """How long the watch lasts at most: as long as it takes until silence is certain."""
-        leases = [each.worker.lease.lease_ms / 1000 for each in self._seen.workers.values() if each.worker.lease]
+        leases = [
+            registration.worker.lease.lease_ms / 1000
+            for registration in self._seen.workers.values()
+            if registration.worker.lease
+        ]
         return max(self._settings.stale_after_ms / 1000, *leases, 0.0) + WATCH_MARGIN_S
 
     def _all_heard(self) -> bool:
@@ -275,11 +279,13 @@ class _Watch:
         seen = self._seen
         changelog = self._existing.get(self._names.index_changelog.name)
         partitions = range(0 if changelog is None else changelog.partitions)
-        if not all(any(each.live for each in seen.owners.get(number, ())) for number in partitions):
+        if not all(any(record.live for record in seen.owners.get(number, ())) for number in partitions):
             return False
-        leased = [each for each in seen.workers.values() if each.worker.lease is not None]
-        bridges = {each.worker.lease.bridge for each in leased if each.worker.lease is not None}
-        return all(each.renewed_after_s is not None for each in leased) and bridges <= seen.pulses.keys()
+        leased = [registration for registration in seen.workers.values() if registration.worker.lease is not None]
+        bridges = {registration.worker.lease.bridge for registration in leased if registration.worker.lease is not None}
+        return (
+            all(registration.renewed_after_s is not None for registration in leased) and bridges <= seen.pulses.keys()
+        )
 
     def _result(self, watched_s: float) -> LogsSeen:
         seen = self._seen
@@ -383,11 +389,11 @@ def _offsets(client: AdminClient, where: list[tuple[str, int]], spec: OffsetSpec
     if not where:
         return {}
     listed = client.list_offsets(
-        {TopicPartition(*each): spec for each in where},
+        {TopicPartition(*partition): spec for partition in where},
         isolation_level=IsolationLevel.READ_UNCOMMITTED,
         request_timeout=ANSWER_TIMEOUT_S,
     )
     return {
-        (each.topic, each.partition): future.result(ANSWER_TIMEOUT_S + _SLACK_S).offset
-        for each, future in listed.items()
+        (partition.topic, partition.partition): future.result(ANSWER_TIMEOUT_S + _SLACK_S).offset
+        for partition, future in listed.items()
     }

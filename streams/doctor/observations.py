@@ -152,12 +152,12 @@ class PageSeen:
 
     def total(self, name: str) -> float | None:
         """The sum of all samples of this name, None if the page has none."""
-        found = [number for each, _, number in self.samples if each == name]
-        return sum(found) if found else None
+        numbers = [number for sample_name, _, number in self.samples if sample_name == name]
+        return sum(numbers) if numbers else None
 
     def label(self, name: str, label: str) -> str | None:
         """The label of the first sample of this name, None if the page has none."""
-        return next((labels.get(label) for each, labels, _ in self.samples if each == name), None)
+        return next((labels.get(label) for sample_name, labels, _ in self.samples if sample_name == name), None)
 
 
 @dataclass(frozen=True, slots=True)

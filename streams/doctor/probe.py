@@ -146,14 +146,14 @@ async def _matched(
     headers: Mapping[str, str],
 ) -> int | str:
     """Blocks of the prompt that a router finds on the worker, or why it does not answer."""
-    until_s, found = time.monotonic() + ROUTERS_TIMEOUT_S, 0
+    until_s, matched = time.monotonic() + ROUTERS_TIMEOUT_S, 0
     body = {"model": engine.worker.model, "token_ids": tokens}
     while True:
         answer = await call(http, f"{url.rstrip('/')}/matches", headers, body)
         if not answer.ok:
             return answer.error or f"the status of its answer is {answer.status}"
         rows = (answer.json() or {}).get("workers", [])
-        found = max((row["scores"] for row in rows if row["worker_id"] == engine.worker.worker_id), default=0)
-        if found >= n_blocks or time.monotonic() >= until_s:
-            return found
+        matched = max((row["scores"] for row in rows if row["worker_id"] == engine.worker.worker_id), default=0)
+        if matched >= n_blocks or time.monotonic() >= until_s:
+            return matched
         await asyncio.sleep(0.1)

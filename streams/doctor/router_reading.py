@@ -58,20 +58,20 @@ async def _read_router(http: aiohttp.ClientSession, url: str, headers: Mapping[s
                 return RouterSeen(url, refused=answer.status, clock=ready.clock)
             if not answer.ok:
                 return RouterSeen(url, answer.error or f"GET /{name} is answered with {answer.status}")
-        found = dict(zip(names, (answer.json() for answer in answers), strict=True))
-        if not all(isinstance(each, dict) for each in found.values()):
+        answered = dict(zip(names, (answer.json() for answer in answers), strict=True))
+        if not all(isinstance(page, dict) for page in answered.values()):
             return RouterSeen(url, "its answers are not JSON objects")
-        rounds.append(found)
+        rounds.append(answered)
     try:
         return RouterSeen(
             url,
-            in_sync=tuple(bool(each["loads"]["in_sync"]) for each in rounds),
-            workers=tuple(frozenset(row["worker_id"] for row in each["workers"]["workers"]) for each in rounds),
-            digests=tuple(_digests(each["state"]) for each in rounds),
-            degraded=tuple(_degraded(each["live"]) for each in rounds),
+            in_sync=tuple(bool(pages["loads"]["in_sync"]) for pages in rounds),
+            workers=tuple(frozenset(row["worker_id"] for row in pages["workers"]["workers"]) for pages in rounds),
+            digests=tuple(_digests(pages["state"]) for pages in rounds),
+            degraded=tuple(_degraded(pages["live"]) for pages in rounds),
             silent=tuple(
-                frozenset(row["worker_id"] for row in each["workers"]["workers"] if row["silent_dp_ranks"])
-                for each in rounds
+                frozenset(row["worker_id"] for row in pages["workers"]["workers"] if row["silent_dp_ranks"])
+                for pages in rounds
             ),
             differing=_differing(rounds[-1]["workers"]["workers"]),
             page=await read_page(http, f"{url}/metrics", headers),
@@ -92,10 +92,10 @@ def _digests(state: dict[str, Any]) -> dict[tuple[int, int], RankDigest]:
 
 
 def _differing(workers: list[dict[str, Any]]) -> dict[int, tuple[str, int]]:
-    found = {row["worker_id"]: row.get("render") or {} for row in workers}  # an earlier version has no `render`
+    renders = {row["worker_id"]: row.get("render") or {} for row in workers}  # an earlier version has no `render`
     return {
         worker_id: (RenderPart(render["part"]).words, int(render["from_token"]))
-        for worker_id, render in found.items()
+        for worker_id, render in renders.items()
         if render.get("outcome") == RenderOutcome.DIFFERS
     }
 

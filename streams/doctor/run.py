@@ -80,7 +80,7 @@ class Order:
     def groups(self) -> tuple[Group, ...]:
         """The groups that are checked, in order."""
         asked = {Group.PROBE: self.probe, Group.TOKENIZERS: bool(self.tokenizers)}
-        return tuple(each for each in Group if each not in self.skip and asked.get(each, True))
+        return tuple(group for group in Group if group not in self.skip and asked.get(group, True))
 
 
 def examine(settings: AgentSettings, order: Order) -> DoctorReport:
@@ -117,7 +117,7 @@ async def _read(settings: AgentSettings, order: Order) -> Observations:
         if Group.TOKENIZERS in groups:
             found_engines = await read_tokenizers(http, found_engines, order.tokenizers, files, key)
         if Group.PROBE in groups:
-            answering = [each.url for each in found_routers if each.workers]
+            answering = [router.url for router in found_routers if router.workers]
             found_engines = await probe_engines(http, found_engines, answering, key, token)
     models = tuple(sorted(filter(None, order.tokenizers)))
     return Observations(settings, found_kafka, found_engines, found_routers, found_pages, models)
@@ -136,7 +136,7 @@ async def _read_kafka(settings: AgentSettings, order: Order) -> KafkaSeen:
 
 def _workers(seen: KafkaSeen | None) -> list[Worker]:
     logs = None if seen is None else seen.logs
-    return [] if logs is None else [each.worker for each in logs.workers.values()]
+    return [] if logs is None else [registration.worker for registration in logs.workers.values()]
 
 
 def _bearer(token: str | None) -> Mapping[str, str]:

@@ -85,7 +85,7 @@ async def _differences(
     http: aiohttp.ClientSession, engine: EngineSeen, ours: TokensOfFiles, headers: Mapping[str, str]
 ) -> Mapping[str, str]:
     """What differs, by the name of the prompt; "" if nothing does."""
-    found: dict[str, str] = {}
+    differing: dict[str, str] = {}
     for part, tokens in ours.items():
         name = part.words
         answer = await call(
@@ -93,15 +93,15 @@ async def _differences(
         )
         theirs = _token_ids(answer.json()) if answer.ok else None
         if answer.error is not None:
-            found[name] = answer.error
+            differing[name] = answer.error
         elif answer.status in (404, 405, 501):
             return {}  # an engine without /tokenize
         elif (theirs is None) != (tokens is None):
             refuses = "the files make" if theirs is None else "the engine makes"
-            found[name] = f"only {refuses} tokens of it (the status of the engine's answer is {answer.status})"
+            differing[name] = f"only {refuses} tokens of it (the status of the engine's answer is {answer.status})"
         elif tokens is not None and theirs is not None:
-            found[name] = str(compare(tokens, theirs) or "")
-    return found
+            differing[name] = str(compare(tokens, theirs) or "")
+    return differing
 
 
 def _token_ids(answer: Any) -> list[int] | None:

@@ -46,17 +46,17 @@ def check_engines(seen: Observations) -> Iterator[Finding]:
 
 
 def _sockets(engine: EngineSeen, subject: str) -> Iterator[Finding]:
-    broken = [each for each in engine.events if each.error is not None]
-    for each in broken:
+    broken = [socket for socket in engine.events if socket.error is not None]
+    for socket in broken:
         yield Finding(
             Group.ENGINES,
             "events_unreachable",
             subject,
-            f"its events cannot be received from {each.address}: {each.error}",
+            f"its events cannot be received from {socket.address}: {socket.error}",
             "Start the engine with KV events enabled and an endpoint such as tcp://*:5557 (docs/engines.md), and check "
             f"events= in its --engine option. {_FROM_HERE}",
         )
-    if engine.events and not broken and engine.tokens_grew and not any(each.n_messages for each in engine.events):
+    if engine.events and not broken and engine.tokens_grew and not any(socket.n_messages for socket in engine.events):
         yield Finding(
             Group.ENGINES,
             "no_events",
@@ -73,13 +73,13 @@ def _sockets(engine: EngineSeen, subject: str) -> Iterator[Finding]:
             "stays `no_events_yet`",
             "Start the engine with a replay_endpoint, and add replay= to its --engine option",
         )
-    for each in engine.replays:
-        if each.error is not None:
+    for socket in engine.replays:
+        if socket.error is not None:
             yield Finding(
                 Group.ENGINES,
                 "replay_unreachable",
                 subject,
-                f"its replay socket does not answer: {each.error}",
+                f"its replay socket does not answer: {socket.error}",
                 "Check replay_endpoint of the engine and replay= of its --engine option; the ports of events and "
                 f"replay may be swapped. {_FROM_HERE}",
             )
@@ -155,22 +155,22 @@ def check_probe(seen: Observations) -> Iterator[Finding]:
                 "one, or it serves an adapter or a cache salt that the request does not name",
             )
             continue
-        for url, found in probe.matched.items():
-            if isinstance(found, str):
+        for url, matched in probe.matched.items():
+            if isinstance(matched, str):
                 yield Finding(
                     Group.PROBE,
                     "probe_unmatched",
                     f"router {url}",
-                    f"it cannot be asked for the probe prompt: {found}",
+                    f"it cannot be asked for the probe prompt: {matched}",
                     "POST /matches needs a token with the right `route`",
                 )
-            elif found < probe.n_blocks:
+            elif matched < probe.n_blocks:
                 yield Finding(
                     Group.PROBE,
                     "hash_disagreement",
                     f"router {url}",
                     f"of the {probe.n_blocks} blocks of the probe prompt that worker {engine.worker.worker_id} "
-                    f"computed, it finds {found}",
+                    f"computed, it finds {matched}",
                     "The events do not reach it, or it computes other hashes: compare block_size, Kafka, topic_prefix "
                     "and the version of kvstreams in router, worker and bridge",
                 )

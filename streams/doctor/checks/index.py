@@ -23,7 +23,9 @@ def check_owners(seen: Observations) -> Iterator[Finding]:
     changelog = seen.kafka.topics.states.get(topics(settings).index_changelog.name)
     logs, members = seen.kafka.logs, seen.kafka.members
     partitions = range(0 if changelog is None else changelog.partitions)
-    silent = [each for each in partitions if not any(record.live for record in logs.owners.get(each, ()))]
+    silent = [
+        partition for partition in partitions if not any(record.live for record in logs.owners.get(partition, ()))
+    ]
     enough = logs.watched_s >= settings.stale_after_ms / 1000
     if silent and enough and members is not None and not members:
         yield Finding(
@@ -68,7 +70,7 @@ def _silent(silent: list[int], logs: LogsSeen, settings: TableSettings, *, in_re
 def taking_turns(records: Sequence[OwnerRecord]) -> list[str]:
     """The owners of a partition, if one of them came back after another within a minute; otherwise none."""
     since_ms = records[-1].at_ms - TURNS_MS if records else 0
-    owners = [each.record.owner for each in records if each.at_ms >= since_ms]
+    owners = [record.record.owner for record in records if record.at_ms >= since_ms]
     turns = owners[:1] + [after for before, after in pairwise(owners) if after != before]
     return sorted(set(turns)) if len(turns) > len(set(turns)) else []
 
@@ -84,7 +86,7 @@ def check_lag(seen: Observations) -> Iterator[Finding]:
         if not records[-1].live:
             continue
         record = records[-1].record
-        behind_ms = max((each.behind_ms for each in record.sources if each.topic in sources), default=0)
+        behind_ms = max((source.behind_ms for source in record.sources if source.topic in sources), default=0)
         if behind_ms > settings.behind_after_ms:
             lag = "an unknown time" if behind_ms >= BEHIND_UNKNOWN_MS else f"{behind_ms / 1000:.1f} s"
             yield Finding(
@@ -95,13 +97,13 @@ def check_lag(seen: Observations) -> Iterator[Finding]:
                 "A worker that has just started catches up by itself. Otherwise add workers, or give them more "
                 "processor; `kvstreams_agent_lag_records` shows how much is left",
             )
-        for each in record.sources:
-            state = seen.kafka.topics.states.get(each.topic)
-            if state is not None and each.topic_id and each.topic_id != state.topic_id:
+        for source in record.sources:
+            state = seen.kafka.topics.states.get(source.topic)
+            if state is not None and source.topic_id and source.topic_id != state.topic_id:
                 yield Finding(
                     Group.INDEX,
                     "topic_recreated",
-                    f"topic {each.topic}",
+                    f"topic {source.topic}",
                     f"it was deleted and created again, and the owner of partition {partition} has not noticed it",
                     f"Restart the worker {record.owner}",
                 )

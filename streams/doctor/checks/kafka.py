@@ -21,10 +21,10 @@ def check_kafka(seen: Observations) -> Iterator[Finding]:
         code = "kafka_refuses" if isinstance(error, KafkaRefused) else "kafka_unreachable"
         remedy = error.remedy or "Check the brokers and their logs"
         yield Finding(Group.KAFKA, code, subject, error.message, f"{remedy}. Nothing else of Kafka was checked")
-    found = seen.kafka.topics
-    if found is None:
+    topics_seen = seen.kafka.topics
+    if topics_seen is None:
         return
-    for name, reason in found.refused.items():
+    for name, reason in topics_seen.refused.items():
         yield Finding(
             Group.KAFKA,
             "not_authorized",
@@ -32,19 +32,19 @@ def check_kafka(seen: Observations) -> Iterator[Finding]:
             f"these credentials may not read it: {reason}",
             "`kvstreams topics acls doctor --principal User:NAME` prints the ACLs that the doctor needs",
         )
-    if found.without_leader:
+    if topics_seen.without_leader:
         yield Finding(
             Group.KAFKA,
             "no_leader",
-            listed(found.without_leader),
+            listed(topics_seen.without_leader),
             "these partitions have no leader, so nothing can be read from them or written to them",
             "Start the brokers that have their replicas",
         )
-    if found.out_of_sync:
+    if topics_seen.out_of_sync:
         yield Finding(
             Group.KAFKA,
             "replicas_out_of_sync",
-            listed(found.out_of_sync),
+            listed(topics_seen.out_of_sync),
             "some replicas of these partitions are not in sync: a broker is down or slow",
             "Check the brokers. If another one fails, these partitions may stop or lose records",
         )
@@ -53,23 +53,23 @@ def check_kafka(seen: Observations) -> Iterator[Finding]:
 def check_topics(seen: Observations) -> Iterator[Finding]:
     """Every topic exists and has the partitions, replicas and settings that this version needs."""
     settings = seen.settings
-    found = None if seen.kafka is None else seen.kafka.topics
-    if found is None:
+    topics_seen = None if seen.kafka is None else seen.kafka.topics
+    if topics_seen is None:
         return
-    missing = [name for name, state in found.states.items() if state is None]
+    missing = [name for name, state in topics_seen.states.items() if state is None]
     if missing:
-        others = f" Other scopes on this Kafka: {listed(list(map(repr, found.other_prefixes)))}." * bool(
-            found.other_prefixes
+        others = f" Other scopes on this Kafka: {listed(list(map(repr, topics_seen.other_prefixes)))}." * bool(
+            topics_seen.other_prefixes
         )
         yield Finding(
             Group.TOPICS,
             "topic_missing",
             f"scope {settings.topic_prefix!r}",
-            f"{len(missing)} of {len(found.specs)} topics are missing: {listed(missing)}.{others}",
+            f"{len(missing)} of {len(topics_seen.specs)} topics are missing: {listed(missing)}.{others}",
             TOPICS_REMEDY,
         )
-    for spec in found.specs:
-        state = found.states.get(spec.name)
+    for spec in topics_seen.specs:
+        state = topics_seen.states.get(spec.name)
         if state is None:
             continue
         try:

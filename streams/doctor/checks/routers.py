@@ -31,8 +31,8 @@ def check_routers(seen: Observations) -> Iterator[Finding]:
         yield from _one(router)
         if logs is not None and router.workers:
             registered = frozenset(logs.workers)
-            missing = frozenset.intersection(*(registered - each for each in router.workers))
-            added = frozenset.intersection(*(each - registered for each in router.workers))
+            missing = frozenset.intersection(*(registered - workers for workers in router.workers))
+            added = frozenset.intersection(*(workers - registered for workers in router.workers))
             if missing or added:
                 differ = [f"lacks {listed(sorted(missing))}"] * bool(missing)
                 differ += [f"has {listed(sorted(added))} in addition"] * bool(added)
@@ -44,7 +44,7 @@ def check_routers(seen: Observations) -> Iterator[Finding]:
                     "It reads another Kafka or another topic_prefix: compare `kvstreams config` of both",
                 )
     yield from _tokens(seen)
-    for one, other in combinations([each for each in seen.routers if each.digests], 2):
+    for one, other in combinations([router for router in seen.routers if router.digests], 2):
         ranks = disagreements(one, other)
         if ranks:
             yield Finding(
@@ -136,7 +136,7 @@ def _tokens(seen: Observations) -> Iterator[Finding]:
 def _ranks(router: RouterSeen, subject: str) -> Iterator[Finding]:
     lasting = frozenset.intersection(*router.degraded) if router.degraded else frozenset()
     for reason in sorted({reason for reason, _ in lasting}):
-        ids = sorted(worker_id for each, worker_id in lasting if each == reason)
+        ids = sorted(worker_id for degraded_by, worker_id in lasting if degraded_by == reason)
         yield Finding(
             Group.ROUTERS,
             f"degraded_{reason}",
