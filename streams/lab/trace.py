@@ -124,7 +124,7 @@ def infinite_cache_hit_share(
     n_tokens = n_hit_tokens = 0
     for request in requests:
         n_full = request.input_length // block_size
-        ends = [min((at + 1) * trace_block_tokens // block_size, n_full) for at in range(len(request.hash_ids))]
+        ends = [min((index + 1) * trace_block_tokens // block_size, n_full) for index in range(len(request.hash_ids))]
         n_hit = 0
         for hash_id, end in zip(request.hash_ids, ends, strict=True):
             # Equal ids have equal prefixes, so an engine block that ends inside a seen id was seen with all before it.

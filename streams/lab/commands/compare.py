@@ -116,7 +116,7 @@ def compare(
         None if engine_key_file is None else read_secret("--engine-key-file", str(engine_key_file)),
     )
     measured = Measured()
-    names = ", ".join(each.name for each in variants)
+    names = ", ".join(variant.name for variant in variants)
     with shown(Console(stderr=True), f"comparing {names}", plan.n_requests) as step:
         try:
             asyncio.run(run(requests, variants, plan, config, measured, step.advance))
@@ -126,14 +126,14 @@ def compare(
     if not n_rounds:
         raise SettingsError("not one round was completed, so there is nothing to compare")
     outcome = evaluate(measured.samples, len(variants), measured.worker_ids, np.random.default_rng(given_seed))
-    found = report(variants, plan, config, measured, outcome, n_rounds) | {"seed": given_seed}
-    _print(variants, outcome, found)
+    figures = report(variants, plan, config, measured, outcome, n_rounds) | {"seed": given_seed}
+    _print(variants, outcome, figures)
     for sentence in in_words(variants, outcome):
         click.echo(f"{sentence}.")
-    for warning in found["warnings"]:
+    for warning in figures["warnings"]:
         click.echo(f"Note: {warning}", err=True)
     if json_file is not None:
-        json_file.write_bytes(orjson.dumps(found, option=orjson.OPT_INDENT_2) + b"\n")
+        json_file.write_bytes(orjson.dumps(figures, option=orjson.OPT_INDENT_2) + b"\n")
 
 
 def _requests(trace: Path | None, n_requests: int, prompt_max: int, output_max: int, seed: int) -> list[Any]:
@@ -154,20 +154,20 @@ def _requests(trace: Path | None, n_requests: int, prompt_max: int, output_max: 
         except OSError as exc:
             raise SettingsError(f"--trace {trace} cannot be read: {exc.strerror}") from exc
     if prompt_max:
-        requests = [each for each in requests if each.input_length <= prompt_max]
+        requests = [request for request in requests if request.input_length <= prompt_max]
     if output_max:
-        requests = [replace(each, output_length=min(each.output_length, output_max)) for each in requests]
+        requests = [replace(request, output_length=min(request.output_length, output_max)) for request in requests]
     return requests[:n_requests] if n_requests else requests
 
 
-def _print(variants: list[Variant], outcome: ComparedModes, found: dict[str, Any]) -> None:
+def _print(variants: list[Variant], outcome: ComparedModes, figures: dict[str, Any]) -> None:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)
     table.add_column("mode")
     for column in ("requests", "mean TTFT ms", "p50", "p95", "hit share", "balance"):
         table.add_column(column, justify="right")
-    for row, variant, values in zip(found["rows"], variants, outcome.values, strict=True):
+    for row, variant, values in zip(figures["rows"], variants, outcome.values, strict=True):
         table.add_row(
             variant.name,
             f"{row['requests']:,}",
@@ -178,7 +178,9 @@ def _print(variants: list[Variant], outcome: ComparedModes, found: dict[str, Any
             _cell(values["balance"], "{:.2f}"),
         )
     console().print(table)
-    click.echo(f"In brackets: intervals of 95 % from {found['rounds']} rounds of blocks of {found['block_requests']}.")
+    click.echo(
+        f"In brackets: intervals of 95 % from {figures['rounds']} rounds of blocks of {figures['block_requests']}."
+    )
 
 
 def _cell(estimate: Estimate, form: str) -> str:

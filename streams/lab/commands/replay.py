@@ -68,7 +68,7 @@ def replay_decisions(
     from streams.lab.trace import TRACE_BLOCK_TOKENS, dump
     from streams.process.progress import shown
 
-    names = [each.strip() for each in policies.split(",") if each.strip()]
+    names = [name.strip() for name in policies.split(",") if name.strip()]
     for name in names:  # before anything is read
         check_policy(name.removesuffix(WITH_QUEUE))
     engine = default_engine() if engine_file is None else engine_from_toml(engine_file.read_text(encoding="utf-8"))
@@ -88,10 +88,13 @@ def replay_decisions(
         trace_file.write_text("".join(f"{line}\n" for line in dump(trace)), encoding="utf-8")
     engine, is_known = _engine_as_recorded(engine, recording, by_file=engine_file is not None)
     fleet = FleetConfig(engine, recording.n_ranks, speedup=speedup, event_lag_ms=lag_ms)
-    raw = (RawRequest(each.timestamp_ms, each.input_length, each.output_length, each.hash_ids) for each in trace)
+    raw = (
+        RawRequest(request.timestamp_ms, request.input_length, request.output_length, request.hash_ids)
+        for request in trace
+    )
     workload = build(recording.model or "recorded", raw, TRACE_BLOCK_TOKENS, engine.block_size)
-    number = {rank: at for at, rank in enumerate(recording.ranks)}
-    chosen = [number[each.decision.chosen] for each in recording.requests]
+    number = {rank: index for index, rank in enumerate(recording.ranks)}
+    chosen = [number[request.decision.chosen] for request in recording.requests]
     kind = recording.requests[-1].decision.kind
     by = kind.policy or kind.router_mode
     with shown(errors, "following the record", len(workload)) as step:

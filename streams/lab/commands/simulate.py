@@ -22,7 +22,7 @@ def _numbers(text: str, of: type[int] | type[float]) -> list[float]:
     from streams.errors import SettingsError
 
     try:
-        return [of(each) for each in text.split(",") if each.strip()]
+        return [of(part) for part in text.split(",") if part.strip()]
     except ValueError as exc:
         raise SettingsError(f"{text!r} is not a list of numbers") from exc
 
@@ -125,7 +125,7 @@ def fleet_of(
         n_workers,
         event_lag_ms=lag_ms,
         speeds=tuple(_numbers(speeds, float)),
-        failures=tuple(LabFailure(*each) for each in _failures(fail)),
+        failures=tuple(LabFailure(*failure) for failure in _failures(fail)),
         pool=shared,
         host=LabPoolConfig(round(host * engine.n_blocks), host_gb_per_s) if host else None,
     )
@@ -274,7 +274,7 @@ def tune(
             workload = workload.limited(n_requests)
     aim = tuning.Objective(objective)
     with shown(errors, policy, trials) as step:
-        found = tuning.tune(
+        tried = tuning.tune(
             workload,
             fleet,
             policy,
@@ -289,16 +289,16 @@ def tune(
     table = Table(box=None, pad_edge=False)
     for column in (*ranges, "mean TTFT ms", "p99", "ITL ms", "goodput/s"):
         table.add_column(column, justify="right")
-    own = next(trial for trial in found if not trial.parameters)
-    for each in (*found[:5], *(() if own in found[:5] else (own,))):
-        figures = each.row.figures
-        values = (f"{each.parameters[name]:g}" if each.parameters else "own" for name in ranges)
-        good = tuning.goodput_per_s(each.row, ttft_limit_ms)
+    own = next(trial for trial in tried if not trial.parameters)
+    for trial in (*tried[:5], *(() if own in tried[:5] else (own,))):
+        figures = trial.row.figures
+        values = (f"{trial.parameters[name]:g}" if trial.parameters else "own" for name in ranges)
+        good = tuning.goodput_per_s(trial.row, ttft_limit_ms)
         table.add_row(
             *values, f"{figures.mean_ttft_ms:.0f}", f"{figures.p99_ttft_ms:.0f}", f"{figures.itl_ms:.1f}", f"{good:.2f}"
         )
     console().print(table)
-    best = found[0]
+    best = tried[0]
     if not best.parameters:
         click.echo("The policy's own weights were the best.")
         return

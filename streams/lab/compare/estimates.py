@@ -98,23 +98,23 @@ def evaluate(
     drawn: list[dict[str, Float64Array]] = []
     for variant in range(n_variants):
         columns = _Columns([sample for sample in samples if sample.variant == variant], rounds, worker_ids)
-        found = {
+        by_metric = {
             "ttft_ms_mean": _ratio(counts, columns.ttft_sums, columns.n),
             "ttft_ms_p50": columns.percentile(counts, 0.5),
             "ttft_ms_p95": columns.percentile(counts, 0.95),
             "hit_share": _ratio(counts, columns.cached, columns.prompts),
             "balance": _ratio(counts, columns.balance, np.ones(len(rounds))),
         }
-        drawn.append(found)
-        values.append({name: _estimate(estimate) for name, estimate in found.items()})
+        drawn.append(by_metric)
+        values.append({name: _estimate(estimate) for name, estimate in by_metric.items()})
     against = []
-    for found in drawn[1:]:
+    for by_metric in drawn[1:]:
         relative: dict[str, Estimate] = {}
         for metric in METRICS:
             combine: Callable[[Float64Array, Float64Array], Float64Array] = (
                 np.subtract if metric.is_share else np.divide
             )
-            relative[metric.name] = _estimate(combine(found[metric.name], drawn[0][metric.name]))
+            relative[metric.name] = _estimate(combine(by_metric[metric.name], drawn[0][metric.name]))
         against.append(relative)
     return ComparedModes(values, against)
 
@@ -135,15 +135,15 @@ class _Columns:
     """The samples of one mode as sums by round, and in the order of their times to the first token."""
 
     def __init__(self, samples: Sequence[ComparedRequest], rounds: Sequence[int], worker_ids: Sequence[int]) -> None:
-        position = {number: at for at, number in enumerate(rounds)}
+        position = {number: index for index, number in enumerate(rounds)}
         samples = sorted((sample for sample in samples if sample.round in position), key=lambda sample: sample.ttft_ms)
-        at: Int64Array = np.array([position[sample.round] for sample in samples], dtype=np.int64)
-        self._at = at
+        columns: Int64Array = np.array([position[sample.round] for sample in samples], dtype=np.int64)
+        self._at = columns
         self._ttft = np.array([sample.ttft_ms for sample in samples])
         n_rounds = len(rounds)
 
         def summed(values: Sequence[float]) -> Float64Array:
-            sums: Float64Array = np.bincount(at, np.array(values, dtype=np.float64), n_rounds).astype(np.float64)
+            sums: Float64Array = np.bincount(columns, np.array(values, dtype=np.float64), n_rounds).astype(np.float64)
             return sums
 
         self.n = summed([1.0] * len(samples))
@@ -154,7 +154,7 @@ class _Columns:
             worker_id: row for row, worker_id in enumerate(sorted({*worker_ids, *(s.worker_id for s in samples)}))
         }
         work = np.zeros((len(workers), n_rounds))
-        for sample, column in zip(samples, at.tolist(), strict=True):
+        for sample, column in zip(samples, columns.tolist(), strict=True):
             work[workers[sample.worker_id], column] += (
                 sample.prompt_tokens - sample.cached_tokens + sample.output_tokens
             )
@@ -162,11 +162,11 @@ class _Columns:
 
     def percentile(self, counts: Float64Array, share: float) -> Float64Array:
         """The least time that at least this share of the requests of each draw do not exceed."""
-        found = np.empty(len(counts))
+        times = np.empty(len(counts))
         for row, count in enumerate(counts):
             weights = np.cumsum(count[self._at])
-            found[row] = self._ttft[min(int(np.searchsorted(weights, share * weights[-1])), len(self._ttft) - 1)]
-        return found
+            times[row] = self._ttft[min(int(np.searchsorted(weights, share * weights[-1])), len(self._ttft) - 1)]
+        return times
 
 
 def _ratio(counts: Float64Array, above: Float64Array, below: Float64Array) -> Float64Array:

@@ -61,31 +61,31 @@ def report(
 
 def warnings(variants: Sequence[Variant], plan: Plan, measured: Measured, n_rounds: int) -> list[str]:
     """What limits the figures, as sentences."""
-    found = []
+    sentences = []
     if n_rounds < ROUNDS_SOUND:
-        found.append(
+        sentences.append(
             f"There are only {n_rounds} rounds, so the intervals are too narrow. Send at least "
             f"{ROUNDS_SOUND * len(variants) * plan.block_requests:,} requests, or make blocks shorter."
         )
     if measured.in_flight_max > plan.washout_requests:
-        found.append(
+        sentences.append(
             f"Up to {measured.in_flight_max} requests ran at the same time, but only {plan.washout_requests} of each "
             "block do not count, so a mode is measured while requests of another one still run. Use a longer wash-out."
         )
     n_failed = sum(measured.failures.values())
     if n_failed > _FAILED_SHARE * max(1, measured.n_ended):
         [(_, message), _] = measured.failures.most_common(1)[0]
-        found.append(f"{n_failed} of {measured.n_ended} requests failed, most often because of: {message}")
+        sentences.append(f"{n_failed} of {measured.n_ended} requests failed, most often because of: {message}")
     if measured.n_unreported:
-        found.append(
+        sentences.append(
             "The engines do not report how many tokens they had cached, so the hit share is what the router expected. "
             "vLLM reports them with --enable-prompt-tokens-details."
         )
     if measured.n_held_back:
-        found.append(
+        sentences.append(
             f"{measured.n_held_back} requests waited for others in this process: the fleet is slower than the trace."
         )
-    return found
+    return sentences
 
 
 def in_words(variants: Sequence[Variant], outcome: ComparedModes) -> list[str]:

@@ -169,8 +169,8 @@ def draw(
         computed: Counter[int] = Counter()
         for o in live[name]:
             computed[o.outcome.worker_id] += o.outcome.prompt_tokens - o.outcome.cached_tokens
-        at = np.arange(len(workers)) + (index - (len(names) - 1) / 2) * width
-        loads.bar(at, [computed[worker] / 1000 for worker in workers], width, label=name, color=colours[name])
+        places = np.arange(len(workers)) + (index - (len(names) - 1) / 2) * width
+        loads.bar(places, [computed[worker] / 1000 for worker in workers], width, label=name, color=colours[name])
     loads.set_xticks(np.arange(len(workers)), [str(worker) for worker in workers])
     loads.set_title("Prompt tokens computed per worker")
     loads.set_xlabel("worker")

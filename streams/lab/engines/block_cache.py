@@ -182,8 +182,8 @@ def engine_hashes(tokens: bytes, width: int, parent: EngineHash | None, seed: in
     digest = xxhash.xxh3_64_intdigest
     previous: int = 0 if parent is None else parent
     chained: list[int] = []
-    for at in range(0, len(tokens), width):
-        previous = digest(previous.to_bytes(8, "little") + tokens[at : at + width], seed)
+    for start in range(0, len(tokens), width):
+        previous = digest(previous.to_bytes(8, "little") + tokens[start : start + width], seed)
         chained.append(previous)
     return np.array(chained, dtype=np.uint64)
 

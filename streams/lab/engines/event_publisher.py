@@ -165,13 +165,13 @@ class WireForm:
                     "block_hash": name,
                     "tokens": [
                         {"type": "unique_token", "token_id": token, "token_extra_id": 0}
-                        for token in tokens[at * size : (at + 1) * size]
+                        for token in tokens[index * size : (index + 1) * size]
                     ],
                     "lora_id": lora_id,
                     "cache_level": 0,
                     "priority": 35,
                 }
-                for at, name in enumerate(names)
+                for index, name in enumerate(names)
             ]
             return self._numbered({"type": "stored", "parent_hash": parent, "blocks": blocks})
         stored: dict[str, Any] = {
@@ -258,14 +258,14 @@ class CopyCounter:
 
 def damaged(payload: bytes, number: int) -> bytes:
     """Return a payload with one byte changed, cut off or inserted, which depends on its number."""
-    at = xxhash.xxh3_64_intdigest(payload, number) % len(payload)
+    offset = xxhash.xxh3_64_intdigest(payload, number) % len(payload)
     match number % 3:
         case 0:
-            return payload[:at] + bytes([payload[at] ^ 0xFF]) + payload[at + 1 :]
+            return payload[:offset] + bytes([payload[offset] ^ 0xFF]) + payload[offset + 1 :]
         case 1:
-            return payload[:at]
+            return payload[:offset]
         case _:
-            return payload[:at] + b"\xc1" + payload[at:]
+            return payload[:offset] + b"\xc1" + payload[offset:]
 
 
 @dataclass(frozen=True, slots=True)

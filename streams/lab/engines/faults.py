@@ -71,8 +71,8 @@ class Faults:
         """
         if self.armed is None:
             return None
-        at = max(n_sent, self.armed.after_tokens or 0)
-        return at if at <= n_tokens else None
+        fault_tokens = max(n_sent, self.armed.after_tokens or 0)
+        return fault_tokens if fault_tokens <= n_tokens else None
 
     def begin(self) -> FaultKind:
         """Begin the armed fault, which no further stream will meet."""

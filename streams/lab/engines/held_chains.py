@@ -44,6 +44,6 @@ def runs_of_chain(
             local=blocks[start:stop],
             engine=sequence[start:stop],
             sequence=sequence[start:stop],
-            present=sum(1 << (at - start) for at in range(start, stop) if at not in absent),
+            present=sum(1 << (position - start) for position in range(start, stop) if position not in absent),
             moe={} if labels is None else dict.fromkeys(range(stop - start), labels),
         )

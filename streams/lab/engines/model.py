@@ -220,9 +220,11 @@ class EngineModel:
         """
         job = self._running.get(request_id)
         if job is None:
-            at = next((at for at, job in enumerate(self._waiting) if job.request.request_id == request_id), None)
-            if at is not None:
-                del self._waiting[at]
+            index = next(
+                (index for index, job in enumerate(self._waiting) if job.request.request_id == request_id), None
+            )
+            if index is not None:
+                del self._waiting[index]
                 heapq.heapify(self._waiting)
                 self._live_ids.remove(request_id)
         elif job.first_ms == float("inf"):
@@ -479,8 +481,8 @@ class EngineModel:
     def _fill_block(self, at_ms: float, job: _Job, out: list[Output]) -> None:
         """Store the block that this decode step filled, and take the next one if the answer continues into it."""
         width = self.config.block_size * BYTES_PER_TOKEN
-        at = (job.n_hashed - job.n_prompt // self.config.block_size) * width
-        self._store(at_ms, job, 1, job.answer[at : at + width], out, generated=True)
+        offset = (job.n_hashed - job.n_prompt // self.config.block_size) * width
+        self._store(at_ms, job, 1, job.answer[offset : offset + width], out, generated=True)
         if len(job.blocks) < job.n_blocks_total:
             self._grow(at_ms, job, out)
         self._schedule(job)

@@ -216,15 +216,15 @@ def _stopped(body: dict[str, Any], answer: bytes, min_tokens: int) -> tuple[int,
     tokens = unpack_tokens(answer) if stops or ids else []
     text = "".join(map(chr, tokens))
     n_all = len(answer) // BYTES_PER_TOKEN
-    found: tuple[int, int, str | int | None] = (n_all, n_all, None)
+    ending: tuple[int, int, str | int | None] = (n_all, n_all, None)
     for stop in filter(None, stops):
-        at = text.find(stop, max(0, min_tokens - len(stop)))
-        if at >= 0 and at + len(stop) < found[0]:
-            found = (at + len(stop), at, stop)
-    for at, token in enumerate(tokens[: found[0]]):
-        if token in ids and at >= min_tokens:
-            return at + 1, at + 1, token
-    return found
+        index = text.find(stop, max(0, min_tokens - len(stop)))
+        if index >= 0 and index + len(stop) < ending[0]:
+            ending = (index + len(stop), index, stop)
+    for index, token in enumerate(tokens[: ending[0]]):
+        if token in ids and index >= min_tokens:
+            return index + 1, index + 1, token
+    return ending
 
 
 def _held_back(body: dict[str, Any]) -> int:

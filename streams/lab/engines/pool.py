@@ -213,24 +213,24 @@ class SharedPool:
         in_place: the engine reads them where they are, so that nothing is transferred before it begins.
         """
         self._advance_to(at_ms)
-        found: list[int] = []
+        loadable: list[int] = []
         for key in keys:
             block = self._blocks.get(key)
             if block is None or block.write is not None:
                 break
-            found.append(key)
-        if not found:
+            loadable.append(key)
+        if not loadable:
             return PoolLoad(0, self._now_ms)
         end_ms = self._now_ms + self.config.latency_ms
         if not in_place:
-            end_ms = self._occupy(self._read_free_ms, engine, len(found) * self.config.load_ms_per_block)
+            end_ms = self._occupy(self._read_free_ms, engine, len(loadable) * self.config.load_ms_per_block)
             end_ms += self.config.latency_ms
-        for key in found:
+        for key in loadable:
             block = self._blocks[key]
             block.loading_until_ms = max(block.loading_until_ms, end_ms)
-        self._touch(found)
-        self._loaded += len(found)
-        return PoolLoad(len(found), end_ms)
+        self._touch(loadable)
+        self._loaded += len(loadable)
+        return PoolLoad(len(loadable), end_ms)
 
     def leave(self, at_ms: float, owner: str) -> None:
         """Remove an engine that has exited: its unfinished writes are dropped, its other blocks stay.

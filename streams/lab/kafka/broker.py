@@ -598,8 +598,8 @@ class LocalKafka:
     def _failure(self, message: str, lines: list[str]) -> LocalKafkaError:
         """Return the error of a failed start: the last lines of the log, and the remedy for the reason in them."""
         text = "\n".join(lines)
-        found = (remedy for pattern, remedy in _REMEDIES if re.search(pattern, text))
-        remedy = next(found, "Read {log}")
+        remedies = (remedy for pattern, remedy in _REMEDIES if re.search(pattern, text))
+        remedy = next(remedies, "Read {log}")
         quoted = "".join(f"\n    {line}" for line in lines)
         return LocalKafkaError(
             f"{message}:{quoted}" if lines else message,

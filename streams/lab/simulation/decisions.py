@@ -56,17 +56,19 @@ class Recording:
 
     def mean_output_tokens(self) -> int:
         """The mean output of the requests for which it is known."""
-        known = [each.output_tokens for each in self.requests if each.output_tokens]
+        known = [request.output_tokens for request in self.requests if request.output_tokens]
         return round(sum(known) / len(known)) if known else OUTPUT_TOKENS_DEFAULT
 
     def measured_reuse(self) -> float:
         """The share of the prompts' blocks that the chosen ranks held, as the routers knew it."""
-        blocks = sum(each.decision.request_blocks for each in self.requests)
-        return sum(each.decision.overlap_blocks for each in self.requests) / blocks if blocks else 0.0
+        blocks = sum(request.decision.request_blocks for request in self.requests)
+        return sum(request.decision.overlap_blocks for request in self.requests) / blocks if blocks else 0.0
 
     def measured_ttft_ms(self) -> float | None:
         """The mean time until clients reported the first token; None if none did."""
-        times = [each.prefilled_at_ms - each.arrived_at_ms for each in self.requests if each.prefilled_at_ms]
+        times = [
+            request.prefilled_at_ms - request.arrived_at_ms for request in self.requests if request.prefilled_at_ms
+        ]
         return sum(times) / len(times) if times else None
 
     def trace(self) -> list[TraceRequest]:
@@ -74,15 +76,17 @@ class Recording:
         mean, next_own = self.mean_output_tokens(), _OWN_IDS
         started_ms = self.requests[0].arrived_at_ms if self.requests else 0
         trace = []
-        for each in self.requests:
-            decision = each.decision
+        for request in self.requests:
+            decision = request.decision
             n_ids = -(-decision.n_tokens // FAMILY_TOKENS)
             ids = decision.families[:n_ids].tolist()
             n_own = n_ids - len(ids)
             ids += range(next_own, next_own + n_own)
             next_own += n_own
             trace.append(
-                TraceRequest(each.arrived_at_ms - started_ms, decision.n_tokens, each.output_tokens or mean, tuple(ids))
+                TraceRequest(
+                    request.arrived_at_ms - started_ms, decision.n_tokens, request.output_tokens or mean, tuple(ids)
+                )
             )
         return trace
 
@@ -114,16 +118,16 @@ def recording_of(batches: Sequence[LoggedBatch], since_ms: int, until_ms: int, m
         raise InvalidRequest(f"no booked decision{of_model} is recorded in this time")
     if len(models) > 1:
         raise InvalidRequest(f"decisions of several models are recorded: {', '.join(models)}", remedy="Choose --model")
-    decisions.sort(key=lambda each: each.decided_at_ms)
-    requests = sorted(_requests(decisions, reports), key=lambda each: each.arrived_at_ms)
-    fleets = [each for batch in batches for each in batch.fleets if each.model == models[0]]
+    decisions.sort(key=lambda decision: decision.decided_at_ms)
+    requests = sorted(_requests(decisions, reports), key=lambda request: request.arrived_at_ms)
+    fleets = [fleet for batch in batches for fleet in batch.fleets if fleet.model == models[0]]
     return Recording(
         model=models[0],
         requests=tuple(requests),
         ranks=tuple(sorted({decision.chosen for decision in decisions})),
-        fleet=max(fleets, key=lambda each: (each.n_ranks, each.kv_blocks), default=None),
+        fleet=max(fleets, key=lambda fleet: (fleet.n_ranks, fleet.kv_blocks), default=None),
         share=min((batch.share for batch in batches), default=1.0),
-        n_without_output=sum(not each.output_tokens for each in requests),
+        n_without_output=sum(not request.output_tokens for request in requests),
     )
 
 
@@ -135,7 +139,7 @@ def _requests(decisions: Sequence[LoggedDecision], reports: dict[str, list[Outco
     requests = []
     for request_id, same in by_id.items():
         own = reports.get(request_id, [])
-        ends = sorted(each.ended_at_ms for each in own if each.ended_at_ms)
+        ends = sorted(report.ended_at_ms for report in own if report.ended_at_ms)
         first = same[0]
         for position, decision in enumerate(same):
             following = same[position + 1] if position + 1 < len(same) else None
@@ -153,14 +157,14 @@ def _with_reports(
     """first: the first decision of the same request. following: of the next request with the same id."""
     request = RecordedRequest(decision, first.arrived_at_ms)
     until_ms = following.decided_at_ms if following is not None else None
-    for each in reports:
-        at_ms = each.ended_at_ms or each.prefilled_at_ms
+    for report in reports:
+        at_ms = report.ended_at_ms or report.prefilled_at_ms
         if at_ms and (at_ms < first.arrived_at_ms or (until_ms is not None and at_ms > until_ms)):
             continue
         request = replace(
             request,
-            prefilled_at_ms=min(filter(None, (request.prefilled_at_ms, each.prefilled_at_ms)), default=0),
-            ended_at_ms=max(request.ended_at_ms, each.ended_at_ms),
-            output_tokens=max(request.output_tokens, each.output_tokens),
+            prefilled_at_ms=min(filter(None, (request.prefilled_at_ms, report.prefilled_at_ms)), default=0),
+            ended_at_ms=max(request.ended_at_ms, report.ended_at_ms),
+            output_tokens=max(request.output_tokens, report.output_tokens),
         )
     return request

@@ -344,7 +344,7 @@ class LabEngine:
             before = (n_hits + n_loaded) * block_size
         after = min(before + budget, request.n_in + request.n_generated)
         hits = list(request.chain[:n_hits]) if n_hits else []
-        own_hits = [request.own + at for at in range(n_hits - len(hits))]
+        own_hits = [request.own + offset for offset in range(n_hits - len(hits))]
         n_blocks = -(-after // block_size)
         evicted = self.pool.take(hits, own_hits, n_blocks - request.n_blocks - n_hits)
         if evicted is None:

@@ -67,11 +67,11 @@ class LabPool:
     def store(self, chain: Sequence[int], first: int) -> tuple[list[int], list[int]]:
         """Write the blocks of a chain from `first` on; return those that are new, and those that were evicted."""
         keys, new = self._keys, []
-        for at in range(len(chain) - 1, -1, -1):  # the beginning last, so that it stays the longest
-            key = chain[at]
+        for position in range(len(chain) - 1, -1, -1):  # the beginning last, so that it stays the longest
+            key = chain[position]
             if key in keys:
                 keys.move_to_end(key)
-            elif at >= first:
+            elif position >= first:
                 keys[key] = None
                 new.append(key)
         n_evicted = len(keys) - self._config.capacity_blocks

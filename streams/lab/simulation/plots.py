@@ -76,9 +76,9 @@ def _reuse(axes: Axes, rows: Sequence[Row]) -> None:
 
 def _load(axes: Axes, rows: Sequence[Row]) -> None:
     width = 0.8 / len(rows)
-    for at, row in enumerate(rows):
+    for index, row in enumerate(rows):
         busy = np.array(row.result.busy_ms) / row.result.ended_ms
-        axes.bar(np.arange(1, len(busy) + 1) + (at - (len(rows) - 1) / 2) * width, busy, width, label=row.policy)
+        axes.bar(np.arange(1, len(busy) + 1) + (index - (len(rows) - 1) / 2) * width, busy, width, label=row.policy)
     axes.set(xlabel="worker", ylabel="share of time in which it computes")
     axes.legend()
 

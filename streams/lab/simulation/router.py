@@ -169,8 +169,8 @@ class LabRouter:
         """What the policy has learnt about the time of prefills, if it is one that learns it."""
         if not self._policy.policy_name:
             return None
-        found = self._chooser.policy(self._policy.policy_name)
-        return found.timings if isinstance(found, ExpectedTime) else None
+        policy = self._chooser.policy(self._policy.policy_name)
+        return policy.timings if isinstance(policy, ExpectedTime) else None
 
     # -- from engines --------------------------------------------------------------------------------------------------
 

@@ -80,7 +80,7 @@ def _session(number: int, session: dict[str, Any]) -> tuple[int, float | None, l
             last_s = float(turn["t"])
             ids = [int(value) for value in turn["hash_ids"]]
             if is_local:
-                ids = [hash((common if at < n_common else number, value)) for at, value in enumerate(ids)]
+                ids = [hash((common if position < n_common else number, value)) for position, value in enumerate(ids)]
             n_in = min(int(turn["in"]), len(ids) * ids_tokens)
             if n_in > 0:
                 requests.append(RawRequest(at_s * 1000.0, n_in, int(turn["out"]), ids))

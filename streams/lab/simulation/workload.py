@@ -115,7 +115,7 @@ def build(name: str, requests: Iterable[RawRequest], ids_tokens: int, block_size
     if not given:
         raise InvalidRequest(f"{name} has no requests")
     order = sorted(range(len(given)), key=lambda number: given[number].at_ms)
-    place = {number: at for at, number in enumerate(order)}
+    place = {number: position for position, number in enumerate(order)}
     per_id = ids_tokens // block_size
     numbers: dict[tuple[int, int], int] = {}  # by the number of the prefix before it, and content
     chains: dict[int, list[int]] = {}  # of requests that others follow
@@ -123,7 +123,7 @@ def build(name: str, requests: Iterable[RawRequest], ids_tokens: int, block_size
     keys: list[npt.NDArray[np.int32]] = []
     first = np.zeros(len(given) + 1, dtype=np.int64)
     offsets = np.arange(per_id, dtype=np.int32)
-    for at, number in enumerate(order):
+    for position, number in enumerate(order):
         request = given[number]
         n_full = request.n_in // block_size
         n_ids = -(-n_full // per_id)
@@ -139,7 +139,7 @@ def build(name: str, requests: Iterable[RawRequest], ids_tokens: int, block_size
             chains[number] = chain
         own = np.array(chain[:n_ids], dtype=np.int32)
         keys.append((own[:, None] * per_id + offsets).ravel()[:n_full])
-        first[at + 1] = first[at] + n_full
+        first[position + 1] = first[position] + n_full
     n_keys = len(numbers) * per_id
     sorted_requests = [given[number] for number in order]
     n_in = np.array([request.n_in for request in sorted_requests], dtype=np.int64)
