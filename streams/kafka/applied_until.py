@@ -51,8 +51,10 @@ def records_behind(ends: Mapping[str, SourceOffset], applied: Mapping[str, Sourc
     """
     n_records = 0
     for topic, end in ends.items():
-        at = applied.get(topic)
-        n_records += max(end.offset - (at.offset if at is not None and at.topic_id == end.topic_id else 0), 0)
+        offset = applied.get(topic)
+        n_records += max(
+            end.offset - (offset.offset if offset is not None and offset.topic_id == end.topic_id else 0), 0
+        )
     return n_records
 
 
@@ -119,7 +121,7 @@ class AppliedUntil:
 
     def note_applied(self, next_offsets: Mapping[str, SourceOffset]) -> None:
         """Take in how far each source is applied: every offset before the given one."""
-        if any(next_offsets.get(topic, at).topic_id != at.topic_id for topic, at in self._next.items()):
+        if any(next_offsets.get(topic, offset).topic_id != offset.topic_id for topic, offset in self._next.items()):
             self._waiting.clear()  # they are ends of a topic that was recreated since
         self._next = next_offsets
         self._advance()

@@ -100,10 +100,10 @@ class RecordCodec:
     def _frame(self, raw: bytes, schema_ids: Mapping[str, int]) -> tuple[int, Any]:
         """Return where the datum begins, and the schema that it was written with."""
         if raw[:2] == _SINGLE_OBJECT and len(raw) >= _SINGLE_OBJECT_HEADER_BYTES:
-            found = raw[2:_SINGLE_OBJECT_HEADER_BYTES]
-            writer = self._writers.get(found)
+            fingerprint = raw[2:_SINGLE_OBJECT_HEADER_BYTES]
+            writer = self._writers.get(fingerprint)
             if writer is None:
-                raise BadRecord("unknown_schema", f"schema fingerprint {found.hex()} is not that of {self.name}")
+                raise BadRecord("unknown_schema", f"schema fingerprint {fingerprint.hex()} is not that of {self.name}")
             return _SINGLE_OBJECT_HEADER_BYTES, writer
         if raw[0] == _CONFLUENT_MAGIC and len(raw) >= _CONFLUENT_HEADER_BYTES:
             found_id = int.from_bytes(raw[1:_CONFLUENT_HEADER_BYTES], "big")

@@ -195,7 +195,7 @@ def assign(consumer: Consumer, where: Sequence[TopicPartition]) -> None:
     metadata, the first record arrives within 20 ms.
     """
     try:
-        for topic in sorted({each.topic for each in where}):
+        for topic in sorted({partition.topic for partition in where}):
             consumer.list_topics(topic, LEADERS_TIMEOUT_S)
     except KafkaException:
         pass  # no broker answers; the client keeps trying by itself
@@ -277,7 +277,7 @@ def admin(
 def describe_topics(settings: ScopeSettings, specs: Iterable[TopicSpec]) -> dict[str, TopicState | None]:
     """Each topic as the broker has it, or None if it has none. Raises KvStreamsError if no broker answers."""
     specs = list(specs)
-    found: dict[str, TopicState | None] = {}
+    states: dict[str, TopicState | None] = {}
     reasons: list[KafkaError] = []
     client = admin(settings, reasons.append)
     try:
@@ -306,16 +306,16 @@ def describe_topics(settings: ScopeSettings, specs: Iterable[TopicSpec]) -> dict
     for spec in specs:
         topic = existing.get(spec.name)
         if topic is None:
-            found[spec.name] = None
+            states[spec.name] = None
             continue
-        found[spec.name] = TopicState(
+        states[spec.name] = TopicState(
             name=spec.name,
             topic_id=str(topic.topic_id),
             partitions=len(topic.partitions),
             replication=len(topic.partitions[0].replicas),
             config={key: configs[spec.name][key].value for key in spec.config if key in configs[spec.name]},
         )
-    return found
+    return states
 
 
 def ensure_topics(settings: ScopeSettings, specs: Iterable[TopicSpec]) -> dict[str, TopicState]:
@@ -471,7 +471,7 @@ def _is_about_credentials(error: KafkaError) -> bool:
 
 
 def _refused(settings: ScopeSettings, error: KafkaError, reasons: list[KafkaError]) -> KvStreamsError:
-    credentials = next((each for each in (*reasons, error) if _is_about_credentials(each)), None)
+    credentials = next((reason for reason in (*reasons, error) if _is_about_credentials(reason)), None)
     if credentials is not None:
         return KafkaRefused(
             f"Kafka at {settings.kafka} cannot be used with these credentials: {credentials.str()}",
@@ -538,11 +538,11 @@ def first_offset(settings: ScopeSettings, topic: str, partition: int, wanted: in
             return FirstOffset(low, None, wanted)
         assign(consumer, [TopicPartition(topic, partition, max(low, wanted))])
         for message in consumer.consume(1, ANSWER_TIMEOUT_S):
-            error, at = message.error(), message.offset()
+            error, offset = message.error(), message.offset()
             if error is None:
-                return FirstOffset(low, at, wanted)
-            if error.code() == KafkaError._PARTITION_EOF and at is not None:
-                return FirstOffset(low, None, max(at, wanted))
+                return FirstOffset(low, offset, wanted)
+            if error.code() == KafkaError._PARTITION_EOF and offset is not None:
+                return FirstOffset(low, None, max(offset, wanted))
         return FirstOffset(low, None, wanted)
     finally:
         consumer.close()
@@ -586,7 +586,7 @@ def _member(description: Any) -> GroupMember:  # a class of the client, without 
     assigned: frozenset[tuple[str, int]] = frozenset()
     if description.assignment:  # encoded by the consumer group protocol
         partitions = ConsumerProtocolMemberAssignment.decode(description.assignment).partitions()
-        assigned = frozenset((each.topic, each.partition) for each in partitions)
+        assigned = frozenset((partition.topic, partition.partition) for partition in partitions)
     return GroupMember(description.client_id, description.client_host, assigned)
 
 

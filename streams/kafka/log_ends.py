@@ -241,7 +241,7 @@ def _complains(record: logging.LogRecord) -> bool:
         return True
     arguments = record.args if isinstance(record.args, tuple) else ()
     exceptions = [*arguments, record.exc_info[1] if record.exc_info else None]
-    return any(_is_kafkas(each) for each in exceptions)
+    return any(_is_kafkas(exception) for exception in exceptions)
 
 
 def _follows(record: logging.LogRecord) -> bool:
@@ -256,22 +256,22 @@ def _is_from(record: logging.LogRecord, loggers: tuple[str, ...]) -> bool:
 def _is_kafkas(value: object) -> bool:
     """Whether a value is an error of a client, or an exception that was raised because of one."""
     return any(
-        isinstance(each, KafkaException | KafkaError | KafkaUnreachable)
-        or type(each).__module__.startswith("aiokafka.errors")
-        for each in _causes(value)
+        isinstance(cause, KafkaException | KafkaError | KafkaUnreachable)
+        or type(cause).__module__.startswith("aiokafka.errors")
+        for cause in _causes(value)
     )
 
 
 def _causes(value: object) -> Iterator[object]:
     left, n_examined = [value], 0
     while left and n_examined < _CAUSES_MAX:
-        each = left.pop()
+        cause = left.pop()
         n_examined += 1
-        yield each
-        if isinstance(each, BaseExceptionGroup):
-            left.extend(each.exceptions)
-        if isinstance(each, BaseException) and each.__cause__ is not None:
-            left.append(each.__cause__)
+        yield cause
+        if isinstance(cause, BaseExceptionGroup):
+            left.extend(cause.exceptions)
+        if isinstance(cause, BaseException) and cause.__cause__ is not None:
+            left.append(cause.__cause__)
 
 
 # A program that embeds the publisher sets up its own logs. This logger is ours in every process.

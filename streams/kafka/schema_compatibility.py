@@ -44,11 +44,11 @@ def _differences(reader_file: Path, writer_file: Path) -> list[str]:
         reader, writer = parse(reader_file.read_text()), parse(writer_file.read_text())
     except (AvroException, ValueError) as exc:
         return [f"{reader_file.stem} cannot be parsed ({_one_line(exc)})"]
-    found = ReaderWriterCompatibilityChecker().get_compatibility(reader, writer)
-    if found.compatibility is SchemaCompatibilityType.compatible:
+    compared = ReaderWriterCompatibilityChecker().get_compatibility(reader, writer)
+    if compared.compatibility is SchemaCompatibilityType.compatible:
         return []
-    kinds = ", ".join(sorted({kind.value.replace("_", " ") for kind in found.incompatibilities}))
-    what, where = (", ".join(sorted(map(str, each))) for each in (found.messages, found.locations))
+    kinds = ", ".join(sorted({kind.value.replace("_", " ") for kind in compared.incompatibilities}))
+    what, where = (", ".join(sorted(map(str, texts))) for texts in (compared.messages, compared.locations))
     return [f"{reader_file.stem} ({kinds}: {what}; at {where})"]
 
 

@@ -133,7 +133,7 @@ class Shape(Generic[T]):
     ) -> None:
         self.of = of
         self._check, self._refused = check, refused
-        names: Iterable[str] = getattr(of, "_fields", None) or [each.name for each in dataclasses.fields(of)]  # type: ignore[arg-type]
+        names: Iterable[str] = getattr(of, "_fields", None) or [field.name for field in dataclasses.fields(of)]  # type: ignore[arg-type]
         converted = {name: field for name, field in fields.items() if isinstance(field, Field)}
         self._flat = {name: shape for name, shape in fields.items() if isinstance(shape, Shape)}
         # To read: by attribute, its field and its conversion.

@@ -149,7 +149,7 @@ class TopicWatch:
         asked_ms = time.monotonic_ns() // 1_000_000
         ends: dict[tuple[str, int], int] = {}
         latest: OffsetSpec = OffsetSpec.latest()  # type: ignore[no-untyped-call]
-        wanted = {TopicPartition(*each): latest for each in self._partitions if each[0] in existing}
+        wanted = {TopicPartition(*partition): latest for partition in self._partitions if partition[0] in existing}
         if wanted:
             listed = client.list_offsets(
                 wanted, isolation_level=IsolationLevel.READ_UNCOMMITTED, request_timeout=READ_TIMEOUT_S
