@@ -47,24 +47,24 @@ def read_log(settings: ScopeSettings, since_ms: int, wanted: Callable[[bytes], b
     state = describe_topics(settings, [spec])[spec.name]
     if state is None:
         raise NotReady(f"there is no topic {spec.name}, so no decision was recorded", remedy=TOPICS_REMEDY)
-    found = ReadLog()
+    log = ReadLog()
 
     def take(messages: list[Message]) -> None:
         for message in messages:
             at_ms, value = message.timestamp()[1], message.value()
-            found.n_records += 1
-            found.first_ms = min(found.first_ms or at_ms, at_ms)
-            found.last_ms = max(found.last_ms, at_ms)
+            log.n_records += 1
+            log.first_ms = min(log.first_ms or at_ms, at_ms)
+            log.last_ms = max(log.last_ms, at_ms)
             if value is None or not wanted(value):
                 continue
             try:
-                found.batches.append(decode_batch(value, settings.schema_ids))
+                log.batches.append(decode_batch(value, settings.schema_ids))
             except BadRecord:
-                found.n_bad += 1
+                log.n_bad += 1
 
     for partition, offset in _starts(settings, spec.name, state.partitions, since_ms):
         read_messages(settings, spec.name, partition, offset, take)
-    return found
+    return log
 
 
 def _starts(settings: ScopeSettings, topic: str, n_partitions: int, since_ms: int) -> Iterator[tuple[int, int]]:
@@ -72,9 +72,9 @@ def _starts(settings: ScopeSettings, topic: str, n_partitions: int, since_ms: in
     consumer = reader(settings)
     try:
         asked = [TopicPartition(topic, number, max(0, since_ms)) for number in range(n_partitions)]
-        for each in consumer.offsets_for_times(asked, timeout=ANSWER_TIMEOUT_S):
-            if each.offset != OFFSET_END and each.offset >= 0:
-                yield each.partition, each.offset
+        for partition in consumer.offsets_for_times(asked, timeout=ANSWER_TIMEOUT_S):
+            if partition.offset != OFFSET_END and partition.offset >= 0:
+                yield partition.partition, partition.offset
     except KafkaException as exc:
         raise NotReady(f"{topic} cannot be read: {exc.args[0].str()}") from exc
     finally:

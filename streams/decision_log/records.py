@@ -226,7 +226,7 @@ def decode_batch(raw: bytes | None, schema_ids: Mapping[str, int] | None = None)
         reports = tuple(OutcomeReport(name, *row) for name, row in zip(datum["reported_ids"], rows, strict=True))
     except (ValueError, struct.error) as exc:
         raise BadRecord("bad_decisions", f"the reports of a batch of decisions do not fit together: {exc}") from exc
-    fleets = tuple(FleetSize(*(each[name] for name in FleetSize._fields)) for each in datum["fleets"])
+    fleets = tuple(FleetSize(*(fleet[name] for name in FleetSize._fields)) for fleet in datum["fleets"])
     return LoggedBatch(
         datum["router_id"], datum["written_at_ms"], datum["share"], datum["family_tokens"], fleets, reports, datum
     )

@@ -104,9 +104,9 @@ def candidate_rows(decision: LoggedDecision) -> tuple[list[str], list[list[str]]
     """The candidates as a table: the names of its columns, and its rows."""
     header = ["rank", "cost", "blocks held", *decision.term_names]
     rows = []
-    for position, each in enumerate(decision.candidates):
-        name = f"{rank_text(each.rank)}{' (chosen)' if position == 0 else ''}"
-        rows.append([name, _number(each.cost), str(each.blocks), *map(_number, each.terms)])
+    for position, candidate in enumerate(decision.candidates):
+        name = f"{rank_text(candidate.rank)}{' (chosen)' if position == 0 else ''}"
+        rows.append([name, _number(candidate.cost), str(candidate.blocks), *map(_number, candidate.terms)])
     return header, rows
 
 
@@ -175,7 +175,7 @@ def _why(decision: LoggedDecision) -> Iterator[str]:
     if not others:
         yield f"Its cost was {_number(chosen.cost)}. Other candidates were not recorded (decision_log_candidates=0)."
         return
-    lowest = min(others, key=lambda each: each.cost)
+    lowest = min(others, key=lambda candidate: candidate.cost)
     if chosen.cost > lowest.cost:
         drawn = (
             f"with temperature {kind.temperature:g}, ranks are drawn at random, cheaper ones more often"
@@ -193,7 +193,7 @@ def _why(decision: LoggedDecision) -> Iterator[str]:
             f"Its cost, {_number(chosen.cost)}, was the lowest. {decision.n_lowest} ranks had this cost, and one of "
             "them was drawn."
         )
-        lowest = next((each for each in others if each.cost > chosen.cost), lowest)
+        lowest = next((candidate for candidate in others if candidate.cost > chosen.cost), lowest)
         if lowest.cost == chosen.cost:
             return
     else:
@@ -204,24 +204,24 @@ def _why(decision: LoggedDecision) -> Iterator[str]:
 def _differences(decision: LoggedDecision, other: LoggedCandidate) -> Iterator[str]:
     """Compare the terms of the chosen rank with those of another one, the greatest differences first."""
     chosen = decision.candidates[0]
-    found = [
+    differing = [
         (mine - theirs, name)
         for name, mine, theirs in zip(decision.term_names, chosen.terms, other.terms, strict=True)
         if abs(mine - theirs) > _SAME
     ]
-    found.sort(key=lambda each: -abs(each[0]))
-    if found:
+    differing.sort(key=lambda difference: -abs(difference[0]))
+    if differing:
         texts = [
             f"{_number(abs(by))} {'more' if by > 0 else 'fewer'} {TERMS.get(name, name)}"
-            for by, name in found[:_DIFFERENCES_MAX]
+            for by, name in differing[:_DIFFERENCES_MAX]
         ]
         yield f"Compared with {rank_text(other.rank)}, it had {', '.join(texts)}."
 
 
 def _afterwards(decision: LoggedDecision, reports: Sequence[OutcomeReport]) -> Iterator[str]:
-    prefilled_ms = min((each.prefilled_at_ms for each in reports if each.prefilled_at_ms), default=0)
-    ended_ms = max((each.ended_at_ms for each in reports), default=0)
-    output_tokens = max((each.output_tokens for each in reports), default=0)
+    prefilled_ms = min((report.prefilled_at_ms for report in reports if report.prefilled_at_ms), default=0)
+    ended_ms = max((report.ended_at_ms for report in reports), default=0)
+    output_tokens = max((report.output_tokens for report in reports), default=0)
     parts = []
     if prefilled_ms:
         parts.append(f"the first token {prefilled_ms - decision.arrived_at_ms:,} ms after the request's arrival")
