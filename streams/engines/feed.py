@@ -247,8 +247,8 @@ class RankFeed:
         answer = self._evidence.take()
         if answer is not None:
             question, evidence = answer
-            found = EvidenceFound(question, evidence, self._published(), time.monotonic(), _now_us())
-            await self._perform(self._machine.handle(found))
+            event = EvidenceFound(question, evidence, self._published(), time.monotonic(), _now_us())
+            await self._perform(self._machine.handle(event))
 
     async def _advance_replay(self) -> None:
         if not self._machine.may_replay:

@@ -69,7 +69,7 @@ class FeedCounters(GapCounters):
 
     def counts(self) -> Mapping[str, int]:
         """Return a copy of every counter by name; those of `not_indexed` are under `not_indexed:REASON`."""
-        plain = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "not_indexed"}
+        plain = {counter.name: getattr(self, counter.name) for counter in fields(self) if counter.name != "not_indexed"}
         return plain | {f"{NOT_INDEXED}{reason}": n for reason, n in self.not_indexed.items()}
 
     def __str__(self) -> str:

@@ -366,8 +366,8 @@ class FeedMachine:
         if self._gives_up(now_s, known):
             question = self.question or Ask(self._asked_at_s, known, self.phase, self.started)
             stop, nothing = self._stop_asking(), Evidence(reachable=False, started=None)
-            found = EvidenceFound(question, nothing, tick.published, now_s, tick.now_us)
-            return [*(() if stop is None else (stop,)), *self._on_evidence(found)]
+            answer = EvidenceFound(question, nothing, tick.published, now_s, tick.now_us)
+            return [*(() if stop is None else (stop,)), *self._on_evidence(answer)]
         instructions: list[Instruction] = []
         if now_s >= self._ask_at_s and self.question is None:
             in_turn_s = next_turn(now_s, INCARNATION_CHECK_S, self._share)
@@ -409,22 +409,22 @@ class FeedMachine:
         """Return the last known incarnation of the rank, None if there is none."""
         return self._recovered if self.phase is FeedPhase.STARTING else published
 
-    def _on_evidence(self, found: EvidenceFound) -> Sequence[Instruction]:
+    def _on_evidence(self, answer: EvidenceFound) -> Sequence[Instruction]:
         """Decide what evidence shows, and continue, begin or resume an incarnation."""
         self.question = None
-        evidence, phase = found.evidence, self.phase
-        known = self._known(found.published)
+        evidence, phase = answer.evidence, self.phase
+        known = self._known(answer.published)
         instructions: list[Instruction] = []
         if evidence.shows_life:
             instructions.append(Action.NOTE_HEARD)
         elif evidence.refused and phase is FeedPhase.RECONNECTING and self.connected_at_s is None:
             instructions.append(Action.REPORT_EXIT)
-        is_connected = self.connected_at_s is not None and found.question.asked_at_s >= self.connected_at_s
-        waited_long = self._have_waited_long(found.now_s, known)
+        is_connected = self.connected_at_s is not None and answer.question.asked_at_s >= self.connected_at_s
+        waited_long = self._have_waited_long(answer.now_s, known)
         alone = is_connected and waited_long
-        if self._is_outdated(found, known, alone=alone, is_connected=is_connected):
-            return [*instructions, *self._on_signal(Signal.OUTDATED, found.now_s)]
-        decision = self._decide(evidence, known, found.now_us, alone=alone, is_connected=is_connected)
+        if self._is_outdated(answer, known, alone=alone, is_connected=is_connected):
+            return [*instructions, *self._on_signal(Signal.OUTDATED, answer.now_s)]
+        decision = self._decide(evidence, known, answer.now_us, alone=alone, is_connected=is_connected)
         if alone and not evidence.reachable and not isinstance(decision, Undecided) and not self._is_unreachable:
             self._is_unreachable = True
             instructions.append(Action.REPORT_UNREACHABLE)
@@ -435,27 +435,27 @@ class FeedMachine:
                 instructions.append(CheckModel(waits=evidence.reachable or not waited_long))
         match decision:
             case Undecided():
-                done = self._on_signal(Signal.UNDECIDED, found.now_s)
+                done = self._on_signal(Signal.UNDECIDED, answer.now_s)
             case SameIncarnation():
                 signal = Signal.SAME if is_connected else Signal.SAME_UNCONNECTED
-                done = self._on_signal(signal, found.now_s, started=self._start_of_same(evidence, known))
+                done = self._on_signal(signal, answer.now_s, started=self._start_of_same(evidence, known))
             case NewIncarnation(incarnation):
                 signal = Signal.ANOTHER if is_connected else Signal.ANOTHER_UNCONNECTED
-                done = self._on_signal(signal, found.now_s, BeginIncarnation(incarnation), evidence.started)
+                done = self._on_signal(signal, answer.now_s, BeginIncarnation(incarnation), evidence.started)
             case _:
                 assert_never(decision)
         return [*instructions, *done]
 
     def _is_outdated(
-        self, found: EvidenceFound, known: KnownIncarnation | None, *, alone: bool, is_connected: bool
+        self, answer: EvidenceFound, known: KnownIncarnation | None, *, alone: bool, is_connected: bool
     ) -> bool:
         """Whether there is a batch now that the replay socket was not asked for, and that has to decide."""
         if self.phase is not FeedPhase.CONNECTING or not is_connected or alone:
             return False
-        asked = found.question.known
+        asked = answer.question.known
         assert known is not None  # an incarnation has begun
         had_no_batch = asked is None or asked.sequence == BEFORE_FIRST != known.sequence
-        return had_no_batch and (found.evidence.started is None or self.started is None)
+        return had_no_batch and (answer.evidence.started is None or self.started is None)
 
     def _decide(
         self, evidence: Evidence, known: KnownIncarnation | None, now_us: int, *, alone: bool, is_connected: bool
