@@ -105,14 +105,14 @@ class RestatedRun:
 
     def by_labels(self) -> Iterator[tuple[int, int, MoeLabels | None]]:
         """Return the run in parts with equal labels: the offsets of a part's first block and of its end, its labels."""
-        at = 0
-        for each in self.facts:
-            if each.first > at:
-                yield at, each.first, None
-            at = each.first + each.n_blocks
-            yield each.first, at, each.moe
-        if at < len(self.local):
-            yield at, len(self.local), None
+        position = 0
+        for fact in self.facts:
+            if fact.first > position:
+                yield position, fact.first, None
+            position = fact.first + fact.n_blocks
+            yield fact.first, position, fact.moe
+        if position < len(self.local):
+            yield position, len(self.local), None
 
 
 @dataclass(frozen=True, slots=True)

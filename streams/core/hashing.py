@@ -266,7 +266,9 @@ def _local_by_package(words: TokenArray, window: int, stride: int, n_blocks: int
     width, step = window * _BYTES_PER_TOKEN, stride * _BYTES_PER_TOKEN
     digest = xxhash.xxh3_64_intdigest
     starts = range(0, n_blocks * step, step)
-    return np.fromiter((digest(packed[at : at + width], seed) for at in starts), dtype=np.uint64, count=n_blocks)
+    return np.fromiter(
+        (digest(packed[start : start + width], seed) for start in starts), dtype=np.uint64, count=n_blocks
+    )
 
 
 def _chain_by_package(local: HashArray, parent: SequenceHash | None) -> HashArray:
@@ -274,8 +276,8 @@ def _chain_by_package(local: HashArray, parent: SequenceHash | None) -> HashArra
     raw = local.astype(_U64_LE, copy=False).tobytes()
     chained: list[int] = []
     previous: int | None = parent
-    for at in range(0, len(raw), _BYTES_PER_HASH):
-        own = raw[at : at + _BYTES_PER_HASH]
+    for start in range(0, len(raw), _BYTES_PER_HASH):
+        own = raw[start : start + _BYTES_PER_HASH]
         if previous is None:
             previous = int.from_bytes(own, "little")
         else:

@@ -139,13 +139,13 @@ class Holdings(Generic[Events, Change]):
         self._begin(judgement)
         self._keep(judgement.progress)
         self._heard[rank] = None
-        found = self.parking.take(batch, raw)
-        if isinstance(found, bool):
+        parked = self.parking.take(batch, raw)
+        if isinstance(parked, bool):
             self._parked[rank] = None
-            return Verdict.PARKED if found else Verdict.DROPPED
-        self._end(restated(judgement.progress, batch, exact=found.exact, n_unindexed=found.n_unindexed))
-        self.runs.restate(rank, found.runs)
-        self._n_restated_runs += found.n_runs
+            return Verdict.PARKED if parked else Verdict.DROPPED
+        self._end(restated(judgement.progress, batch, exact=parked.exact, n_unindexed=parked.n_unindexed))
+        self.runs.restate(rank, parked.runs)
+        self._n_restated_runs += parked.n_runs
         self._restated[rank] = None
         return Verdict.RESTATED
 

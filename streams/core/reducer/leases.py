@@ -55,9 +55,13 @@ class RankLeases:
                 silent.append(rank)
             overdue = state.silent and quiet_ms > state.lease_ms + self._grace_ms
             dead[rank.worker_id] = dead.get(rank.worker_id, True) and overdue
-        found = [worker_id for worker_id, is_dead in dead.items() if is_dead]
-        self._expired_ms = {worker_id: at for worker_id, at in self._expired_ms.items() if dead.get(worker_id)}
-        return Overdue(silent, [each for each in found if now_ms >= self._expired_ms.get(each, now_ms)])
+        worker_ids = [worker_id for worker_id, is_dead in dead.items() if is_dead]
+        self._expired_ms = {
+            worker_id: expired_ms for worker_id, expired_ms in self._expired_ms.items() if dead.get(worker_id)
+        }
+        return Overdue(
+            silent, [worker_id for worker_id in worker_ids if now_ms >= self._expired_ms.get(worker_id, now_ms)]
+        )
 
     def expired(self, worker_id: WorkerId, now_ms: int) -> None:
         """Take note that a worker's expiry has been written; it is due again only after EXPIRY_RETRY_MS."""

@@ -119,7 +119,7 @@ class Parking:
         if len(held.batches) == chunk.n_chunks:
             self.drop(rank)
             runs = sorted(held.runs, key=lambda run: run.start)  # a parent starts before its children on every chain
-            return Whole(chunk.exact, held.n_runs, runs, sum(each.n_unindexed for each in held.batches))
+            return Whole(chunk.exact, held.n_runs, runs, sum(batch.n_unindexed for batch in held.batches))
         if self._n_bytes > PARKED_BYTES_MAX:
             self.drop(rank)  # a later resync request repeats it, when other restatements are complete
             return False
