@@ -289,10 +289,10 @@ class Indexer:
             next_offset = table.next_offset(topic) if table else None
             if table is None or next_offset is None:
                 return
-            found = await asyncio.to_thread(first_offset, self._settings, topic, partition, next_offset)
-            first = found.end if found.first is None else found.first
+            offsets = await asyncio.to_thread(first_offset, self._settings, topic, partition, next_offset)
+            first = offsets.end if offsets.first is None else offsets.first
             if first > next_offset:
-                lost = found.low > next_offset
+                lost = offsets.low > next_offset
                 log.log(
                     logging.WARNING if lost else logging.INFO,
                     "%s [%d] has nothing from %d to %d",

@@ -61,15 +61,15 @@ def block_size_contradicted(settings: ScopeSettings, served: ServedModel) -> Blo
 
 def registered_models(settings: ScopeSettings) -> dict[str, ServedModel]:
     """Return the models of the registry by name. Raises KvStreamsError if it cannot be read."""
-    found: dict[str, ServedModel] = {}
+    models: dict[str, ServedModel] = {}
     for record in _read(settings, range(settings.partitions)):
         if record.value is None:
-            found.pop(MODELS.keys.parse(record.key), None)
+            models.pop(MODELS.keys.parse(record.key), None)
             continue
         model = _decoded(settings, record)
         if model is not None:
-            found.setdefault(model.name, model)
-    return found
+            models.setdefault(model.name, model)
+    return models
 
 
 def check_models(settings: ScopeSettings) -> None:
@@ -149,7 +149,7 @@ def _read(settings: ScopeSettings, partitions: Iterable[int]) -> list[Record]:
     """Return the records of models in these partitions of the registry, in log order, up to the partitions' ends."""
     name = topics(settings).workers.name
     left = set(partitions)
-    found: list[Record] = []
+    records: list[Record] = []
     # The broker then reports the end of a partition at once.
     consumer = reader(settings, **{"fetch.wait.max.ms": 5})
     try:
@@ -166,7 +166,7 @@ def _read(settings: ScopeSettings, partitions: Iterable[int]) -> list[Record]:
                 if error is None:
                     record = as_record(message)
                     if record.key.startswith(MODELS.keys.prefix):
-                        found.append(record)
+                        records.append(record)
                 elif error.code() == KafkaError._PARTITION_EOF:
                     left.discard(message.partition() or 0)
                 elif error.fatal() or not (error.retriable() or error.code() in _TRANSIENT_ERRORS):
@@ -175,7 +175,7 @@ def _read(settings: ScopeSettings, partitions: Iterable[int]) -> list[Record]:
         raise KvStreamsError(f"cannot read {name}: {exc.args[0].str()}") from exc
     finally:
         consumer.close()
-    return found
+    return records
 
 
 def _write(settings: ScopeSettings, model: ServedModel) -> None:

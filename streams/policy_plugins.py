@@ -15,18 +15,18 @@ from streams.errors import SettingsError
 
 def policy_names() -> list[str]:
     """The names of all policies, sorted."""
-    return sorted({*BUILT_IN, *(each.name for each in entry_points(group=ENTRY_POINTS))})
+    return sorted({*BUILT_IN, *(entry.name for entry in entry_points(group=ENTRY_POINTS))})
 
 
 def policy_factory(name: str) -> PolicyFactory:
     """Find a policy by name; a built-in one comes first. Raises SettingsError."""
     if name in BUILT_IN:
         return BUILT_IN[name]
-    for each in entry_points(group=ENTRY_POINTS, name=name):
+    for entry in entry_points(group=ENTRY_POINTS, name=name):
         try:
-            factory: PolicyFactory = each.load()
+            factory: PolicyFactory = entry.load()
         except Exception as exc:  # the module of another package may fail in any way
-            raise SettingsError(f"policy {name!r} of {each.value} cannot be loaded: {exc}") from exc
+            raise SettingsError(f"policy {name!r} of {entry.value} cannot be loaded: {exc}") from exc
         return factory
     raise SettingsError(f"there is no policy {name!r}; there are {', '.join(policy_names()) or 'none'}")
 

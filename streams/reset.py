@@ -113,9 +113,9 @@ def _last_written_ms(settings: AgentSettings, partition: int) -> int:
                 last_ms = max(last_ms, record.timestamp_ms)
 
     end = log_end(settings, topic, partition)
-    found = first_offset(settings, topic, partition, max(end - TAIL_OFFSETS, 0))
-    if found.first is not None:
-        read_to_end(settings, topic, partition, found.first, note)
+    offsets = first_offset(settings, topic, partition, max(end - TAIL_OFFSETS, 0))
+    if offsets.first is not None:
+        read_to_end(settings, topic, partition, offsets.first, note)
     return last_ms
 
 
@@ -129,11 +129,13 @@ def _truncate(settings: AgentSettings) -> int:
     ]
     client = admin(settings)
     deletions = client.delete_records(where, operation_timeout=CREATE_TIMEOUT_S, request_timeout=CREATE_TIMEOUT_S)
-    for each, future in deletions.items():
+    for partition, future in deletions.items():
         try:
             future.result(2 * CREATE_TIMEOUT_S)
         except KafkaException as exc:
-            raise KvStreamsError(f"{each.topic} [{each.partition}] cannot be emptied: {exc.args[0].str()}") from exc
+            raise KvStreamsError(
+                f"{partition.topic} [{partition.partition}] cannot be emptied: {exc.args[0].str()}"
+            ) from exc
     return len(where)
 
 

@@ -685,7 +685,7 @@ class Settings(BridgeServerSettings, FrontServerSettings, WorkerServerSettings):
 
 
 #: Settings whose values are never shown.
-SECRETS = frozenset(each.name for each in fields(Settings) if each.metadata.get("secret"))
+SECRETS = frozenset(setting.name for setting in fields(Settings) if setting.metadata.get("secret"))
 
 
 def shown_value(settings: Settings, name: str) -> str:
@@ -795,12 +795,14 @@ def as_environ(settings: ScopeSettings) -> dict[str, str]:
     Settings with default values are included: a child inherits our environment and folder, and must not take another
     value from there or from a file.
     """
-    return {ENV_PREFIX + each.name.upper(): _to_text(getattr(settings, each.name)) for each in fields(settings)}
+    return {
+        ENV_PREFIX + setting.name.upper(): _to_text(getattr(settings, setting.name)) for setting in fields(settings)
+    }
 
 
 def unknown_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """`KVSTREAMS_*` variables that have no effect, each with a warning; those of our tests are skipped."""
-    settings = [*(ENV_PREFIX + each.name.upper() for each in fields(Settings)), CONFIG_ENV]
+    settings = [*(ENV_PREFIX + setting.name.upper() for setting in fields(Settings)), CONFIG_ENV]
     in_use = {*settings, FAULT_ENV, *(ENV_PREFIX + name.upper() for name in (*UNNEEDED_OPTIONS, *ALIASES))}
     warnings = {}
     for name in environ:
@@ -824,13 +826,13 @@ def _read_toml(file: Path, explicit: bool) -> dict[str, Any]:
 
 
 def _from_environ(env: Mapping[str, str], hints: Mapping[str, Any]) -> dict[str, str]:
-    found = {}
+    values = {}
     for key, value in env.items():
         name = key.removeprefix(ENV_PREFIX).lower()
         # Other KVSTREAMS_ variables belong to other parts, such as the tests.
         if key.startswith(ENV_PREFIX) and (name in hints or name in UNNEEDED_OPTIONS or name in ALIASES):
-            found[name] = value
-    return found
+            values[name] = value
+    return values
 
 
 _SWITCH = {"on": True, "off": False, "true": True, "false": False, "1": True, "0": False, "yes": True, "no": False}

@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 
 def _named(package: ModuleType, entry_points: Iterable[str]) -> tuple[str, ...]:
-    return tuple(f"{package.__name__}.{each}" for each in entry_points)
+    return tuple(f"{package.__name__}.{module}" for module in entry_points)
 
 
 # Kernels by their full names. Children take them in this order, so the slowest come first. Those that share most of

@@ -32,18 +32,18 @@ def explain(resolved: Resolved, request_id: str, since: str) -> None:
 
     name = request_id.encode("utf-8", "surrogatepass")
     log = read_log(resolved.settings, time_ms(since, time.time_ns() // 1_000_000), lambda value: name in value)
-    found = sorted(
+    decisions = sorted(
         (decision for batch in log.batches for decision in batch.decisions() if decision.request_id == request_id),
-        key=lambda each: each.decided_at_ms,
+        key=lambda decision: decision.decided_at_ms,
     )
     reports = [report for batch in log.batches for report in batch.reports if report.request_id == request_id]
     if log.warning:
         click.echo(f"kvstreams: {log.warning}", err=True)
-    if not found:
+    if not decisions:
         click.echo(f"kvstreams: {_not_found(log, request_id, since, time_text)}", err=True)
         raise SystemExit(1)
-    for position, decision in enumerate(found):
-        until_ms = found[position + 1].decided_at_ms if position + 1 < len(found) else None
+    for position, decision in enumerate(decisions):
+        until_ms = decisions[position + 1].decided_at_ms if position + 1 < len(decisions) else None
         if position:
             click.echo("")
         own = [

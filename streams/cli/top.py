@@ -155,12 +155,12 @@ def _header(url: str, live: Mapping[str, Any]) -> list[Text]:
 
 def _lags(partitions: Sequence[Mapping[str, Any]]) -> str:
     """The greatest lag, and how many partitions have one that is not known."""
-    known = [each for each in partitions if each["lag_s"] is not None]
+    known = [partition for partition in partitions if partition["lag_s"] is not None]
     unknown = len(partitions) - len(known)
     parts = []
     if known:
-        worst = max(known, key=lambda each: each["lag_s"])
-        records = sum(each["lag_records"] or 0 for each in known)
+        worst = max(known, key=lambda partition: partition["lag_s"])
+        records = sum(partition["lag_records"] or 0 for partition in known)
         parts.append(f"at most {worst['lag_s']:.2f} s (partition {worst['partition']}), {records} records in all")
     if unknown:
         parts.append(f"unknown for {unknown} of {len(partitions)} partitions")

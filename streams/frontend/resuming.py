@@ -347,9 +347,9 @@ class StreamRelay:
 
     def _computed(self, usage: dict[str, Any], at_s: float) -> None:
         self._is_computed = True
-        found = prompt_computed(usage, at_s)
-        if found is not None:
-            self.migration.handle(found)
+        computed = prompt_computed(usage, at_s)
+        if computed is not None:
+            self.migration.handle(computed)
 
     def _summed(self, usage: dict[str, Any]) -> dict[str, Any]:
         """Return the usage of the whole answer, from that of its last part."""

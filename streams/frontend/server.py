@@ -343,15 +343,15 @@ def _right_of(http: web.Request) -> str | None:
 
 def parse_by_model(option: str, values: Sequence[str]) -> dict[str, str]:
     """Read repeated MODEL=VALUE; a value without a model is for all other models, under "". Raises SettingsError."""
-    found: dict[str, str] = {}
+    by_model: dict[str, str] = {}
     for text in values:
         model, equals, value = text.rpartition("=")
         if not value or (equals and not model):
             raise SettingsError(f"{option} {text!r} is not MODEL=PATH or PATH")
-        if model in found:
+        if model in by_model:
             raise SettingsError(f"{option} names {model or 'no model'} twice")
-        found[model] = value
-    return found
+        by_model[model] = value
+    return by_model
 
 
 async def serve(settings: FrontServerSettings, options: FrontOptions) -> None:

@@ -114,12 +114,12 @@ class HttpServer:
     async def _listen(self, sockets: Sequence[socket.socket]) -> None:
         """Accept connections on these sockets with the current certificates."""
         context = self._access.ssl_context
-        for each in sockets:
+        for listener in sockets:
             self._listening.append(
                 # A server closes its socket when it ends. The copy refers to the same queue of connections.
                 await asyncio.get_running_loop().create_server(
                     self._accept,
-                    sock=each.dup(),
+                    sock=listener.dup(),
                     backlog=BACKLOG,
                     ssl=context,
                     ssl_handshake_timeout=None if context is None else TLS_HANDSHAKE_S,
@@ -160,8 +160,8 @@ class HttpServer:
             self._checking.cancel()
         for server in self._listening:
             server.close()
-        for each in self._sockets:
-            each.close()
+        for listener in self._sockets:
+            listener.close()
         for runner in self._runners:
             await runner.cleanup()
 
@@ -184,20 +184,20 @@ def _listen(infos: Sequence[_AddressInfo], *, shared: bool = False) -> list[sock
     sockets: list[socket.socket] = []
     try:
         for family, kind, protocol, _, address in infos:
-            each = socket.socket(family, kind, protocol)
-            sockets.append(each)
-            each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            each.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # accepted connections inherit it
+            listener = socket.socket(family, kind, protocol)
+            sockets.append(listener)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # accepted connections inherit it
             if shared:
-                each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             if family == socket.AF_INET6:
-                each.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-            each.bind(address)
-            each.listen(BACKLOG)
-            each.setblocking(False)
+                listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            listener.bind(address)
+            listener.listen(BACKLOG)
+            listener.setblocking(False)
     except OSError:
-        for each in sockets:
-            each.close()
+        for listener in sockets:
+            listener.close()
         raise
     return sockets
 

@@ -50,7 +50,7 @@ def run_in_real_time() -> bool:
         log.warning("this system has no real-time threads: answers may wait for processors that others use")
         return False
     try:
-        while left := [each for each in _thread_ids() if not _is_realtime(each)]:  # some may be started meanwhile
+        while left := [thread for thread in _thread_ids() if not _is_realtime(thread)]:  # some may be started meanwhile
             for thread_id in left:
                 _make_realtime(thread_id)
     except OSError as exc:

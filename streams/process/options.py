@@ -165,7 +165,7 @@ def time_ms(text: str, now_ms: int) -> int:
     if ago is not None:
         return now_ms - round(float(ago[1]) * _UNITS_S[ago[2]] * 1000.0)
     try:
-        at = datetime.fromisoformat(text)
+        time = datetime.fromisoformat(text)
     except ValueError as exc:
         raise SettingsError(f"{text!r} is neither a duration such as 15m nor a time such as 2026-01-31T14:00") from exc
-    return round((at if at.tzinfo else at.replace(tzinfo=UTC)).timestamp() * 1000.0)
+    return round((time if time.tzinfo else time.replace(tzinfo=UTC)).timestamp() * 1000.0)

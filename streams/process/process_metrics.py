@@ -79,5 +79,5 @@ def metrics_response(*registries: MetricsRegistry[Any]) -> web.Response:
     """Answer GET /metrics with these registries and the process's own metrics; all metrics have different names."""
     process = registries[0].process if registries else ""
     own = MetricsRegistry(PROCESS_METRICS, process_snapshot, process)
-    page = b"".join(each.page() for each in (*registries, own))
+    page = b"".join(registry.page() for registry in (*registries, own))
     return web.Response(body=page, headers={"Content-Type": CONTENT_TYPE_LATEST})

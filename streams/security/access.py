@@ -47,7 +47,7 @@ class Access:
         """
         settings = settings or AccessSettings()
         self._allows_anonymous = settings.allow_anonymous
-        files = [each.strip() for each in settings.tokens_file.split(",") if each.strip()]
+        files = [path.strip() for path in settings.tokens_file.split(",") if path.strip()]
         if not settings.tls_certificate and (settings.tls_key or settings.tls_client_ca):
             setting = "tls_key" if settings.tls_key else "tls_client_ca"
             raise SettingsError(f"{setting} is set, but tls_certificate is not", remedy="Set tls_certificate as well")
@@ -56,7 +56,7 @@ class Access:
             return parse_tokens((file, read_text("tokens_file", file, FILE_BYTES_MAX)) for file in files)
 
         self._tokens = Watched("the tokens", files, tokens) if files else None
-        pems = [each for each in (settings.tls_certificate, settings.tls_key, settings.tls_client_ca) if each]
+        pems = [path for path in (settings.tls_certificate, settings.tls_key, settings.tls_client_ca) if path]
         self._tls = Watched("the certificates", pems, lambda: server_context(settings)) if pems else None
 
     @property
@@ -82,7 +82,7 @@ class Access:
 
     def check_address(self, host: str, addresses: Iterable[str]) -> None:
         """Raise SettingsError if anyone on a network could use this server. addresses: those of the host."""
-        outside = [each for each in addresses if not ipaddress.ip_address(each.partition("%")[0]).is_loopback]
+        outside = [address for address in addresses if not ipaddress.ip_address(address.partition("%")[0]).is_loopback]
         if not outside:
             return
         if self._tokens is None and not self._allows_anonymous:

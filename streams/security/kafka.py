@@ -90,8 +90,8 @@ def check_kafka_security(settings: KafkaSettings) -> None:
 
 def _one_of(settings: KafkaSettings, first: str, second: str) -> None:
     if bool(getattr(settings, first)) == bool(getattr(settings, second)):
-        found = "both are" if getattr(settings, first) else "none is"
-        raise SettingsError(f"{first} or {second} must be set, and {found}", remedy="Set one of the two")
+        given = "both are" if getattr(settings, first) else "none is"
+        raise SettingsError(f"{first} or {second} must be set, and {given}", remedy="Set one of the two")
 
 
 def password_of(settings: KafkaSettings) -> str:

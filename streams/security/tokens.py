@@ -99,8 +99,8 @@ class BearerTokens:
         on the digest only, and nobody can choose a token by parts of its digest without knowing the token.
         """
         digest = hashlib.sha256(token.encode("utf-8", "surrogateescape")).digest()
-        found = self._grants.get(digest[:8])
-        return found[1] if found is not None and hmac.compare_digest(found[0], digest) else None
+        entry = self._grants.get(digest[:8])
+        return entry[1] if entry is not None and hmac.compare_digest(entry[0], digest) else None
 
 
 def parse_tokens(texts: Iterable[tuple[str, str]]) -> BearerTokens:

@@ -246,9 +246,9 @@ class FastLane:
         request = self._request_of(query, parse)
         if request is None or not body or _may_wait(request):
             return None
-        found = _response(200, orjson.dumps(answer_json(self._router.route(request, body))))
+        response = _response(200, orjson.dumps(answer_json(self._router.route(request, body))))
         self._route_seconds.observe(time.perf_counter() - started)
-        return found
+        return response
 
     def _route_json(self, body: bytes) -> bytes | None:
         if is_list(body):
@@ -257,9 +257,9 @@ class FastLane:
         request, packed = self._parser.parsed_at_once(body)
         if _may_wait(request):
             return None
-        found = _response(200, orjson.dumps(answer_json(self._router.route(request, packed))))
+        response = _response(200, orjson.dumps(answer_json(self._router.route(request, packed))))
         self._route_seconds.observe(time.perf_counter() - started)
-        return found
+        return response
 
     def _report(self, request_id: str, what: BookingPhase, query: Mapping[str, str] | None) -> bytes:
         """query: None if there is none."""
@@ -289,8 +289,8 @@ def _plain_query(text: str) -> dict[str, str] | None:
     if not _PLAIN_QUERY.fullmatch(text):
         return None
     pairs = [pair.split("=") for pair in text.split("&")]
-    found = dict(pairs)
-    return found if len(found) == len(pairs) else None
+    parameters = dict(pairs)
+    return parameters if len(parameters) == len(pairs) else None
 
 
 def _accepted(answer: dict[str, Any]) -> bytes:
