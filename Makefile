@@ -7,7 +7,7 @@ BIN := .venv/bin
 LOCAL := .venv/.installed-local
 INSTALLED := .venv/.installed
 
-.PHONY: demo test test-all nightly up lint fast warm soak chaos replicas migrations trust conformance witness fuzz-events bench bench-stream bench-http calibrate clean
+.PHONY: demo test test-all nightly up lint fast warm soak chaos replicas migrations trust real conformance witness fuzz-events bench bench-stream bench-http calibrate clean
 
 demo: $(LOCAL)
 	$(BIN)/kvstreams demo
@@ -26,7 +26,7 @@ test-all: lint warm
 	$(call pytest)
 
 # Every test, and what takes hours. It fails as long as tests are listed that passed only alone.
-nightly: test-all trust chaos replicas soak migrations
+nightly: test-all real trust chaos replicas soak migrations
 	$(BIN)/python -m tests.rerun --listed
 
 # Up to five tests that fail next to others are run once more alone, and listed. Failures of former runs do not count.
@@ -72,6 +72,15 @@ migrations: warm
 # Every way in which a router's knowledge can be wrong (docs/trust.md), in the long form, with real processes.
 trust: warm
 	$(BIN)/pytest --long tests/trust
+
+# Real vLLM engines without a GPU, in .venv-vllm (6 GB): single cases, a thousand promises, a hundred failures: about an
+# hour. It says so and goes on where the wheels cannot be installed.
+REAL := $(CURDIR)/.venv-vllm
+real: warm
+	@$(BIN)/python -m tests.real.environment $(REAL) || echo "make real: vLLM cannot be installed here, so nothing of it is tested"
+	KVSTREAMS_REAL_VLLM=$(REAL) $(BIN)/pytest --numprocesses 0 -rs tests/real
+	[ ! -x $(REAL)/bin/vllm ] || KVSTREAMS_REAL_VLLM=$(REAL) $(BIN)/python -m tests.real.agreement
+	[ ! -x $(REAL)/bin/vllm ] || KVSTREAMS_REAL_VLLM=$(REAL) $(BIN)/python -m tests.real.failures
 
 conformance: warm
 	$(BIN)/python -m tests.conformance tests/conformance_cases.jsonl $(CASES)

@@ -3,8 +3,8 @@
 What lives here: the prompt, the engine's events that it causes, and the question to the routers. What must not: what is
 wrong with the result (checks).
 
-The prompt is random token ids, so that no cache has it. The engine computes one token. Neither the prompt nor its
-hashes are logged or written anywhere.
+The prompt is random text, or random token ids, so that no cache has it. The engine computes one token. Neither the
+prompt nor its hashes are logged or written anywhere.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import zmq.asyncio
 
 from streams.core.events import BlocksStored
 from streams.core.hashing import local_hashes
+from streams.core.workers import Worker
 from streams.doctor.engine_reading import _TICK_S, _of_ranks
 from streams.doctor.http_reading import call
 from streams.doctor.observations import EngineSeen, ProbeSeen
@@ -31,7 +32,8 @@ from streams.errors import BadRecord
 #: Blocks of the prompt. Engines compute the last token again, so one more token follows them.
 PROBE_BLOCKS = 2
 
-#: Token ids of the prompt. Every vocabulary has them, and special tokens are usually below.
+#: Token ids of the prompt of an engine without `/tokenize`. Nearly every vocabulary has them, and special tokens are
+#: usually below.
 _TOKEN_IDS = range(1000, 20_000)
 
 #: How long the events of the prompt may take, and then the routers.
@@ -75,7 +77,7 @@ async def _probe(
 ) -> ProbeSeen:
     worker = engine.worker
     size = worker.block_size
-    tokens = random.sample(_TOKEN_IDS, min(PROBE_BLOCKS * size + 1, len(_TOKEN_IDS)))
+    tokens = await _new_prompt(http, worker, headers, PROBE_BLOCKS * size + 1)
     n_blocks = (len(tokens) - 1) // size
     wanted = set(local_hashes(tokens[: n_blocks * size], size).tolist())
     prompt = {"model": worker.model, "prompt": tokens, "max_tokens": 1, "temperature": 0}
@@ -100,6 +102,17 @@ async def _probe(
         n_events = sum(listener.n_events for listener in listeners)
     matched = {url: await _matched(http, url, engine, tokens, n_blocks, router_headers) for url in routers}
     return ProbeSeen(None, n_blocks, len(wanted & stored) if listeners else None, n_events, matched)
+
+
+async def _new_prompt(http: aiohttp.ClientSession, worker: Worker, headers: Mapping[str, str], n: int) -> list[int]:
+    """Token ids of a prompt that no engine has computed yet: those of random text, as the engine itself has them."""
+    text = " ".join(random.randbytes(4).hex() for _ in range(n))
+    answer = await call(http, f"{worker.url}/tokenize", headers, {"model": worker.model, "prompt": text})
+    known = answer.json() if answer.ok else None
+    tokens = known.get("tokens") if isinstance(known, dict) else None
+    if isinstance(tokens, list) and len(tokens) >= n and all(isinstance(token, int) for token in tokens):
+        return tokens[:n]
+    return random.sample(_TOKEN_IDS, min(n, len(_TOKEN_IDS)))
 
 
 class _Listener:

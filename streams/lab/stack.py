@@ -12,7 +12,7 @@ import urllib.request
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -72,6 +72,19 @@ class FrontProcess:
 
     child: Child
     url: str
+
+
+class EngineAddresses(Protocol):
+    """An engine that a bridge can listen to, simulated or real."""
+
+    @property
+    def worker_id(self) -> int: ...
+    @property
+    def url(self) -> str: ...
+    @property
+    def events(self) -> str: ...
+    @property
+    def replay(self) -> str: ...
 
 
 class Stack:
@@ -169,7 +182,9 @@ class Stack:
         info = json.loads(path.read_text())
         return Engine(worker_id, child, info["http"], info["events"], info["replay"])
 
-    def bridge(self, engines: Sequence[Engine], name: str = "bridge", roles: Mapping[int, str] | None = None) -> Child:
+    def bridge(
+        self, engines: Sequence[EngineAddresses], name: str = "bridge", roles: Mapping[int, str] | None = None
+    ) -> Child:
         """Start one bridge for these engines; it is ready when they are in the registry (`wait_workers`).
 
         roles: of engines by worker id; the others have both roles.
