@@ -1,6 +1,6 @@
 """`--tokenizer`: whether each engine tokenizes as a model's files do, chat template included.
 
-What lives here: asking engines' /tokenize and the files of --tokenizer for the same prompts. What must not: the prompts
+What lives here: asking engines and the files of --tokenizer for the same prompts. What must not: the prompts
 and the comparison (frontend.parity), and what is wrong with the result (checks). No text and no token id is kept.
 """
 
@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import aiohttp
 import orjson
@@ -20,7 +20,9 @@ from streams.core.workers import RenderPart
 from streams.doctor.http_reading import call
 from streams.doctor.observations import EngineSeen
 from streams.errors import InvalidRequest, SettingsError
-from streams.frontend.parity import PROMPTS, compare
+from streams.frontend.conversation import NEWEST, Rule
+from streams.frontend.engine_tokens import CALLS, LACKING, TOKENIZE, token_ids
+from streams.frontend.parity import NOT_OF_TOKENIZE, PROMPTS, TokensByPart, compare, compare_by_rules
 
 if TYPE_CHECKING:
     from streams.frontend.tokenizer import ModelTokenizer
@@ -31,20 +33,38 @@ ENGINES_AT_ONCE = 8
 #: Bytes that a tokenizer may cache; the prompts are few and short.
 _CACHE_BYTES = 1 << 20
 
-#: By prompt, its tokens by the files; None if the files cannot make them.
-TokensOfFiles = Mapping[RenderPart, list[int] | None]
+
+class FileTokens:
+    """Tokens of the prompts by the files of one model, for each set of rules that engines may follow."""
+
+    def __init__(self, path: str) -> None:
+        """Raises SettingsError for a bad file."""
+        self._tokenizer = _load(path)
+
+    async def by_rules(self, rules: Rule) -> TokensByPart:
+        """Return the tokens of the prompts."""
+        return await asyncio.to_thread(self._made, rules)
+
+    def _made(self, rules: Rule) -> TokensByPart:
+        made: dict[RenderPart, list[int] | None] = {}
+        for part, (kind, body) in PROMPTS.items():
+            try:
+                made[part] = unpack_tokens(self._tokenizer.encode(kind, orjson.dumps(body), rules).tokens)
+            except InvalidRequest:  # no chat template, or one that refuses a system message or tools
+                made[part] = None
+        return made
 
 
-async def read_files(paths: Mapping[str, str]) -> Mapping[str, TokensOfFiles]:
-    """Return the tokens of the prompts by path. paths: by model. Raises SettingsError for a bad file."""
-    return {path: await asyncio.to_thread(_tokens_of_files, path) for path in set(paths.values())}
+async def read_files(paths: Mapping[str, str]) -> Mapping[str, FileTokens]:
+    """Return what makes the tokens of the prompts, by path. paths: by model. Raises SettingsError for a bad file."""
+    return {path: await asyncio.to_thread(FileTokens, path) for path in set(paths.values())}
 
 
 async def read_tokenizers(
     http: aiohttp.ClientSession,
     engines: Sequence[EngineSeen],
     paths: Mapping[str, str],
-    ours: Mapping[str, TokensOfFiles],
+    ours: Mapping[str, FileTokens],
     headers: Mapping[str, str],
 ) -> tuple[EngineSeen, ...]:
     """Compare the engines that answer. paths: by model, "" for all others. ours: of `read_files`."""
@@ -60,17 +80,6 @@ async def read_tokenizers(
     return tuple(await asyncio.gather(*map(one, engines)))
 
 
-def _tokens_of_files(path: str) -> TokensOfFiles:
-    tokenizer = _load(path)
-    ours: dict[RenderPart, list[int] | None] = {}
-    for part, (kind, body) in PROMPTS.items():
-        try:
-            ours[part] = unpack_tokens(tokenizer.encode(kind, orjson.dumps(body)).tokens)
-        except InvalidRequest:  # no chat template, or one that refuses a system message or tools
-            ours[part] = None
-    return ours
-
-
 def _load(path: str) -> ModelTokenizer:
     try:
         from streams.frontend.tokenizer import ModelTokenizer
@@ -82,28 +91,35 @@ def _load(path: str) -> ModelTokenizer:
 
 
 async def _differences(
-    http: aiohttp.ClientSession, engine: EngineSeen, ours: TokensOfFiles, headers: Mapping[str, str]
+    http: aiohttp.ClientSession, engine: EngineSeen, ours: FileTokens, headers: Mapping[str, str]
 ) -> Mapping[str, str]:
     """What differs, by the name of the prompt; "" if nothing does."""
     differing: dict[str, str] = {}
-    for part, tokens in ours.items():
-        name = part.words
-        answer = await call(
-            http, f"{engine.worker.url}/tokenize", headers, {"model": engine.worker.model, **PROMPTS[part][1]}
-        )
-        theirs = _token_ids(answer.json()) if answer.ok else None
+    theirs: dict[RenderPart, list[int] | None] = {}
+    statuses: dict[RenderPart, int | None] = {}
+    calls = CALLS
+    for part, (kind, prompt) in PROMPTS.items():
+        for path in calls[kind]:
+            answer = await call(http, f"{engine.worker.url}{path}", headers, {"model": engine.worker.model, **prompt})
+            if answer.status not in LACKING:
+                break
+            calls = {**calls, kind: calls[kind][1:] or calls[kind]}
         if answer.error is not None:
-            differing[name] = answer.error
-        elif answer.status in (404, 405, 501):
+            differing[part.words] = answer.error
+            break  # it would not answer about the others either
+        if answer.status in LACKING:
             return {}  # an engine without /tokenize
-        elif (theirs is None) != (tokens is None):
-            refuses = "the files make" if theirs is None else "the engine makes"
-            differing[name] = f"only {refuses} tokens of it (the status of the engine's answer is {answer.status})"
-        elif tokens is not None and theirs is not None:
-            differing[name] = str(compare(tokens, theirs) or "")
+        elif path != TOKENIZE or part not in NOT_OF_TOKENIZE:
+            theirs[part] = token_ids(answer.body) if answer.ok else None
+            statuses[part] = answer.status
+    compared = await compare_by_rules(theirs, ours.by_rules, NEWEST)
+    for part, tokens in theirs.items():
+        made = compared.ours[part]
+        if made is not None and tokens is not None:
+            differing[part.words] = str(compare(made, tokens) or "")
+        elif made is not tokens:
+            refuses = "the files make" if tokens is None else "the engine makes"
+            differing[part.words] = (
+                f"only {refuses} tokens of it (the status of the engine's answer is {statuses[part]})"
+            )
     return differing
-
-
-def _token_ids(answer: Any) -> list[int] | None:
-    tokens = answer.get("tokens") if isinstance(answer, dict) else None
-    return tokens if isinstance(tokens, list) else None

@@ -20,6 +20,7 @@ from typing import Any
 import orjson
 
 from streams.errors import InvalidRequest
+from streams.frontend.conversation import NEWEST, Rule
 from streams.frontend.requests import Kind
 from streams.frontend.tokenizer import Encoded, ModelTokenizer, Rendered
 
@@ -58,7 +59,7 @@ class LoopTokenizer:
         self._n_prompts = 0
         self._slow_until_s = float("-inf")
 
-    def render(self, kind: Kind, raw: bytes) -> Rendered | None:
+    def render(self, kind: Kind, raw: bytes, rules: Rule = NEWEST) -> Rendered | None:
         """Return the text of a prompt; None if a process must render it. Raises InvalidRequest."""
         if len(raw) > BODY_BYTES_MAX or raw.count(b"{") > OBJECTS_MAX:
             return None
@@ -69,7 +70,7 @@ class LoopTokenizer:
         began_s = self._processor_s()
         try:
             body = orjson.loads(raw)
-            return self._tokenizer.render(kind, body) if _has_plain_arguments(body) else None
+            return self._tokenizer.render(kind, body, rules) if _has_plain_arguments(body) else None
         except InvalidRequest:
             raise
         except Exception as exc:  # a template may raise anything; the request is then routed by load

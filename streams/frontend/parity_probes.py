@@ -1,7 +1,8 @@
 """Probing, in the background, whether engines make the same tokens of prompts as this front.
 
-What lives here: which workers are due for a probe, the calls of a probe, its limits, the report to a router, and the
-warning in the log. What must not: the prompts and their comparison (parity), and anything that a request waits for.
+What lives here: which workers are due for a probe, the calls of a probe, its limits, the report to a router, the
+warning in the log, and by which rules a model's prompts are rendered from then on. What must not: the prompts and their
+comparison (parity), and anything that a request waits for.
 
 A worker is probed when the registry shows it for the first time, and again as another engine: with another URL, model
 or incarnation. A front that has no files of the model's tokenizer has nothing to compare, and reports that.
@@ -15,6 +16,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import orjson
@@ -23,13 +25,15 @@ from streams.client.http import KvRouterClient
 from streams.client.plain_http import PlainHttp
 from streams.core.workers import RenderOutcome, RenderPart, RenderReason, RenderResult
 from streams.errors import InvalidRequest, KvStreamsError
+from streams.frontend.conversation import NEWEST, Rule
+from streams.frontend.engine_tokens import LACKING, TOKENIZE, EngineTokens, TokensAnswer
 from streams.frontend.metrics import FrontCounts
-from streams.frontend.parity import PROMPTS, RenderedPair, judge
+from streams.frontend.parity import NOT_OF_TOKENIZE, PROMPTS, Comparison, TokensByPart, compare_by_rules
 from streams.frontend.tokenizing import Tokenizing, TokenizingFailed
 
 log = logging.getLogger(__name__)
 
-#: Probes that run at a time. Each makes four short calls of its engine, and takes milliseconds.
+#: Probes that run at a time. Each makes some thirty short calls of its engine, one after the other.
 PROBES_AT_ONCE = 4
 
 #: Probes that run or wait. The registry is read again every few seconds, and offers the other workers then.
@@ -71,13 +75,22 @@ class _Target:
 
 @dataclass(slots=True)
 class _Worker:
-    """What this front knows of one worker. due_s: when it is to be probed; None if that is done. done_s: since when."""
+    """What this front knows of one worker. due_s: when it is to be probed; None if that is done. done_s: since when.
+
+    outcome: of its last comparison. rules: by which its engine renders; None if that is not known, or by no known ones.
+    """
 
     target: _Target
+    outcome: RenderOutcome | None = None
+    rules: Rule | None = None
     due_s: float | None = float("-inf")
     done_s: float = 0.0
     n_failed: int = 0
     task: asyncio.Task[None] | None = field(default=None, compare=False)
+
+
+def _body(model: str, part: RenderPart) -> bytes:
+    return orjson.dumps({"model": model, **PROMPTS[part][1]})
 
 
 def _target(row: Mapping[str, Any]) -> _Target:
@@ -109,6 +122,7 @@ class ParityProbes:
         self._key_of = key_of
         # Apart from the connections of requests.
         self._http = PlainHttp(keepalive_s=KEEPALIVE_S, connect_timeout_s=PROBE_TIMEOUT_S)
+        self._engine_tokens = EngineTokens(PROBE_TIMEOUT_S, ANSWER_BYTES_MAX, clock)
         self._counts = counts
         self._clock = clock
         self._name = f"front {os.uname().nodename}:{os.getpid()}"  # for people who look at the registry
@@ -140,7 +154,12 @@ class ParityProbes:
         for worker_id, worker in self._workers.items():
             if workers.get(worker_id) is not worker and worker.task is not None:
                 worker.task.cancel()  # it was removed, or is another engine now
+        models = (
+            {worker.target.model for worker in self._workers.values()} if workers.keys() != self._workers.keys() else ()
+        )
         self._workers = workers
+        for model in models:
+            self._settle(model, (worker for worker in workers.values() if worker.target.model == model))
 
     def _known(self, row: dict[str, Any]) -> _Worker:
         """Return what is known of a worker, and begin anew if it is another engine now."""
@@ -164,7 +183,7 @@ class ParityProbes:
         may_pass = True
         try:
             async with self._turns:
-                result = await self._probe(worker.target)
+                result = await self._probe(worker)
                 may_pass = result.reason in _MAY_PASS
                 self._counts.render_probes[result.outcome] += 1
                 self._warn(worker_id, worker.target, result)
@@ -191,17 +210,18 @@ class ParityProbes:
         }
         await self._router.report_render(worker_id, body)
 
-    async def _probe(self, target: _Target) -> RenderResult:
+    async def _probe(self, worker: _Worker) -> RenderResult:
+        target = worker.target
         if not self._tokenizing.has_files(target.model):
             return RenderResult(RenderOutcome.UNKNOWN, RenderReason.NO_TOKENIZER)
         reason = RenderReason.ENGINE_FAILED
         try:
             async with asyncio.timeout(PROBE_TIMEOUT_S):
-                result = await self._compared(target)
-                if result.outcome is RenderOutcome.DIFFERS:
+                comparison = await self._compared(target)
+                if comparison.rules is None:
                     # Some templates write the date, so that both sides may have rendered on different days.
-                    result = await self._compared(target)
-                return result
+                    comparison = await self._compared(target)
+                return self._adopt(worker, comparison)
         except TokenizingFailed:
             reason = RenderReason.FRONT_FAILED
         except _NoTokenize:
@@ -210,40 +230,65 @@ class ParityProbes:
             log.debug("the engine at %s could not be probed: %s", target.url, type(exc).__name__)
         return RenderResult(RenderOutcome.UNKNOWN, reason)
 
-    async def _compared(self, target: _Target) -> RenderResult:
-        rendered = {}
-        for part, (kind, body) in PROMPTS.items():
-            raw = orjson.dumps({"model": target.model, **body})
-            theirs = await self._tokens_of_engine(target, raw)
-            try:
-                ours = await self._tokenizing.tokens_of_files(target.model, kind, raw)
-            except InvalidRequest:  # no chat template, or one that refuses a system message or tools
-                ours = None
-            rendered[part] = RenderedPair(ours, theirs)
-        return judge(rendered)
+    async def _compared(self, target: _Target) -> Comparison:
+        theirs: dict[RenderPart, list[int] | None] = {}
+        for part in PROMPTS:
+            answer = await self._answer(target, part)
+            if answer.call != TOKENIZE or part not in NOT_OF_TOKENIZE:
+                theirs[part] = answer.tokens
+        rules = self._tokenizing.rules(target.model)
+        by_rules = partial(self._tokens_of_files, target.model)
+        return await compare_by_rules(theirs, by_rules, NEWEST if rules is None else rules)
 
-    async def _tokens_of_engine(self, target: _Target, raw: bytes) -> list[int] | None:
-        """Ask the engine for the tokens of a prompt; None if it refuses the prompt."""
-        headers, key = {"Content-Type": "application/json"}, self._key_of(target.model)
-        if key is not None:
-            headers["Authorization"] = f"Bearer {key}"
-        url, timeout_s = target.url, PROBE_TIMEOUT_S
-        response = await self._http.request("POST", url, "/tokenize", headers, raw, timeout_s, is_short=True)
-        try:
-            answer = await response.read(ANSWER_BYTES_MAX)
-        finally:
-            response.close()
-        if len(answer) > ANSWER_BYTES_MAX:
-            raise _EngineFailed
-        if response.status in (404, 405, 501):
+    def _adopt(self, worker: _Worker, comparison: Comparison) -> RenderResult:
+        """Note by which rules an engine renders, and return the result for the rules by which its model is rendered."""
+        model, rules = worker.target.model, comparison.rules
+        worker.outcome, worker.rules = comparison.found.outcome, rules
+        self._settle(model, (other for other in [*self._workers.values(), worker] if other.target.model == model))
+        is_followed = rules is not None and self._tokenizing.rules(model) == rules
+        return comparison.found if is_followed else comparison.result
+
+    def _settle(self, model: str, workers: Iterable[_Worker]) -> None:
+        """Render a model's prompts by rules that one of its engines follows; without any, the engines render them."""
+        probed = [worker for worker in workers if worker.outcome is not None]
+        followed = [worker.rules for worker in probed if worker.rules is not None]
+        if not probed or self._tokenizing.rules(model) in followed:
+            return
+        rules = followed[-1] if followed else None
+        self._tokenizing.set_rules(model, rules)
+        for worker in probed:
+            if rules is not None and worker.rules == rules and worker.due_s is None:
+                worker.due_s = self._clock()  # it was reported to differ from the others
+
+    def check_again(self, model: str) -> None:
+        """Let engines render the prompts of a model, since theirs were others, until a later probe is equal."""
+        if not self._tokenizing.has_files(model):
+            return
+        self._tokenizing.set_rules(model, None)
+        for worker in self._workers.values():
+            if worker.target.model == model:
+                worker.outcome = worker.rules = None
+                worker.due_s = self._clock() + RETRY_S_MAX
+
+    async def _tokens_of_files(self, model: str, rules: Rule) -> TokensByPart:
+        """Return the front's own tokens of the prompts; None for those that it refuses."""
+        ours: dict[RenderPart, list[int] | None] = {}
+        for part, (kind, _) in PROMPTS.items():
+            try:
+                ours[part] = await self._tokenizing.tokens_of_files(model, kind, _body(model, part), rules)
+            except InvalidRequest:  # no chat template, or one that refuses a system message or tools
+                ours[part] = None
+        return ours
+
+    async def _answer(self, target: _Target, part: RenderPart) -> TokensAnswer:
+        """Ask the engine for the tokens of a prompt; it has none if it refuses the prompt."""
+        kind, key = PROMPTS[part][0], self._key_of(target.model)
+        answer = await self._engine_tokens.ask(self._http, target.url, kind, _body(target.model, part), key)
+        if answer.status in LACKING:
             raise _NoTokenize
-        if response.status in (400, 422):
-            return None
-        page = orjson.loads(answer) if response.status == 200 else None
-        tokens = page.get("tokens") if isinstance(page, dict) else None
-        if not isinstance(tokens, list):
+        if answer.tokens is None and answer.status not in (400, 422):
             raise _EngineFailed
-        return tokens
+        return answer
 
     def _warn(self, worker_id: int, target: _Target, result: RenderResult) -> None:
         """Log a difference once for each model and prompt: it is usually the same for all engines of a model."""
@@ -252,16 +297,18 @@ class ParityProbes:
             return
         self._warned.add(known)
         assert result.part is not None
+        asks = self._tokenizing.rules(target.model) is None
         log.warning(
             "the engine of worker %d at %s makes other tokens than the --tokenizer of model %s: those of the probe "
-            "prompt %r differ from token %d on. Blocks that it has cached are not found from there on, so its prompts "
-            "are computed again. %s. GET /workers of a router lists all workers that differ; this is logged once",
+            "prompt %r differ from token %d on. %s. %s. GET /workers of a router lists all workers that differ; this "
+            "is logged once",
             worker_id,
             target.url,
             target.model,
             result.part.words,
             result.from_token,
-            _ADVICE[result.part is RenderPart.COMPLETION],
+            _CONSEQUENCE[asks],
+            _ADVICE.get(result.part, _ADVICE_ABOUT_RULES),
         )
 
     async def close(self) -> None:
@@ -273,9 +320,25 @@ class ParityProbes:
         self._http.close()
 
 
-#: What to do about a difference, by whether texts without a chat template differ as well.
-_ADVICE = {
-    True: "Its tokenizer is another one: give the front the files that the engine loads (--tokenizer MODEL=PATH)",
-    False: "Only chats differ, so its chat template is another one: start the engine with the template of the front's "
-    "files (--chat-template), or give the front the engine's template as chat_template.jinja",
+#: What follows from a difference, by whether the engines are asked.
+_CONSEQUENCE = {
+    True: "The engines of this model are asked for the tokens of each prompt, until one of them makes the same",
+    False: "Blocks that it has cached are not found from there on, so its prompts are computed again",
 }
+
+_ADVICE_ABOUT_TEMPLATES = (
+    "Only chats differ, so its chat template is another one: start the engine with the template of the front's files "
+    "(--chat-template), or give the front the engine's template as chat_template.jinja"
+)
+
+#: What to do about a difference in these prompts, and in all others.
+_ADVICE = {
+    RenderPart.COMPLETION: "Its tokenizer is another one: give the front the files that the engine loads "
+    "(--tokenizer MODEL=PATH)",
+    RenderPart.CHAT: _ADVICE_ABOUT_TEMPLATES,
+    RenderPart.CHAT_WITH_SYSTEM: _ADVICE_ABOUT_TEMPLATES,
+    RenderPart.CHAT_WITH_TOOLS: _ADVICE_ABOUT_TEMPLATES,
+}
+_ADVICE_ABOUT_RULES = (
+    "It gives other messages to its chat template than the versions that this front knows (docs/front.md)"
+)

@@ -27,6 +27,7 @@ import orjson
 from tokenizers import Tokenizer
 
 from streams.errors import InvalidRequest, SettingsError
+from streams.frontend.conversation import NEWEST, Rule, flag
 from streams.frontend.requests import Kind
 from streams.frontend.templates import ChatTemplate
 
@@ -127,7 +128,7 @@ class ModelTokenizer:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         config = _config(folder / "tokenizer_config.json")
-        self._template = _template(folder, config)
+        self._template, self._tools_template = _templates(folder, config)
         self._before, self._after = self._added()
         self._cache = TokenCache(cache_bytes)
         self._pieces = self._pattern()
@@ -135,25 +136,30 @@ class ModelTokenizer:
     @property
     def is_bounded(self) -> bool:
         """Whether the template takes no longer than what a request contains demands; so does a model without one."""
-        return self._template is None or self._template.is_bounded
+        templates = (self._template, self._tools_template)
+        return all(template is None or template.is_bounded for template in templates)
 
-    def encode(self, kind: Kind, raw: bytes) -> Encoded:
-        """Return the tokens of a request's prompt, as the engine will have them. Raises InvalidRequest."""
-        return self.join(self.render(kind, orjson.loads(raw)))
+    def encode(self, kind: Kind, raw: bytes, rules: Rule = NEWEST) -> Encoded:
+        """Return the tokens of a request's prompt, as an engine that follows these rules will have them.
 
-    def render(self, kind: Kind, body: Mapping[str, Any]) -> Rendered:
-        """Return the text of the prompt of a request's body. Raises InvalidRequest."""
+        Raises InvalidRequest.
+        """
+        return self.join(self.render(kind, orjson.loads(raw), rules))
+
+    def render(self, kind: Kind, body: Mapping[str, Any], rules: Rule = NEWEST) -> Rendered:
+        """Return the text of the prompt of a request's body. rules: of its messages. Raises InvalidRequest."""
         if kind is Kind.CHAT:
-            if self._template is None:
+            template = self._tools_template if body.get("tools") else self._template
+            if template is None:
                 raise InvalidRequest("the model has no chat template")
             try:
-                text, whole = self._template.render(body)
+                text, whole = template.render(body, rules)
             except jinja2.TemplateError as exc:
                 raise InvalidRequest(f"the messages do not fit the model's chat template: {exc}") from exc
         else:
             text, whole = _first_prompt(body), True
         pieces = [text] if self._pieces is None else self._pieces.split(text)
-        has_special = bool(body.get("add_special_tokens", kind is Kind.COMPLETION))
+        has_special = flag(body, "add_special_tokens", default=kind is Kind.COMPLETION)
         return Rendered([piece for piece in pieces if piece], whole, has_special, len(text))
 
     def missing(self, rendered: Rendered) -> list[str]:
@@ -264,18 +270,27 @@ def _config(file: Path) -> dict[str, Any]:
     return config if isinstance(config, dict) else {}
 
 
-def _template(folder: Path, config: Mapping[str, Any]) -> ChatTemplate | None:
-    """Return the template of `chat_template.jinja` or of `tokenizer_config.json`, None if there is none."""
-    file = folder / "chat_template.jinja"
-    source = _read(file) if file.exists() else config.get("chat_template")
-    if isinstance(source, list):  # several by name; engines use `default` unless a request names another one
+def _templates(folder: Path, config: Mapping[str, Any]) -> tuple[ChatTemplate | None, ChatTemplate | None]:
+    """Return the template of `chat_template.jinja` or of `tokenizer_config.json`, and that for requests with tools."""
+    source = config.get("chat_template")
+    named: dict[Any, Any] = {"default": source}
+    if isinstance(source, list):
         named = {template.get("name"): template.get("template") for template in source if isinstance(template, dict)}
-        source = named.get("default")
-    if not isinstance(source, str):
-        return None
+    for name, file in (
+        ("default", folder / "chat_template.jinja"),
+        ("tool_use", folder / "additional_chat_templates" / "tool_use.jinja"),
+    ):
+        if file.exists():
+            named[name] = _read(file)
     special = {name: _content(config[name]) for name in _SPECIAL if config.get(name)}
+
+    def template(name: str) -> ChatTemplate | None:
+        source = named.get(name)
+        return ChatTemplate(source, special, datetime.datetime.now) if isinstance(source, str) else None
+
     try:
-        return ChatTemplate(source, special, datetime.datetime.now)
+        default = template("default")
+        return default, template("tool_use") or default
     except jinja2.TemplateError as exc:
         raise SettingsError(f"--tokenizer: the chat template in {folder} cannot be used: {exc}") from exc
 

@@ -28,12 +28,13 @@ import orjson
 
 from streams.client.payloads import pack_tokens, token_array
 from streams.errors import InvalidRequest, KvStreamsError, SettingsError
+from streams.frontend.conversation import Rule
 from streams.frontend.requests import Kind
 
 _LENGTH = struct.Struct("<I")
 
-#: Of a request: what it is, and the length of the model's name, which follows; then the body.
-_REQUEST = struct.Struct("<BH")
+#: Of a request: what it is, the rules for its messages, and the length of the model's name. Name and body follow.
+_REQUEST = struct.Struct("<BBH")
 #: Of an answer: whether it is tokens, whether they are the whole prompt, its characters, and how many were cached.
 _ANSWER = struct.Struct("<??II")
 
@@ -103,12 +104,12 @@ class TokenizerProcess:
 
     async def ids(self, raw: bytes) -> PackedTokens:
         """Return the JSON of a prompt of token ids as tokens. Raises InvalidRequest, TokenizerEnded."""
-        return await self._ask(_REQUEST.pack(_IDS, 0), raw)
+        return await self._ask(_REQUEST.pack(_IDS, 0, 0), raw)
 
-    async def encode(self, model: str, kind: Kind, body: bytes) -> PackedTokens:
+    async def encode(self, model: str, kind: Kind, body: bytes, rules: Rule) -> PackedTokens:
         """Return the tokens of a request's prompt. Raises InvalidRequest, TokenizerEnded."""
         name = model.encode()
-        return await self._ask(_REQUEST.pack(_KINDS.index(kind), len(name)) + name, body)
+        return await self._ask(_REQUEST.pack(_KINDS.index(kind), rules, len(name)) + name, body)
 
     async def pieces(self, model: str, texts: list[str]) -> tuple[list[array[int]], int]:
         """Return the tokens of each piece of a text (tokenizer.Rendered), and how many characters were cached.
@@ -116,7 +117,7 @@ class TokenizerProcess:
         Raises InvalidRequest, TokenizerEnded.
         """
         name = model.encode()
-        answer = await self._ask(_REQUEST.pack(_PIECES, len(name)) + name, orjson.dumps(texts))
+        answer = await self._ask(_REQUEST.pack(_PIECES, 0, len(name)) + name, orjson.dumps(texts))
         lengths = token_array(answer.tokens[: 4 * len(texts)])
         tokens, position = token_array(answer.tokens[4 * len(texts) :]), 0
         parts = []
@@ -254,7 +255,7 @@ def main() -> None:
         return
     _send(sent, b"")
     while (request := _received(received)) is not None:
-        kind, n_name = _REQUEST.unpack_from(request)
+        kind, rules, n_name = _REQUEST.unpack_from(request)
         name_end = _REQUEST.size + n_name
         try:
             if kind == _IDS:
@@ -268,7 +269,7 @@ def main() -> None:
                 tokens = b"".join(map(pack_tokens, parts))
                 _send(sent, _ANSWER.pack(True, True, sum(map(len, texts)), n_cached), lengths, tokens)
                 continue
-            encoded = tokenizers[model].encode(_KINDS[kind], request[name_end:])
+            encoded = tokenizers[model].encode(_KINDS[kind], request[name_end:], Rule(rules))
             _send(sent, _ANSWER.pack(True, encoded.whole, encoded.n_characters, encoded.n_cached), encoded.tokens)
         except InvalidRequest as exc:
             _send(sent, _ANSWER.pack(False, False, 0, 0), str(exc).encode())

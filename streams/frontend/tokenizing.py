@@ -1,8 +1,9 @@
 """Tokenizing without long waits: on the event loop, in a pool of processes, or by the engines themselves.
 
-What lives here: the processes, what may wait for them, and the calls of an engine's `/tokenize`. What must not: how a
-text becomes tokens (tokenizer), and which prompts are short enough for the event loop (loop_tokenizer). A request that
-cannot be tokenized is not refused: the front routes it by load, and the engine says what is wrong with it.
+What lives here: the processes, what may wait for them, and by which rules or by whom a model's prompts are rendered.
+What must not: how a text becomes tokens (tokenizer), the calls of engines (engine_tokens), and which prompts are short
+enough for the event loop (loop_tokenizer). A request that cannot be tokenized is not refused: the front routes it by
+load, and the engine says what is wrong with it.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ import orjson
 from streams.client.payloads import pack_tokens, unpack_tokens
 from streams.client.plain_http import PlainHttp
 from streams.errors import InvalidRequest, KvStreamsError, SettingsError
+from streams.frontend.conversation import NEWEST, Rule
+from streams.frontend.engine_tokens import LACKING, EngineTokens
 from streams.frontend.requests import FrontRequest, Kind
 from streams.frontend.tokenizer_process import PackedTokens, TokenizerEnded, TokenizerProcess, packed_ids
 
@@ -46,6 +49,9 @@ START_TIMEOUT_S = 120.0
 
 #: Interval at which it is checked whether the processes run. One that has ended is started again.
 CHECK_PROCESSES_S = 0.5
+
+#: Models whose rules are known to be others than the newest.
+MODELS_MAX = 4096
 
 #: Stands for a prompt whose tokens are not known: no worker holds a block of it, so the load decides.
 UNKNOWN_TOKENS = b"\0\0\0\0"
@@ -89,6 +95,9 @@ class Tokenizing:
         self.sources: Counter[str] = Counter()
         self.characters: Counter[str] = Counter()
         self._logged: set[str] = set()
+        self._engine_tokens = EngineTokens(TOKENIZE_TIMEOUT_S, TOKENIZED_BYTES_MAX)
+        # Of models whose engines follow other rules than the newest; None for those that have to be asked.
+        self._rules: dict[str, Rule | None] = {}
 
     async def start(self) -> None:
         """Start the processes, if there are tokenizers. Raises SettingsError if one cannot be loaded."""
@@ -165,8 +174,9 @@ class Tokenizing:
                     return _known(packed_ids(request.prompt), IDS)
                 return _known((await self._in_process(lambda process: process.ids(request.prompt))).tokens, IDS)
             name = model if model in self._paths else ""
-            if name in self._paths:
-                encoded = await self._by_files(request.kind, name, body)
+            rules = self.rules(model)
+            if name in self._paths and (rules is not None or engine is None):
+                encoded = await self._by_files(request.kind, name, body, NEWEST if rules is None else rules)
                 self.characters["cached"] += encoded.n_cached
                 self.characters["encoded"] += encoded.n_characters - encoded.n_cached
                 return _known(encoded.tokens, FILES, whole=encoded.whole)
@@ -182,22 +192,39 @@ class Tokenizing:
         """Whether prompts for a model are tokenized with files."""
         return model in self._paths or "" in self._paths
 
-    async def tokens_of_files(self, model: str, kind: Kind, body: bytes) -> list[int]:
+    def rules(self, model: str | None) -> Rule | None:
+        """Return the rules that prompts for a model are rendered by; None if its engines render them.
+
+        model: None for requests that name none, which only a fleet with one model serves.
+        """
+        if model is None and len(self._rules) == 1:
+            (model,) = self._rules
+        return self._rules.get(model or "", NEWEST)
+
+    def set_rules(self, model: str, rules: Rule | None) -> None:
+        """Render prompts for a model by these rules from now on; None: ask its engines for their tokens instead."""
+        if rules == NEWEST:
+            self._rules.pop(model, None)
+        elif model in self._rules or len(self._rules) < MODELS_MAX:
+            self._rules[model] = rules
+
+    async def tokens_of_files(self, model: str, kind: Kind, body: bytes, rules: Rule) -> list[int]:
         """Return the tokens of a prompt that is not a client's, with the files of a model that has some.
 
         Raises InvalidRequest if the files cannot make them, and TokenizingFailed.
         """
         try:
-            return unpack_tokens((await self._by_files(kind, model if model in self._paths else "", body)).tokens)
+            name = model if model in self._paths else ""
+            return unpack_tokens((await self._by_files(kind, name, body, rules)).tokens)
         except (TokenizerEnded, TimeoutError, OSError, _TooMany) as exc:
             raise TokenizingFailed(type(exc).__name__) from exc
 
-    async def _by_files(self, kind: Kind, name: str, body: bytes) -> PackedTokens:
+    async def _by_files(self, kind: Kind, name: str, body: bytes, rules: Rule) -> PackedTokens:
         """Tokenize with a model's files: on the event loop if that is quick, otherwise in a process."""
         tokenizer = self._on_loop.get(name)
-        rendered = None if tokenizer is None else tokenizer.render(kind, body)
+        rendered = None if tokenizer is None else tokenizer.render(kind, body, rules)
         if tokenizer is None or rendered is None:
-            return await self._in_process(lambda process: process.encode(name, kind, body))
+            return await self._in_process(lambda process: process.encode(name, kind, body, rules))
         known, n_cached = {}, 0
         missing = tokenizer.missing(rendered)
         if missing:
@@ -226,28 +253,21 @@ class Tokenizing:
     async def _by_engine(
         self, request: FrontRequest, body: bytes, engine: str, http: PlainHttp, key: str | None
     ) -> bytes:
-        """Ask an engine. It gets the request's own body, whose other fields it ignores."""
-        headers = {"Content-Type": "application/json"}
-        if key is not None:
-            headers["Authorization"] = f"Bearer {key}"
-        response = await http.request("POST", engine, "/tokenize", headers, body, TOKENIZE_TIMEOUT_S, is_short=True)
+        """Ask an engine. It gets the request's own body, whose other fields it ignores. Raises InvalidRequest."""
+        answer = await self._engine_tokens.ask(http, engine, request.kind, body, key)
         try:
-            raw = await response.read(TOKENIZED_BYTES_MAX)
-        finally:
-            response.close()
-        try:
-            if response.status == 200:
-                return pack_tokens(orjson.loads(raw)["tokens"])
-        except (KeyError, TypeError, ValueError) as exc:
-            raise InvalidRequest("the engine's answer to /tokenize has no tokens") from exc
-        if response.status in (404, 405, 501):
+            if answer.tokens is not None:
+                return pack_tokens(answer.tokens)
+        except (TypeError, ValueError) as exc:
+            raise InvalidRequest(f"the engine's answer to {answer.call} has no tokens") from exc
+        if answer.status in LACKING:
             self._log_once(
                 engine,
                 "requests for model %s are routed by load: its engine has no /tokenize (status %d). Set --tokenizer",
                 request.model,
-                response.status,
+                answer.status,
             )
-        raise InvalidRequest(f"the engine answered {response.status} to /tokenize")
+        raise InvalidRequest(f"the engine answered {answer.status} to {answer.call}")
 
     def _log_once(self, what: str, text: str, *arguments: Any) -> None:
         if what not in self._logged and len(self._logged) < TOKENIZING_MAX:

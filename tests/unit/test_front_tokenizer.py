@@ -125,14 +125,17 @@ def test_a_completion_has_the_tokens_that_the_engine_computes(of_the_engine: Mod
         assert ids(encoded.tokens) == expected
 
 
-def test_a_prompt_with_an_image_ends_before_it(of_the_engine: ModelTokenizer) -> None:
-    """What an engine makes of the image is not known, so the prompt matches up to it."""
+def test_a_prompt_with_an_image_ends_before_it(of_the_engine: ModelTokenizer, tmp_path: Path) -> None:
+    """What an engine makes of it is not known. It comes before the text of a message, unless templates take parts."""
     image = {"type": "image_url", "image_url": {"url": "data:..."}}
     parts = [{"type": "text", "text": "Look:"}, image, {"type": "text", "text": "What is it?"}]
     body = {"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": parts}]}
     encoded = of_the_engine.encode(Kind.CHAT, orjson.dumps(body))
-    assert bytes(ids(encoded.tokens)).decode() == "<|system|>s<|end|>\n<|user|>Look:\n"
+    assert bytes(ids(encoded.tokens)).decode() == "<|system|>s<|end|>\n<|user|>"
     assert not encoded.whole
+    loop = "{% for m in messages %}<{{ m.role }}>{% for p in m.content %}{{ p.text }}{% endfor %}{% endfor %}"
+    rendered = ModelTokenizer(trained(tmp_path, template=loop), CACHE_BYTES).render(Kind.CHAT, body)
+    assert ("".join(rendered.pieces), rendered.whole) == ("<system>s<user>Look:", False)
 
 
 texts = st.lists(

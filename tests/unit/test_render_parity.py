@@ -18,6 +18,7 @@ from typing import Any
 import orjson
 import pytest
 
+from streams.client.plain_http import PlainHttp
 from streams.core.ids import DpRank, Epoch, Incarnation, RankId, WorkerId
 from streams.core.reducer.ordering import Progress
 from streams.core.workers import (
@@ -31,9 +32,12 @@ from streams.core.workers import (
 )
 from streams.errors import BadRecord, InvalidRequest, NotReady, WorkerChanged
 from streams.frontend import parity_probes
+from streams.frontend.conversation import NEWEST, Rule
+from streams.frontend.engine_tokens import LACKS_S, EngineTokens
 from streams.frontend.metrics import FrontCounts
 from streams.frontend.parity import PROMPTS, RenderedPair, judge
 from streams.frontend.parity_probes import ParityProbes
+from streams.frontend.requests import Kind
 from streams.frontend.tokenizing import Tokenizing
 from streams.kafka.avro_frames import codec
 from streams.kafka.records import RENDER_PARITIES
@@ -48,6 +52,7 @@ from streams.settings import Settings
 from streams.tables.records import PROGRESS_KEY, encode_progress
 from tests.helpers.http_double import HttpDouble
 from tests.helpers.local_router import local_router
+from tests.helpers.rendering_engine import byte_model
 from tests.helpers.views import BLOCK_SIZE, Clock, register, view_of
 
 EQUAL = RenderResult(RenderOutcome.EQUAL)
@@ -399,7 +404,9 @@ def test_engines_are_probed_once_and_the_difference_is_logged_once(
     assert "--chat-template" in logged and "'chat'" in logged
     for _, prompt in PROMPTS.values():
         for message in prompt.get("messages", ()):
-            assert message["content"] not in logged
+            content = message["content"] or ""
+            texts = [content] if isinstance(content, str) else [part["text"] for part in content]
+            assert not any(text in logged for text in texts if len(text) > 2)
 
 
 def test_another_engine_behind_an_id_is_probed_again(files: Path) -> None:
@@ -555,3 +562,120 @@ def test_a_worker_may_have_no_rank_with_progress() -> None:
     """A worker without a bridge has no incarnation, and its result counts by URL and model."""
     assert parity_of().is_about(Worker(ONE, "http://w", "m", BLOCK_SIZE), None)
     assert not parity_of().is_about(Worker(ONE, "http://w", "m", BLOCK_SIZE), Incarnation(1))
+
+
+# -- rules in which versions differ ------------------------------------------------------------------------------------
+
+
+def reading(content_too: bool, tail: str = "") -> Callable[[Any], Any]:
+    """Answer /tokenize as an engine with the template REASONING. content_too: whether `reasoning_content` counts."""
+
+    def page(body: Any) -> Any:
+        if "prompt" in body:
+            return {"tokens": list(body["prompt"].encode())}
+        turns = [message for message in body["messages"] if message["role"] == "assistant"]
+        thoughts = [turn.get("reasoning") or (turn.get("reasoning_content") if content_too else None) for turn in turns]
+        last = body["messages"][-1]["content"]
+        shown = last if isinstance(last, str) else "\n".join(part["text"] for part in last if part["text"])
+        return {"tokens": list("".join([*filter(None, thoughts), shown, tail]).encode())}
+
+    return page
+
+
+REASONING = (
+    "{# It has messages of a 'developer'. #}"
+    "{% for m in messages %}{{ m.reasoning | default('') }}{{ m.content if loop.last }}{% endfor %}"
+)
+
+
+@pytest.fixture(scope="module")
+def reasoning_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return byte_model(tmp_path_factory.mktemp("reasoning"), REASONING)
+
+
+def test_a_model_is_rendered_for_the_version_that_its_engines_have(reasoning_files: Path) -> None:
+    """While both versions run, the first one counts; once it has left, the other one does, and nothing differs."""
+    older = NEWEST ^ Rule.REASONING_CONTENT
+    with (
+        HttpDouble({"/tokenize": reading(content_too=False)}) as old,
+        HttpDouble({"/tokenize": reading(content_too=True)}) as new,
+    ):
+
+        async def scenario(probes: ParityProbes, router: Router) -> None:
+            tokenizing = probes._tokenizing
+            for rows, outcomes, rules in (
+                ([row_of(old.url)], [(1, "equal", None)], older),
+                ([row_of(old.url), row_of(new.url, 2)], [(2, "differs", "reasoning_content_of_a_past_turn")], older),
+                ([row_of(new.url, 2)], [], NEWEST),
+                ([row_of(new.url, 2)], [(2, "equal", None)], NEWEST),
+                ([row_of(new.url, 2), row_of(new.url, 3)], [(3, "equal", None)], NEWEST),
+            ):
+                router.reports.clear()
+                probes.note(rows)
+                await until_idle(probes)
+                assert (router.outcomes(), tokenizing.rules("m")) == (outcomes, rules)
+
+        probing({"m": reasoning_files}, scenario)
+
+
+def test_engines_are_asked_while_none_of_them_renders_as_the_front_does(reasoning_files: Path) -> None:
+    """One engine of the model that does is enough for the files; when it leaves, the others are asked again."""
+    with (
+        HttpDouble({"/tokenize": reading(content_too=True)}) as known,
+        HttpDouble({"/tokenize": reading(content_too=True, tail="!")}) as unknown,
+    ):
+
+        async def scenario(probes: ParityProbes, router: Router) -> None:
+            for rows, rules in (
+                ([row_of(unknown.url)], None),
+                ([row_of(unknown.url), row_of(known.url, 2)], NEWEST),
+                ([row_of(unknown.url)], None),
+            ):
+                probes.note(rows)
+                await until_idle(probes)
+                assert probes._tokenizing.rules("m") == rules
+            assert router.outcomes() == [(1, "differs", "chat"), (2, "equal", None)]
+
+        probing({"m": reasoning_files}, scenario)
+
+
+def test_a_model_whose_prompts_were_others_is_rendered_by_its_engines_until_a_later_probe(
+    reasoning_files: Path,
+) -> None:
+    """It is, until a later probe: what contradicted this one was nothing that it shows, so it is not made at once."""
+    clock = FrontClock()
+    with HttpDouble({"/tokenize": reading(content_too=True)}) as engine:
+
+        async def scenario(probes: ParityProbes, router: Router) -> None:
+            rows = [{**row_of(engine.url), "render": {**render_json(None), "outcome": "equal", "reason": None}}]
+            for after_s, rules in ((0.0, NEWEST), (1.0, None), (parity_probes.RETRY_S_MAX, NEWEST)):
+                if after_s == 1.0:
+                    probes.check_again("m")
+                clock.now_s += after_s
+                probes.note(rows)
+                await until_idle(probes)
+                assert probes._tokenizing.rules("m") == rules
+            assert router.outcomes() == [(1, "equal", None)] * 2
+
+        probing({"m": reasoning_files}, scenario, clock)
+
+
+def test_an_engine_without_the_render_call_is_asked_by_the_other_one() -> None:
+    """The front remembers it for a while, and tries again: another version may run there."""
+    clock = FrontClock()
+    body = orjson.dumps({"messages": []})
+    with HttpDouble({"/tokenize": {"tokens": [1]}}) as engine:
+
+        async def scenario() -> None:
+            http = PlainHttp(keepalive_s=5.0, connect_timeout_s=5.0)
+            asking = EngineTokens(5.0, 1 << 20, clock)
+            for after_s, has_render, tokens in ((0, False, [1]), (1, True, [1]), (LACKS_S, True, [2])):
+                clock.now_s += after_s
+                if has_render:
+                    engine.pages["/v1/chat/completions/render"] = lambda sent: {"token_ids": [len(sent)]}
+                answer = await asking.ask(http, engine.url, Kind.CHAT, body, None)
+                assert (answer.status, answer.tokens) == (200, tokens)
+            assert (await asking.ask(http, engine.url, Kind.COMPLETION, body, None)).tokens == [1]
+            http.close()
+
+        asyncio.run(scenario())

@@ -22,8 +22,21 @@ CHAT_TEMPLATE = (
 )
 
 
+#: Types of parts that are text, and the field with it.
+_TEXT_FIELDS = {
+    "text": "text",
+    "input_text": "text",
+    "output_text": "text",
+    "refusal": "refusal",
+    "thinking": "thinking",
+}
+
+#: How the line of a coding agent begins that vLLM removes from system messages.
+_BILLING_LINE = "x-anthropic-billing-header"
+
+
 def render(body: dict[str, Any], default_style: str = "") -> str:
-    """Return the prompt of a chat. Parts of a message that are text are joined by line breaks; there are no others.
+    """Return the prompt of a chat, whose messages become what vLLM 0.32 makes of them. There are no parts but text.
 
     default_style: of requests that name none, as an engine with default arguments of its template has it. Raises
     InvalidRequest.
@@ -33,13 +46,13 @@ def render(body: dict[str, Any], default_style: str = "") -> str:
         raise InvalidRequest("messages must be a list of messages, and not empty")
     arguments = body.get("chat_template_kwargs") or {}
     parts = [f"<|tools|>{_json(_tools(body['tools']))}<|end|>\n"] if body.get("tools") else []
-    for message in messages:
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise InvalidRequest("a message is an object with a role")
-        calls = message.get("tool_calls")
-        text = _content(message.get("content")) + (_json([_call(call) for call in calls]) if calls else "")
-        parts.append(f"<|{message['role']}|>{text}<|end|>\n")
-    style = (arguments.get("style") if isinstance(arguments, dict) else None) or default_style
+    turns = _with_one_system_message([_turn(message) for message in messages])
+    parts += [f"<|{role}|>{text}{calls}<|end|>\n" for role, text, calls in turns]
+    if body.get("continue_final_message"):
+        role, text, _ = turns[-1]
+        return "".join([*parts[:-1], f"<|{role}|>{text}"])
+    style = arguments.get("style") if isinstance(arguments, dict) else None
+    style = default_style if style in (None, "auto") else style
     if style:
         parts.append(f"<|style|>{style}<|end|>\n")
     if body.get("add_generation_prompt", True):
@@ -47,33 +60,61 @@ def render(body: dict[str, Any], default_style: str = "") -> str:
     return "".join(parts)
 
 
-def _content(content: object) -> str:
+def _turn(message: Any) -> tuple[str, str, str]:
+    """Return the role of a message, its text, and its tool calls as JSON."""
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise InvalidRequest("a message is an object with a role")
+    role, calls = message["role"], message.get("tool_calls")
+    texts = _texts(message.get("content"))
+    if role == "system":
+        texts = [text.partition("\n")[2] if text.startswith(_BILLING_LINE) else text for text in texts]
+    shown = _json([_call(call) for call in calls]) if calls and role == "assistant" else ""
+    return role, "\n".join(filter(None, texts)), shown
+
+
+def _texts(content: object) -> list[str]:
     if content is None or isinstance(content, str):
-        return content or ""
+        return [content or ""]
     try:
         assert isinstance(content, list)
-        return "\n".join([part["text"] if part["type"] == "text" else part["no other type"] for part in content])
+        return [part[_TEXT_FIELDS[part["type"]]] for part in content]
     except (AssertionError, KeyError, TypeError) as exc:
         raise InvalidRequest("the content of a message is a text or a list of parts of type text") from exc
 
 
+def _with_one_system_message(turns: list[tuple[str, str, str]]) -> list[tuple[str, str, str]]:
+    """Return turns with those of the developer in the system message, which is the first, if there are any."""
+    roles = [role for role, *_ in turns]
+    if "developer" not in roles:
+        return turns
+    texts = [text for role, text, _ in turns if role in ("system", "developer") and text]
+    return [("system", "\n\n".join(texts), ""), *(turn for turn in turns if turn[0] not in ("system", "developer"))]
+
+
 def _tools(tools: object) -> list[Any]:
-    """Return tools as vLLM gives them to templates: what a client left out is null."""
+    """Return tools as vLLM gives them to templates: what a client left out is null, and unknown fields are left out."""
     try:
         assert isinstance(tools, list)
-        fields = {"name": None, "description": None, "parameters": None}
-        return [{"type": "function", "function": {**fields, **tool["function"]}} for tool in tools]
-    except (AssertionError, KeyError, TypeError) as exc:
+        functions = [tool["function"] for tool in tools]
+        shown = [{name: function.get(name) for name in ("name", "description", "parameters")} for function in functions]
+        strict = [{} if function.get("strict") is None else {"strict": function["strict"]} for function in functions]
+        return [{"type": "function", "function": {**one, **other}} for one, other in zip(shown, strict, strict=True)]
+    except (AssertionError, AttributeError, KeyError, TypeError) as exc:
         raise InvalidRequest("tools is not a list of functions") from exc
 
 
 def _call(call: Any) -> dict[str, Any]:
-    """Return a tool call as vLLM gives it to templates: with its arguments as values instead of their JSON."""
+    """Return a tool call as vLLM gives it to templates: in the order of its fields, and with arguments as an object."""
     try:
-        function = call["function"]
-        return {**call, "function": {**function, "arguments": json.loads(function.get("arguments") or "{}")}}
-    except (KeyError, TypeError, ValueError) as exc:
-        raise InvalidRequest("a tool call has no function, or arguments that are not JSON") from exc
+        function = {"arguments": None, "name": call["function"]["name"], **call["function"]}
+        arguments = json.loads(function["arguments"] or "{}")
+    except ValueError:
+        arguments = {}
+    except (KeyError, TypeError) as exc:
+        raise InvalidRequest("a tool call has no function") from exc
+    function["arguments"] = arguments if isinstance(arguments, dict) else {}
+    first = {name: call[name] for name in ("id", "function", "type") if name in call}
+    return {**first, **call, "function": function}
 
 
 def _json(value: object) -> str:
