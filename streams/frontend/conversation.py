@@ -35,10 +35,13 @@ CUT = "KVSTREAMS_CUTS_HERE"
 class Rule(enum.IntFlag):
     """What versions of vLLM do otherwise. Read in 0.20, 0.24, 0.28 and 0.30, and compared with 0.32 as it runs.
 
+    TOOL_TEXT: the result of a tool is text for every template. In all of these; earlier versions gave it in parts to
+    templates that take parts.
+
     REASONING_CONTENT: a turn's `reasoning_content` counts where it has no `reasoning`; before, it is not read.
-    TOOL_TEXT: the result of a tool is text for every template. DEVELOPER: messages of `developer` become those of
-    `system`, and all of these one, at the beginning, if the template does not name the role. EFFORT: `reasoning_effort`
-    switches `enable_thinking` on or off. TOOL_FIELDS: of a tool, unknown fields are left out. All: 0.24, not 0.20.
+    DEVELOPER: messages of `developer` become those of `system`, and all of these one, at the beginning, if the template
+    does not name the role. EFFORT: `reasoning_effort` switches `enable_thinking` on or off. TOOL_FIELDS: of a tool,
+    unknown fields are left out. All: 0.24, not 0.20.
 
     PART_FIELDS: parts of text keep fields that vLLM does not know, such as `cache_control`. 0.28, not 0.24.
     ARGUMENTS: arguments of a tool call that are no object become an empty one; before, they stay, and what is not JSON

@@ -70,10 +70,15 @@ CHATS = [
 ]
 
 
+#: With it, a template is not rendered on the front's event loop, but in a process.
+LONG = "{% for number in range(0) %}{% endfor %}"
+
+
+@pytest.mark.parametrize("prefix", ["", LONG], ids=["loop", "process"])
 @pytest.mark.parametrize("reasoning_of", [newest, alone])
-def test_an_engine_gets_the_prompts_of_its_own_rules(tmp_path: Path, reasoning_of: Any) -> None:
+def test_an_engine_gets_the_prompts_of_its_own_rules(tmp_path: Path, reasoning_of: Any, prefix: str) -> None:
     """Versions differ in whether they read `reasoning_content`. The probe finds it out, and the files suffice."""
-    probed = probe(byte_model(tmp_path, TEMPLATE), lambda body: text(body, reasoning_of), CHATS)
+    probed = probe(byte_model(tmp_path, prefix + TEMPLATE), lambda body: text(body, reasoning_of), CHATS)
     assert probed.prompts == [(text(chat, reasoning_of), "files") for chat in CHATS]
     assert probed.outcome == ("equal", None)
 

@@ -213,6 +213,28 @@ def test_a_template_refuses_messages_and_reaches_nothing_else(tmp_path: Path, te
         model.encode(Kind.CHAT, orjson.dumps({"messages": [{"role": "user", "content": "x"}]}))
 
 
+def test_requests_with_tools_have_a_template_of_their_own(tmp_path: Path) -> None:
+    """It is called tool_use, in the configuration or in its folder; without it, there is one for all."""
+    folder = trained(tmp_path, template=None)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+
+    def rendered(**body: Any) -> str:
+        chat = {"messages": [{"role": "user", "content": "x"}], **body}
+        return "".join(ModelTokenizer(folder, CACHE_BYTES).render(Kind.CHAT, chat).pieces)
+
+    templates = [
+        {"name": "default", "template": "plain"},
+        {"name": "tool_use", "template": "with {{ tools | length }}"},
+    ]
+    (folder / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": templates}))
+    assert (rendered(), rendered(tools=[TOOL, TOOL])) == ("plain", "with 2")
+    (folder / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": templates[:1]}))
+    assert (rendered(), rendered(tools=[TOOL])) == ("plain", "plain")
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("of a file")
+    assert (rendered(), rendered(tools=[TOOL])) == ("plain", "of a file")
+
+
 def test_templates_that_take_parts_get_parts(tmp_path: Path) -> None:
     """Those that loop over a message's content get a list, all others text."""
     template = "{% for m in messages %}{% for part in m['content'] %}[{{ part['text'] }}]{% endfor %}{% endfor %}"
