@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 from streams.core.events import BEFORE_FIRST, BlocksStored, FeedState
@@ -116,7 +117,7 @@ class BatchPublisher:
         if decoded.dialect is not None:
             self._note_dialect(decoded.dialect)
         unusable = list(decoded.unusable)
-        left_out_before, between_before = self._writer.ledger.left_out, self._writer.ledger.n_between
+        skipped_before, between_before = self._writer.ledger.skipped.counts.copy(), self._writer.ledger.n_between
         try:
             self._writer.write(
                 batch.sequence,
@@ -128,7 +129,7 @@ class BatchPublisher:
             )
         except BadRecord as exc:
             unusable.append(UnusableEvent(None, exc))
-        self._count(decoded, left_out_before, between_before)
+        self._count(decoded, skipped_before, between_before)
         if self._stored_block_size != self._block_size and any(
             isinstance(event, BlocksStored) for event in decoded.events
         ):
@@ -144,7 +145,7 @@ class BatchPublisher:
         """Note that the engine answered a replay request."""
         self._heartbeats.heard()
 
-    def _count(self, decoded: DecodedBatch, left_out_before: int, between_before: int) -> None:
+    def _count(self, decoded: DecodedBatch, skipped_before: Counter[str], between_before: int) -> None:
         """Count a batch that was published. The numbers are the ledger's from before the batch."""
         counters, ledger = self._counters, self._writer.ledger
         counters.batches_published += 1
@@ -152,8 +153,7 @@ class BatchPublisher:
         counters.events_ignored += decoded.n_ignored
         for reason, n in decoded.not_indexed.items():
             counters.not_indexed[reason] += n
-        if ledger.left_out > left_out_before:
-            counters.not_indexed["unplaced"] += ledger.left_out - left_out_before
+        counters.not_indexed += ledger.skipped.counts - skipped_before
         if ledger.n_between > between_before:
             counters.not_indexed["cache_group"] += ledger.n_between - between_before
 

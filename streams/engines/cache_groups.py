@@ -123,6 +123,14 @@ class CacheGroups:
             if name in self._by_name:
                 self._recompute([self._by_name[name]])
 
+    def forget_others(self) -> int:
+        """Note that the other groups hold nothing that is known; return the number of names that they held."""
+        n_names = sum(map(len, self._copies))
+        for copies in self._copies:
+            copies.clear()
+        self._recompute(list(self._blocks.values()))
+        return n_names
+
     # -- the group that is indexed -------------------------------------------------------------------------------------
 
     def store(

@@ -15,6 +15,13 @@ form of a store (`BlockPool.emit_cached_block_events`). Such a report always beg
 and all of its blocks are held. So a repeated store that names a parent, or that also has a new block, has copies. Any
 other repeated store may or may not have copies; none are counted.
 
+A block whose parent is not held has no known place. While no events were lost, it is left out: its parent was left out
+before, or the engine never reported it, as with blocks that came by transfer (left_out). After lost events, it is
+published as it is, and agents count it.
+
+vLLM's clear empties the device tier, and does not report whether lower tiers keep their blocks. So the rank then holds
+nothing that is known, and if lower tiers were in use, it may hold more.
+
 A store may come before that of its parent: vLLM's offloading connector reports chunks of blocks in any order. Such a
 store waits within the ledger. In the device tier it waits until the end of its batch, since the engine allocates
 parents first and a missing one was lost. In lower tiers it waits until the parent comes, at most `WAITING_STORES_MAX`
@@ -47,10 +54,19 @@ from streams.core.events import (
     RestatedRun,
 )
 from streams.core.hashing import sequence_hashes
-from streams.core.ids import U64_MASK, EngineHash, SequenceHash, Tier
+from streams.core.ids import U64_MASK, EngineHash, HashArray, SequenceHash, Tier
 from streams.cxl.events import BlockAddress
 from streams.engines.cache_groups import CacheGroups
-from streams.engines.dialects.interface import BlocksCopied, BlocksDropped, BlocksOffloaded, GroupChanged
+from streams.engines.dialects.interface import (
+    BlocksCopied,
+    BlocksDropped,
+    BlocksLeftOut,
+    BlocksOffloaded,
+    DeviceCleared,
+    GroupChanged,
+    TierCleared,
+)
+from streams.engines.left_out import LOWER_TIER, UNKNOWN_PARENT, LeftOut
 from streams.engines.tier_blocks import HeldBlock, TierBlocks
 
 #: Stores that wait for their parent in one rank. An offloading connector completes some hundred chunks at a time.
@@ -58,7 +74,7 @@ WAITING_STORES_MAX = 4096
 
 
 #: What changes which blocks of the indexed group a rank holds.
-_Change = KvEvent | BlocksCopied | BlocksDropped
+_Change = KvEvent | BlocksCopied | BlocksDropped | BlocksLeftOut | TierCleared
 
 
 class _Parent(NamedTuple):
@@ -77,13 +93,13 @@ class Ledger:
     """Takes one rank's events, and returns the events to publish.
 
     _tiers: the blocks of each tier, by the tier's number.
-    complete: whether the ledger contains everything that the engine reported. False after a lost batch, or a store
-    whose parent is unknown, until the engine clears its cache.
+    complete: whether the ledger contains everything that the engine reported, except for what was left out. False
+    after lost events, until the engine clears its cache.
     removed_early: whether a block was removed of which the engine may have further copies. has_unindexed: whether the
     engine reported blocks that no event can represent. Both are false again when the engine clears its cache.
-    _waiting: stores whose parent is unknown, by the parent's name. n_waiting: their number. left_out: blocks that were
-    reported by name only and that no tier holds, blocks of stores that waited too long, and offloaded blocks whose
-    salts, images and adapters are not known.
+    unknown_parents: stores after lost events whose parent is not held.
+    uses_lower_tiers: whether the engine has ever reported blocks in a tier below the device.
+    _waiting: stores whose parent is unknown, by the parent's name. n_waiting: their number. skipped: what was left out.
     _groups: the model's further cache groups, None until the engine reports one. is_adopted: whether there are blocks
     from the table. It is not known what the engine reported before them: whether those groups hold them, and which
     further blocks have a salt, an image or an adapter.
@@ -97,7 +113,8 @@ class Ledger:
         self.has_unindexed = False
         self.unknown_parents = 0
         self.unknown_removals = 0
-        self.left_out = 0
+        self.uses_lower_tiers = False
+        self.skipped = LeftOut()
         self._waiting: dict[int, list[BlocksStored]] = {}
         self.n_waiting = 0
         self._groups: CacheGroups | None = None
@@ -113,10 +130,16 @@ class Ledger:
                 blocks.copies.clear()
         self._counts_copies = counts_copies
 
+    @property
+    def left_out(self) -> int:
+        """Number of blocks that the ledger has left out and that make the rank approximate."""
+        return self.skipped.n_blocks
+
     def apply(self, event: _Change | GroupChanged, *, may_wait: bool = False) -> list[KvEvent]:
         """Take one event; return the events to publish, in order: those that change which blocks are held.
 
-        An event that the ledger cannot place is returned unchanged, so that the agent counts it and degrades the rank.
+        A removal of unknown blocks is returned unchanged, so that the agent counts it. So is a store after lost events
+        that the ledger cannot place; the agent degrades the rank.
         may_wait: whether a store may wait for its parent; the caller then calls `end_batch` after the batch. Once the
         engine has reported further cache groups, what they change is returned by `end_batch`.
         """
@@ -145,41 +168,42 @@ class Ledger:
                 return self._remove(event)
             case BlocksDropped():
                 return [change for part in self._by_tier(event) for change in self._apply(part, may_wait)]
+            case BlocksLeftOut():
+                self.uses_lower_tiers |= event.tier is not Tier.DEVICE
+                self.skipped.remember(event.engine.tolist(), event.reason)
+                return []
+            case TierCleared():
+                return self._clear_tier(event.tier)
             case AllBlocksCleared():
-                for blocks in self._tiers:
-                    blocks.clear()
-                self._waiting.clear()
-                self.n_waiting = 0
-                self.complete = True  # an empty ledger is complete, since the rank holds nothing
-                self.removed_early = self.has_unindexed = self.is_adopted = False
-                self._groups = None
-                return [event]
+                self._clear(may_keep_lower=isinstance(event, DeviceCleared))
+                return [AllBlocksCleared()]
             case _:
                 assert_never(event)
 
     def end_batch(self) -> list[KvEvent]:
         """Return what follows from a whole batch.
 
-        That is the stores in the device tier whose parent did not come within the batch, which cannot be placed, and
-        what changes because of cache groups.
+        That is, after lost events, the stores in the device tier whose parent did not come within the batch, and what
+        changes because of cache groups.
         """
         if not self._waiting and self._groups is None:
             return []
         out: list[KvEvent] = []
         for parent, stores in list(self._waiting.items()):
-            lost = [store for store in stores if store.tier is Tier.DEVICE]
-            self.unknown_parents += len(lost)
-            self.complete &= not lost
-            out += lost
+            for store in stores:
+                if store.tier is Tier.DEVICE:
+                    out += self._without_parent(store, parent)
             self._keep_waiting(parent, [store for store in stores if store.tier is not Tier.DEVICE])
         while self.n_waiting > WAITING_STORES_MAX:
             parent = next(iter(self._waiting))
-            self.left_out += sum(len(store.engine) for store in self._waiting[parent])
+            for store in self._waiting[parent]:
+                self._skip(store.engine, "unplaced")
             self._keep_waiting(parent, [])
         if self._groups is not None:
             out += self._groups.changes()
             self.removed_early |= self._groups.removed_early
-            self.left_out, self._groups.n_over = self.left_out + self._groups.n_over, 0
+            self.skipped.add("unplaced", self._groups.n_over)
+            self._groups.n_over = 0
         return out
 
     @property
@@ -214,6 +238,7 @@ class Ledger:
         """Hold the blocks of a run, one copy each under its published name; blocks already held do not change."""
         before = run.parent
         self.is_adopted = True
+        self.uses_lower_tiers |= run.tier is not Tier.DEVICE
         chained: list[int] = sequence_hashes(run.local, before).tolist()
         engines, locals_, blocks = run.engine.tolist(), run.local.tolist(), self._tiers[run.tier]
         for first, end, moe in run.by_labels():
@@ -282,7 +307,7 @@ class Ledger:
         """Note what another cache group holds; which blocks are published because of it is computed once per batch."""
         if self._groups is None:
             if self.is_adopted:
-                self.left_out += len(event.engine) * event.is_stored
+                self.skipped.add("unplaced", len(event.engine) * event.is_stored)
                 return
             if not event.is_stored:
                 return
@@ -315,15 +340,55 @@ class Ledger:
                     groups.store(tier, name, block, local, before, position, moe=change.moe, cxl=change.cxl)
         return out
 
+    def _clear(self, *, may_keep_lower: bool) -> None:
+        """Hold nothing. may_keep_lower: whether the engine may still hold what it had in lower tiers."""
+        n_lower = sum(len(blocks.held) for blocks in self._tiers if blocks.tier is not Tier.DEVICE)
+        for blocks in self._tiers:
+            blocks.clear()
+        self._waiting.clear()
+        self.n_waiting = 0
+        self.skipped.clear()
+        self.complete = True  # an empty ledger is complete, since nothing that it could lack is known to be held
+        self.removed_early = self.has_unindexed = self.is_adopted = False
+        self._groups = None
+        if may_keep_lower and self.uses_lower_tiers:
+            self.skipped.add(LOWER_TIER, max(n_lower, 1))
+
+    def _clear_tier(self, tier: Tier) -> list[KvEvent]:
+        """Hold nothing in one tier. Which blocks of other cache groups were in it is not known."""
+        blocks = self._tiers[tier]
+        names = [published_as for published_as, *_ in blocks.held.values()]
+        blocks.clear()
+        for parent, stores in list(self._waiting.items()):
+            self._keep_waiting(parent, [store for store in stores if store.tier is not tier])
+        if self._groups is not None:
+            self.skipped.add("cache_group", max(self._groups.forget_others(), 1))
+        return [BlocksRemoved(np.array(names, dtype=np.uint64), tier)] if names else []
+
+    def _skip(self, engine: HashArray, reason: str) -> None:
+        """Leave out blocks that the engine holds."""
+        self.skipped.add(reason, len(engine))
+        self.skipped.remember(engine.tolist(), reason)
+
+    def _without_parent(self, store: BlocksStored, parent: int) -> list[KvEvent]:
+        """Leave out a store whose parent is not held. If events were lost, it may be one of them; return the store."""
+        reason = self.skipped.reason_of(parent)
+        if reason is None and not self.complete:
+            self.unknown_parents += 1
+            return [store]
+        self._skip(store.engine, reason or UNKNOWN_PARENT)
+        return []
+
     def _copy(self, event: BlocksCopied) -> list[KvEvent]:
         """Store the blocks that other tiers hold under these names."""
         out: list[KvEvent] = []
+        self.uses_lower_tiers |= event.tier is not Tier.DEVICE
         for engine in map(EngineHash, event.engine.tolist()):
             source = next((blocks for blocks in self._tiers if engine in blocks.names), None)
             held = None if source is None else HeldBlock(*source.held[source.names[engine]])
             parent = None if held is None or held.before is None else self._name_of(held.before)
             if held is None or (parent is None) != (held.before is None):
-                self.left_out += 1
+                self._skip(np.array([engine], dtype=np.uint64), self.skipped.reason_of(engine) or "unplaced")
                 continue
             local = np.array([held.local], dtype=np.uint64)
             out += self._store(BlocksStored(parent, np.array([engine], dtype=np.uint64), local, event.tier))
@@ -344,7 +409,8 @@ class Ledger:
             elif not is_whole and name not in event.known:
                 n_kept = index
                 break
-        self.left_out += len(event.engine) - n_kept
+        self._skip(event.engine[n_kept:], "unplaced")
+        self.uses_lower_tiers |= event.tier is not Tier.DEVICE
         return BlocksStored(event.parent, event.engine[:n_kept], local[:n_kept], event.tier, event.moe, event.cxl)
 
     def _by_tier(self, event: BlocksDropped) -> list[BlocksRemoved]:
@@ -406,21 +472,22 @@ class Ledger:
         parent_published: int | None = None
         before: int | None = None
         position = 0
+        self.uses_lower_tiers |= event.tier is not Tier.DEVICE
         if event.parent is not None:
             parent_block = self._find(event.parent, event.tier)
-            if parent_block is None and may_wait:
+            if parent_block is None and may_wait and self.skipped.reason_of(event.parent) is None:
                 self._keep_waiting(event.parent, [*self._waiting.get(event.parent, ()), event])
                 return []
             if parent_block is None:
-                self.unknown_parents += 1
-                self.complete = False
-                return [event]
+                return self._without_parent(event, event.parent)
             before, parent_published, position = parent_block
             position += 1
         tier_blocks = self._tiers[event.tier]
         blocks: list[int] = sequence_hashes(event.local, None if before is None else SequenceHash(before)).tolist()
         local: list[int] = event.local.tolist()
         engines: list[int] = event.engine.tolist()
+        if self.skipped:
+            self.skipped.forget(engines)
         if self._are_new(tier_blocks, engines, blocks):
             tier_blocks.names.update(zip(engines, blocks, strict=True))
             held = zip(engines, local, chain((before,), blocks), count(position), strict=False)
@@ -525,6 +592,7 @@ class Ledger:
     def _remove(self, event: BlocksRemoved) -> list[KvEvent]:
         engines: list[int] = event.engine.tolist()
         tier_blocks = self._tiers[event.tier]
+        self.uses_lower_tiers |= event.tier is not Tier.DEVICE
         removed = tier_blocks.drop_blocks(engines)
         if removed is None:
             removed = self._remove_copies(engines, tier_blocks)
@@ -538,6 +606,8 @@ class Ledger:
         removed: list[int] = []
         for engine in engines:
             if engine not in names:
+                if self.skipped and self.skipped.take(engine):
+                    continue
                 self.unknown_removals += 1
                 if engine not in tier_blocks.other_names:  # otherwise a block with other names would be removed
                     removed.append(engine)

@@ -102,11 +102,14 @@ class RecoveredRank:
                 if judgement.verdict not in (Verdict.STALE, Verdict.DUPLICATE):
                     self._pieces.clear()
                     self._take(judgement)
+                    n_left_out = self.ledger.left_out
                     for event in events:
                         self.ledger.apply(event)
                         if isinstance(event, AllBlocksCleared):
                             health = Health.APPROXIMATE if batch.n_unindexed else Health.EXACT
                             self.progress = replace(self.progress, health=health)
+                    if self.ledger.left_out > n_left_out:  # the table lacks a block that the record names as a parent
+                        self.ledger.lost_events()
                     if batch.incomplete:  # what is missing of the batch may have followed its clear
                         self.ledger.lost_events()
                         self.progress = replace(self.progress, health=Health.DEGRADED)

@@ -241,7 +241,8 @@ def test_the_page_on_trust_has_a_row_for_every_test_of_trust() -> None:
     page = (ROOT / "docs/trust.md").read_text()
     assert set(re.findall(r"`(test_\w+\.py::test_\w+)`", page)) == functions_in("trust", "")
     elsewhere = set(re.findall(r"`(\w+/test_\w+\.py::test_\w+)`", page))
-    assert elsewhere <= functions_in("unit", "unit/") | functions_in("kafka", "kafka/")
+    folders = ("unit", "kafka", "faults")
+    assert elsewhere <= set().union(*(functions_in(folder, f"{folder}/") for folder in folders))
 
 
 def functions_in(folder: str, prefix: str) -> set[str]:

@@ -26,7 +26,7 @@ from streams.core.hashing import sequence_hashes
 from streams.core.ids import Epoch, HashArray, Incarnation, Tier
 from streams.cxl.events import CxlStateChanged
 from streams.engines import ledger as ledger_module
-from streams.engines.dialects.interface import BlocksCopied
+from streams.engines.dialects.interface import BlocksCopied, BlocksLeftOut, DeviceCleared, TierCleared
 from streams.engines.dialects.vllm import VLLM, decode_payload
 from streams.engines.ledger import Ledger
 from streams.engines.restatements import ANSWERED_FOR_S, CHUNK_BYTES_MAX, RESTATE_EVERY_S, Restatements, chunks
@@ -58,9 +58,13 @@ class RawRank:
         self.reports_reuse = reports_reuse
         self.names: dict[tuple[Tier, int], tuple[int, int]] = {}
 
-    def apply(self, event: KvEvent) -> None:
+    def apply(self, event: KvEvent | BlocksLeftOut | TierCleared) -> None:
+        if isinstance(event, BlocksLeftOut):
+            return
         if isinstance(event, AllBlocksCleared):
             self.names.clear()
+        elif isinstance(event, TierCleared):
+            self.names = {where: block for where, block in self.names.items() if where[0] is not event.tier}
         elif isinstance(event, BlocksRemoved):
             for engine in event.engine.tolist():
                 block, copies = self.names.pop((event.tier, engine), (0, 0))
@@ -100,7 +104,7 @@ class Published:
         self.holdings = plain_holdings()
         self._sequence = -1
 
-    def apply(self, event: KvEvent | BlocksCopied) -> list[KvEvent]:
+    def apply(self, event: KvEvent | BlocksCopied | BlocksLeftOut | TierCleared) -> list[KvEvent]:
         out = self.ledger.apply(event)
         self._sequence += 1
         judge(self.holdings, batch(self._sequence, *out))
@@ -321,9 +325,10 @@ def test_a_dropped_name_is_still_valid_as_a_parent() -> None:
     assert published.facts() == {(Tier.DEVICE, 50), (Tier.DEVICE, chain_hashes([50, 51])[1])}
 
 
-def test_an_event_that_cannot_be_placed_is_published_unchanged() -> None:
+def test_after_lost_events_an_event_that_cannot_be_placed_is_published_unchanged() -> None:
     """A store after an unknown parent and an unknown removal reach the agent, which counts them."""
     published = Published(counts_copies=True)
+    published.ledger.lost_events()
     orphan = stored(u64(1, 2), u64(1, 2), parent=NO_PARENT)
     assert published.apply(orphan) == [orphan]
     assert comparable(published.apply(removed(7, 8))) == [("removed", None, [7, 8], [])]
@@ -342,7 +347,7 @@ def test_a_clear_is_published_and_empties_the_ledger() -> None:
     assert comparable(ledger.apply(AllBlocksCleared())) == [("cleared", None, [], [])]
     assert len(ledger) == 0
     assert comparable(ledger.apply(stored(u64(11), u64(1)))) == [("stored", None, [11], [1])]
-    assert comparable(ledger.apply(stored(u64(12), u64(1), parent=NO_PARENT))) == [("stored", NO_PARENT, [12], [1])]
+    assert ledger.apply(stored(u64(12), u64(1), parent=NO_PARENT)) == []
 
 
 def test_tiers_are_independent() -> None:
@@ -363,6 +368,13 @@ stores = st.tuples(
     tiers,
 )
 removals = st.tuples(st.lists(few_names, max_size=4), tiers)
+#: Blocks that a decoder has left out, under a reason that makes a rank approximate, or one that does not.
+left_out = st.builds(
+    BlocksLeftOut,
+    st.lists(few_names, max_size=2).map(lambda names: u64(*names)),
+    st.sampled_from(["content_unknown", "masked"]),
+)
+clears = st.one_of(st.builds(AllBlocksCleared), st.builds(DeviceCleared), st.builds(TierCleared, tiers))
 
 
 def check_claims(published: Published, raws: Sequence[RawRank]) -> None:
@@ -373,22 +385,31 @@ def check_claims(published: Published, raws: Sequence[RawRank]) -> None:
 
 
 @settings(max_examples=500, deadline=None)
-@given(counts_copies=st.booleans(), ops=st.lists(st.one_of(stores, removals, st.none()), max_size=30))
+@given(counts_copies=st.booleans(), ops=st.lists(st.one_of(stores, removals, left_out, clears), max_size=30))
 def test_what_is_published_is_what_the_engine_holds(
     counts_copies: bool,
-    ops: list[tuple[int | None, list[tuple[int, int]], Tier] | tuple[list[int], Tier] | None],
+    ops: list[
+        tuple[int | None, list[tuple[int, int]], Tier]
+        | tuple[list[int], Tier]
+        | BlocksLeftOut
+        | AllBlocksCleared
+        | TierCleared
+    ],
 ) -> None:
     """However names collide, the published events lead to exactly the blocks that have a name.
 
-    Where a copy cannot be distinguished from a report of reused blocks, they lead to no block that may be gone.
+    Where a copy cannot be distinguished from a report of reused blocks, they lead to no block that may be gone. What is
+    left out, and what a clear may have left in lower tiers, is counted, and never lost.
     """
     published = Published(counts_copies)
+    ledger, lower_was_used = published.ledger, False
     raws = [RawRank(counts_copies), RawRank(counts_copies, reports_reuse=True)]
     raw = raws[1]  # of the two, the one that holds less
     for op in ops:
-        event: KvEvent
-        if op is None:
-            event = AllBlocksCleared()
+        event: KvEvent | BlocksLeftOut | TierCleared
+        before = sum(ledger.skipped.counts.values())
+        if isinstance(op, BlocksLeftOut | AllBlocksCleared | TierCleared):
+            event = op
         elif len(op) == 3:
             parent, blocks, tier = op
             if parent is not None and raw.named(parent, tier) is None:
@@ -400,11 +421,18 @@ def test_what_is_published_is_what_the_engine_holds(
         for each in raws:
             each.apply(event)
         check_claims(published, raws)
-        assert len(published.ledger) == len(published.facts())
-        if published.ledger.removed_early:
+        assert len(ledger) == len(published.facts())
+        if ledger.removed_early:
             return  # the ledger may lack a parent that the engine names
+        n_skipped = sum(ledger.skipped.counts.values()) - before
+        lower_was_used |= isinstance(event, BlocksStored | BlocksRemoved) and event.tier is not Tier.DEVICE
+        if isinstance(event, BlocksStored) and event.parent == NO_PARENT:
+            assert n_skipped == len(event.engine)
+        else:
+            assert (n_skipped > 0) == (isinstance(event, DeviceCleared) and lower_was_used)
+        assert ledger.complete
     progress = published.holdings.progress.get(RANK)
-    assert progress is None or progress.n_unknown_parents == published.ledger.unknown_parents
+    assert progress is None or progress.n_unknown_parents == ledger.unknown_parents == 0
 
 
 @settings(max_examples=15, deadline=None)
@@ -542,7 +570,7 @@ def test_a_ledger_rebuilt_from_runs_continues_and_never_holds_more_than_the_engi
 
 
 def test_a_ledger_is_complete_until_events_are_lost_and_again_after_a_clear() -> None:
-    """A restatement cannot contain a lost batch, nor a store whose parent never arrived."""
+    """A restatement cannot contain a lost batch. A store whose parent was never reported is no loss."""
     ledger = Ledger(counts_copies=True)
     assert ledger.complete
     ledger.lost_events()
@@ -551,7 +579,7 @@ def test_a_ledger_is_complete_until_events_are_lost_and_again_after_a_clear() ->
     ledger.apply(AllBlocksCleared())
     assert ledger.complete
     ledger.apply(stored(u64(12), u64(2), parent=NO_PARENT))
-    assert not ledger.complete
+    assert (ledger.complete, ledger.left_out) == (True, 1)
 
 
 def test_a_restatement_of_an_empty_ledger_is_one_chunk_without_runs() -> None:
@@ -620,13 +648,17 @@ def test_a_store_in_a_lower_tier_waits_for_its_parent_across_batches() -> None:
 
 
 def test_a_store_in_the_device_tier_waits_until_the_end_of_its_batch() -> None:
-    """Within the batch its parent may come later; after it, the parent was lost."""
+    """Within the batch its parent may come later; after it, the parent was not reported, or was lost."""
     ledger = Ledger(counts_copies=True)
     published = waits(ledger, stored(u64(2), u64(2), parent=1), stored(u64(1), u64(1)))
     assert [names for _, _, names, *_ in published] == [[1], [2]]
     orphan = stored(u64(9), u64(9), parent=8)
-    assert waits(ledger, orphan) == comparable([orphan])
-    assert (ledger.unknown_parents, ledger.complete, ledger.n_waiting) == (1, False, 0)
+    assert waits(ledger, orphan) == []
+    assert (ledger.left_out, ledger.unknown_parents, ledger.complete, ledger.n_waiting) == (1, 0, True, 0)
+    ledger.lost_events()
+    lost = stored(u64(7), u64(7), parent=6)
+    assert waits(ledger, lost) == comparable([lost])
+    assert (ledger.unknown_parents, ledger.n_waiting) == (1, 0)
 
 
 def test_a_removed_block_and_its_children_stop_waiting() -> None:

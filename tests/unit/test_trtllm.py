@@ -208,19 +208,27 @@ def test_images_hash_with_their_pad_values() -> None:
 
 
 @pytest.mark.parametrize(
-    "unknown",
+    ("unknown", "reason"),
     [
-        block(2, [50_003, 50_004, 6, 7], mm_keys=[{"type": "mm_key", "hash": "a" * 64, "start_offset": 3}]),
-        block(2, ["a" * 64, 6, 7, 8]),
-        block(2, [5, 6, 7, 8]) | {"tokens": [{"token_id": token, "token_extra_id": 9} for token in range(4)]},
+        (
+            block(2, [50_003, 50_004, 6, 7], mm_keys=[{"type": "mm_key", "hash": "a" * 64, "start_offset": 3}]),
+            "key_unknown",
+        ),
+        (block(2, ["a" * 64, 6, 7, 8]), "key_unknown"),
+        (
+            block(2, [5, 6, 7, 8]) | {"tokens": [{"token_id": token, "token_extra_id": 9} for token in range(4)]},
+            "content_unknown",
+        ),
     ],
 )
-def test_blocks_whose_content_is_not_known_end_the_prefix(unknown: dict[str, Any]) -> None:
-    """They and the blocks after them are counted, and the rank is approximate."""
+def test_blocks_whose_content_is_not_known_end_the_prefix(unknown: dict[str, Any], reason: str) -> None:
+    """They and the blocks after them are counted; the rank is approximate if a request can name an image of theirs."""
     rank = Rank()
     batch = rank.take(stored(block(1, TOKENS[:4]), unknown, block(3, TOKENS[8:])))
-    assert (batch.n_unindexed, batch.not_indexed) == (0, {"content_unknown": 2})
+    assert (batch.n_unindexed, batch.not_indexed) == (2 if reason == "key_unknown" else 0, {reason: 2})
     assert rank.held() == {(Tier.DEVICE, chain(TOKENS)[0])}
+    rank.take(stored(block(4, TOKENS[:4]), parent=3))
+    assert (rank.ledger.complete, rank.ledger.skipped.counts) == (True, {reason: 1})
 
 
 def test_the_batches_of_an_http_answer_have_the_engines_numbers() -> None:

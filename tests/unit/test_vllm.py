@@ -18,7 +18,7 @@ from streams.cxl.events import CxlStateChanged
 from streams.engines.dead_letters import of_payload
 from streams.engines.dialects import vllm as vllm_module
 from streams.engines.dialects.auto import AutoDecoder
-from streams.engines.dialects.interface import DecodedBatch, UnusableEvent
+from streams.engines.dialects.interface import BlocksLeftOut, DecodedBatch, DeviceCleared, UnusableEvent
 from streams.engines.dialects.vllm import (
     PARTIAL_NAMES_MAX,
     PAYLOAD_BYTES_MAX,
@@ -111,7 +111,7 @@ def test_every_form_of_a_batch_is_read(form: str) -> None:
     assert stored.engine.dtype == stored.local.dtype == np.uint64
     assert isinstance(removed, BlocksRemoved)
     assert (removed.engine.tolist(), removed.tier) == ([11, 12], Tier.DEVICE)
-    assert cleared == AllBlocksCleared()
+    assert cleared == DeviceCleared()
 
 
 @pytest.mark.parametrize("outer", [[1.5, []], [1.5, [], None], {"ts": 1.5, "events": []}])
@@ -266,25 +266,27 @@ def test_two_images_in_one_block_have_their_own_pad_values() -> None:
 
 
 @pytest.mark.parametrize(
-    ("extra_keys", "lora_name", "n_kept"),
+    ("extra_keys", "lora_name", "n_kept", "reason"),
     [
-        ([[IMAGE], None, None], None, 0),  # older versions report no offset
-        ([None, [IMAGE], None], None, 1),
-        ([None, ["a salt"], None], None, 1),  # salts are in the first block only
-        ([["poet"], ["poet"], ["poet"]], None, 0),
-        ([["poet"], ["poet"], ["poet"]], "painter", 0),
-        ([None, None, [b"an embedding"]], None, 2),
-        ([[[IMAGE, 1]], None, None], None, 0),  # the image's token comes again later in the block
+        ([[IMAGE], [IMAGE], None], None, 0, "key_unknown"),  # older versions report no offset
+        ([None, [IMAGE], None], None, 1, "key_unknown"),
+        ([None, ["a salt"], None], None, 1, "key_unknown"),  # salts are in the first block only
+        ([["poet"], ["poet"], ["poet"]], None, 0, "key_unknown"),
+        ([["poet"], ["poet"], ["poet"]], "painter", 0, "key_unknown"),
+        ([None, None, [b"an embedding"]], None, 2, "content_unknown"),
+        ([["a salt", b"an embedding"], None, None], None, 0, "content_unknown"),
+        ([[[IMAGE, 1]], None, None], None, 0, "key_unknown"),  # the image's token comes again later in the block
     ],
 )
 def test_blocks_of_unknown_content_are_counted_and_not_indexed(
-    extra_keys: Any, lora_name: str | None, n_kept: int
+    extra_keys: Any, lora_name: str | None, n_kept: int, reason: str
 ) -> None:
-    """No block from the first of them on is indexed, and the rank is approximate."""
+    """No block from the first of them on is indexed; the rank is approximate if a request can name their content."""
     tokens = [1, 2, 3, 2, *TOKENS[4:]]
     event = stored_event(token_ids=tokens, extra_keys=extra_keys, lora_name=lora_name)
     payload = decode_payload(pack(event), BLOCK)
-    assert (payload.n_unindexed, payload.not_indexed) == (0, {"content_unknown": 3 - n_kept})
+    n_unindexed = 0 if reason == "content_unknown" else 3 - n_kept
+    assert (payload.n_unindexed, payload.not_indexed) == (n_unindexed, {reason: 3 - n_kept})
     assert [len(event.engine) for event in payload.events if isinstance(event, BlocksStored)] == [n_kept] * bool(n_kept)
 
 
@@ -324,6 +326,19 @@ class Rank:
         return [local for run in self.ledger.restated() if run.tier is tier for local in run.local.tolist()]
 
 
+def offloaded() -> list[dict[str, Any]]:
+    """The three blocks in a lower tier, each as a chunk of its own."""
+    return [
+        stored_event(
+            block_hashes=[11 + number],
+            parent_block_hash=10 + number if number else None,
+            token_ids=TOKENS[number * BLOCK : (number + 1) * BLOCK],
+            medium="CPU",
+        )
+        for number in range(3)
+    ]
+
+
 @pytest.mark.parametrize("resumed", [False, True])
 @pytest.mark.parametrize(
     "first",
@@ -338,7 +353,7 @@ def test_an_offloaded_block_has_the_hash_that_the_ledger_has_under_its_name(
     rank.take(stored_event(**first))
     if resumed:
         rank.resume()
-    assert rank.take(stored_event(medium="CPU")) == 0
+    assert rank.take(*offloaded()) == 0
     assert rank.held(Tier.HOST) == rank.held(Tier.DEVICE)
     assert len(rank.held(Tier.HOST)) == 3
 
@@ -350,7 +365,7 @@ def test_an_offloaded_block_whose_salt_may_be_unknown_is_not_indexed(monkeypatch
     rank = Rank()
     rank.take(stored_event(extra_keys=[["a salt"], None, None]), removed_event(11, 12, 13))
     rank.take(stored_event(block_hashes=[21, 22, 23]))
-    assert rank.take(stored_event(medium="CPU")) == 0
+    assert rank.take(*offloaded()) == 0
     rank.take(removed_event(11, 12, 13, medium="CPU"))
     if why == "resumed":
         rank.resume()
@@ -359,10 +374,10 @@ def test_an_offloaded_block_whose_salt_may_be_unknown_is_not_indexed(monkeypatch
         rank.decoder = VllmDecoder(BLOCK)
     else:
         rank.take(stored_event(block_hashes=[31, 32, 33], extra_keys=[["another salt"], None, None]))
-    assert rank.take(stored_event(medium="CPU")) == 3
+    assert rank.take(*offloaded()) == 3
     assert (rank.held(Tier.HOST), rank.ledger.has_unindexed) == ([], True)
-    rank.take(["AllBlocksCleared"])
-    assert rank.take(stored_event(), stored_event(medium="CPU")) == 0
+    assert rank.take(["AllBlocksCleared"]) > 0  # the lower tier may have kept its blocks
+    assert rank.take(stored_event(), *offloaded()) == 0
     assert rank.held(Tier.HOST) == LOCAL
 
 
@@ -370,7 +385,7 @@ def test_a_block_of_unknown_content_is_not_indexed_when_it_is_offloaded() -> Non
     """Its tokens alone are those of other prompts; no request can name its content, so the rank stays exact."""
     rank = Rank()
     rank.take(stored_event(extra_keys=[None, [b"an embedding"], None]))
-    assert rank.take(stored_event(medium="CPU")) == 0
+    assert rank.take(*offloaded()) == 0
     assert rank.held(Tier.HOST) == LOCAL[:1]
 
 
@@ -437,8 +452,10 @@ def test_blocks_that_are_not_local_are_counted_and_not_indexed(locality: Any) ->
         ),
         BLOCK,
     )
-    assert (payload.events, payload.n_unindexed, payload.n_ignored) == ((), 0, 2)
-    assert payload.not_indexed == {"locality": 5}
+    (left_out,) = payload.events
+    assert isinstance(left_out, BlocksLeftOut)
+    assert (left_out.engine.tolist(), left_out.reason, left_out.tier) == ([11, 12, 13], "locality", Tier.DEVICE)
+    assert (payload.n_unindexed, payload.n_ignored, payload.not_indexed) == (0, 2, {"locality": 5})
     local = stored_event(locality="LOCAL", ownership="fs", session_id="s", medium="STORAGE")
     assert only_stored(decode_payload(pack(local), BLOCK)).tier is Tier.DISK
 
@@ -454,7 +471,10 @@ def test_blocks_that_are_not_local_are_counted_and_not_indexed(locality: Any) ->
 def test_a_repeated_name_in_a_store_ends_it(hashes: list[Any], reason: str) -> None:
     """A chain contains no block twice; with truncated hashes, the removal of one would remove the other."""
     payload = decode_payload(pack(stored_event(block_hashes=hashes, parent_block_hash=10)), BLOCK)
-    assert (len(only_stored(payload).engine), payload.n_unindexed, payload.not_indexed) == (2, 1, {reason: 1})
+    kept, left_out = payload.events
+    assert isinstance(kept, BlocksStored) and isinstance(left_out, BlocksLeftOut)
+    assert (len(kept.engine), len(left_out.engine), left_out.reason) == (2, 1, reason)
+    assert (payload.n_unindexed, payload.not_indexed) == (1, {reason: 1})
 
 
 @pytest.mark.parametrize("comes_first", [True, False])
@@ -648,9 +668,9 @@ def test_a_removal_with_an_unreadable_name_removes_the_others_and_is_incomplete(
         ({"block_hashes": [11], "token_ids": [], "block_size": 0, "medium": "CPU"}, 1, 1, 0),
         ({"token_ids": [], "medium": "STORAGE"}, 1, 3, 0),
         # The beginning of a block, of which only the last hash boundary is an entry in the engine's cache.
-        ({"block_hashes": [11], "token_ids": TOKENS[:2], "block_size": 2}, 0, 0, 1),
+        ({"block_hashes": [11], "token_ids": TOKENS[:2], "block_size": 2}, 1, 0, 1),
         # Null or masked blocks have tokens and no hashes.
-        ({"block_hashes": [11, 13]}, 0, 2, 0),
+        ({"block_hashes": [11, 13]}, 1, 2, 0),
         ({"block_hashes": []}, 0, 0, 1),
         # Blocks hashed with the tokens after them are indexed, but may match one block too many.
         ({"lookahead_token_ids": [[5], [9], [13]]}, 1, 3, 0),
@@ -908,11 +928,11 @@ def test_the_simulated_engine_speaks_this_dialect(
     assert (stored.parent, stored.engine.tolist(), stored.local.tolist()) == (77, engine.tolist(), local.tolist())
     assert (reused.parent, reused.engine.tolist(), reused.local.tolist()) == (None, engine.tolist(), local.tolist())
     assert [event.engine.tolist() for event in removals if isinstance(event, BlocksRemoved)] == [[U64_MASK], [5]]
-    assert cleared == AllBlocksCleared()
+    assert cleared == DeviceCleared()
 
 
 def test_an_engine_with_smaller_blocks_is_noticed_by_its_second_block() -> None:
-    """A single small block may be the beginning of a block. As the parent of another one, it is a whole block."""
+    """A single half may be the beginning of a block. With another one behind it, a whole block would have come."""
     decoder = VllmDecoder(BLOCK)
     half = BLOCK // 2
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from streams.core.events import BlocksStored, KvEvent
+from streams.core.events import AllBlocksCleared, BlocksStored, KvEvent
 from streams.core.ids import HashArray, Tier
 from streams.cxl.events import CxlStateChanged
 from streams.errors import BadRecord
@@ -20,14 +20,18 @@ from streams.errors import BadRecord
 NOT_INDEXED_REASONS = (
     "block_size",
     "cache_group",
+    "chunk",
     "colliding_hash",
     "content_unknown",
     "duplicate_hash",
+    "key_unknown",
     "locality",
     "lookahead",
+    "lower_tier",
     "masked",
     "placeholder",
     "tail",
+    "unknown_parent",
     "unplaced",
 )
 
@@ -67,6 +71,30 @@ class BlocksDropped:
 
 
 @dataclass(frozen=True, slots=True)
+class BlocksLeftOut:
+    """Blocks that the decoder has left out and counted. The ledger leaves out the blocks behind them.
+
+    engine: uint64[n]. reason: one of NOT_INDEXED_REASONS. tier: where the engine holds them.
+    """
+
+    engine: HashArray
+    reason: str
+    tier: Tier = Tier.DEVICE
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceCleared(AllBlocksCleared):
+    """The device tier holds no blocks any more. Whether lower tiers still hold theirs is not reported."""
+
+
+@dataclass(frozen=True, slots=True)
+class TierCleared:
+    """One tier holds no blocks any more; the others are as before."""
+
+    tier: Tier
+
+
+@dataclass(frozen=True, slots=True)
 class GroupChanged:
     """A cache group other than the one that is indexed holds blocks, or no longer holds one copy of each.
 
@@ -82,7 +110,7 @@ class GroupChanged:
 
 
 #: What an engine can report: a change of its cache, or a change of state of blocks in CXL memory.
-EngineEvent = KvEvent | CxlStateChanged | BlocksCopied | BlocksDropped | GroupChanged
+EngineEvent = KvEvent | CxlStateChanged | BlocksCopied | BlocksDropped | BlocksLeftOut | TierCleared | GroupChanged
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,7 +54,7 @@ from streams.engines.dialects.fields import (
     shown_size,
     wrong_block_size,
 )
-from streams.engines.dialects.interface import BlocksCopied, BlocksDropped, DecodedBatch, Dialect
+from streams.engines.dialects.interface import BlocksCopied, BlocksDropped, BlocksLeftOut, DecodedBatch, Dialect
 from streams.engines.dialects.pages import Pages, Salting
 from streams.engines.dialects.sglang import check_tokens
 from streams.errors import BadRecord
@@ -180,7 +180,7 @@ class TrtllmDecoder:
                 break
             padded = self._with_images(tokens, block)
             if padded is None:
-                batch.count("content_unknown", len(data["blocks"]) - index)  # no request can name it either
+                self._leave_out(batch, data["blocks"][index:], block)
                 break
             check_tokens(padded)
             seen.add(name)
@@ -201,6 +201,17 @@ class TrtllmDecoder:
             parent = name
         self.has_stored |= bool(stored)
         batch.events += _joined(stored)
+
+    def _leave_out(self, batch: BatchBuilder, blocks: list[dict[str, Any]], first: dict[str, Any]) -> None:
+        """Leave out blocks from the first one of unknown content on. No request can name tokens with an extra id."""
+        names = _array([block_name(block["block_hash"]) for block in blocks])
+        is_image = first.get("mm_keys") or any(isinstance(token["token_id"], str) for token in first["tokens"])
+        reason = "key_unknown" if is_image else "content_unknown"
+        if is_image:
+            batch.leave_out(reason, len(blocks))
+        else:
+            batch.count(reason, len(blocks))
+        batch.events.append(BlocksLeftOut(names, reason, _tier(first.get("cache_level", 0))))
 
     def _with_images(self, tokens: list[Any], block: dict[str, Any]) -> list[Any] | None:
         """Return a block's tokens with pad values in place of images; None if their places are not known.

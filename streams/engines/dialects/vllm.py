@@ -26,8 +26,9 @@ map with `type`. Fields at the end of an array may be absent, later ones are ign
 Connectors to other caches (LMCache, Mooncake, Ascend) report their stores through vLLM, and never their evictions. Such
 stores are not indexed (`_is_never_removed`).
 
-BlockRemoved: block_hashes, medium, group_idx; then locality and ownership. AllBlocksCleared has no fields. Engines with
-CXL memory add the event CxlStateTransition. Up to 0.22.0 events are arrays, from 0.26.0 on maps. The versions are the
+BlockRemoved: block_hashes, medium, group_idx; then locality and ownership. AllBlocksCleared has no fields; it is the
+clear of the device tier, and lower tiers may keep their blocks. TierBlocksCleared: medium. Engines with CXL memory add
+the event CxlStateTransition. Up to 0.22.0 events are arrays, from 0.26.0 on maps. The versions are the
 first with the field among those of tests/golden_events.json.
 
 Each event is judged on its own (docs/architecture.md, Unusable events). No message and nothing that a dead letter may
@@ -56,7 +57,7 @@ from streams.core.events import (
 from streams.core.ids import U64_MASK, HashArray, Tier, WorkerId
 from streams.cxl.events import POOL_MEMBERS_MAX, CxlStateChanged, check_change, check_pool_id
 from streams.cxl.states import stored_as
-from streams.engines.dialects.extra_keys import block_contents
+from streams.engines.dialects.extra_keys import block_contents, shows_bare_item
 from streams.engines.dialects.fields import (
     FIELD_ERRORS,
     HASHES_SHOWN_MAX,
@@ -81,10 +82,13 @@ from streams.engines.dialects.fields import (
 )
 from streams.engines.dialects.interface import (
     BlocksCopied,
+    BlocksLeftOut,
     BlocksOffloaded,
     DecodedBatch,
+    DeviceCleared,
     Dialect,
     GroupChanged,
+    TierCleared,
     UnusableEvent,
 )
 from streams.errors import BadRecord
@@ -141,16 +145,19 @@ _REMOVED_FIELDS = ("block_hashes", "medium", "group_idx")
 _CXL_FIELDS = ("event_id", "block_hashes", "new_state", "pool_id", "accessible_workers")
 
 #: Fields by tag, in the order in which an event that is an array has them. Stores are the default.
-_FIELDS = {"BlockRemoved": _REMOVED_FIELDS, "CxlStateTransition": _CXL_FIELDS}
-_TAGS = frozenset({"BlockStored", "BlockRemoved", "AllBlocksCleared", "CxlStateTransition"})
+_FIELDS = {"BlockRemoved": _REMOVED_FIELDS, "TierBlocksCleared": ("medium",), "CxlStateTransition": _CXL_FIELDS}
+_TAGS = frozenset({"BlockStored", "BlockRemoved", "AllBlocksCleared", "TierBlocksCleared", "CxlStateTransition"})
 
 
 @dataclass(slots=True)
 class _State:
     """What a decoder keeps between payloads.
 
-    partial: engine hashes of the last entries that were taken for the beginning of a block. If one of them turns out to
-    be the parent of another block, it was a whole block, and the engine has another block size.
+    partial: engine hashes of the last entries that were taken for the beginning of a block, with the tokens from the
+    first of the entries that follow each other to the end of this one. Entries that follow each other for as many
+    tokens as a block has show that the engine has another block size: it would have reported the whole block.
+    has_whole: whether the engine has reported a whole block since its last clear, so that its block size is known.
+    has_bare_items: whether it reports images without their places (extra_keys).
     kinds: the kind of each cache group that a store has named, None if the store did not say it.
     needed: for each other group, how many blocks before its end a hit needs of it. main: the group that
     is indexed: the first with full attention. None until a store shows which one it is; group 0 is indexed until then.
@@ -161,7 +168,9 @@ class _State:
     has_never_removed: whether a connector reported a store whose eviction is never reported.
     """
 
-    partial: dict[int, None] = field(default_factory=dict)
+    partial: dict[int, int] = field(default_factory=dict)
+    has_whole: bool = False
+    has_bare_items: bool = False
     kinds: dict[int, str | None] = field(default_factory=dict)
     needed: dict[int, int] = field(default_factory=dict)
     main: int | None = None
@@ -170,8 +179,9 @@ class _State:
     has_all_special: bool = True
     has_never_removed: bool = False
 
-    def forget_groups(self) -> None:
-        """Forget which group is indexed, after a clear: a damaged event may have named the wrong one."""
+    def forget_shown(self) -> None:
+        """Forget what events have shown of the engine, after a clear: one of them may have been damaged."""
+        self.has_whole = self.has_bare_items = False
         self.kinds.clear()
         self.needed.clear()
         self.main, self.is_provisional = None, False
@@ -185,7 +195,7 @@ class VllmDecoder:
     state: _State = field(default_factory=_State)
 
     @property
-    def partial(self) -> dict[int, None]:
+    def partial(self) -> dict[int, int]:
         """See _State."""
         return self.state.partial
 
@@ -230,7 +240,7 @@ def _decode_opened(outer: Any, block_size: int, state: _State) -> DecodedBatch:
         try:
             _read(batch, state, index, raw_event, block_size)
             if len(batch.events) > n_before and isinstance(batch.events[-1], AllBlocksCleared):
-                state.forget_groups()
+                state.forget_shown()
                 _find_main_group(batch, state, raw_events[index + 1 :])
                 if state.has_never_removed:
                     batch.leave_out("unplaced", 1)  # vLLM clears its own cache, and the connector may keep its blocks
@@ -275,8 +285,10 @@ def _read(batch: BatchBuilder, state: _State, index: int, raw: Any, block_size: 
         case "BlockRemoved":
             _remove(batch, state, index, raw, get)
         case "AllBlocksCleared":
-            batch.events.append(AllBlocksCleared())
+            batch.events.append(DeviceCleared())
             batch.is_incomplete = False  # an empty cache is known, whatever was lost before
+        case "TierBlocksCleared":
+            batch.events.append(TierCleared(tier_of(get("medium"))))
         case "CxlStateTransition":
             batch.events.append(_transition(get))
         case _:
@@ -327,6 +339,7 @@ def _store(batch: BatchBuilder, state: _State, get: Get, block_size: int) -> Non
         return
     if is_elsewhere(get):
         batch.ignore("locality", len(hashes))
+        batch.events.append(BlocksLeftOut(hashes, "locality"))
         return
     if _is_never_removed(get, block_size):
         # Its block size is the connector's, so it shows nothing about the engine's.
@@ -360,17 +373,23 @@ def _store(batch: BatchBuilder, state: _State, get: Get, block_size: int) -> Non
             batch.leave_out("cache_group", len(hashes))
             return
         if _is_beginning(state, get, hashes, tokens, size, block_size):
-            # An entry for the beginning of a block, which makes no block of a prefix. The engine reports the whole
-            # block once it is full.
-            batch.ignore("tail")
+            # Entries within a block, which make no block of a prefix. The engine reports the whole block once it is
+            # full.
+            batch.ignore("tail", len(hashes))
+            batch.events.append(BlocksLeftOut(hashes, "tail", tier))
             return
         raise wrong_block_size(size, block_size)
     if len(tokens) > len(hashes) * block_size and len(tokens) % block_size == 0:
         # Some blocks are null or masked in the engine (sliding windows, Mamba), and the event does not say which.
         batch.leave_out("masked", len(hashes))
+        batch.events.append(BlocksLeftOut(hashes, "masked", tier))
         return
     if len(tokens) != len(hashes) * block_size:
         raise BadRecord("bad_event", f"{len(tokens)} tokens for {len(hashes)} blocks of {block_size}")
+    if tier is Tier.DEVICE:
+        state.has_whole = True
+    for name in hashes.tolist() if state.partial else ():
+        state.partial.pop(name, None)
     n_stored = _store_blocks(batch, state, get, values, hashes, tokens, tier, block_size)
     if is_other_kind:
         # The index does not know which blocks of a window are enough for a hit.
@@ -410,15 +429,24 @@ def _store_blocks(
     keep, reason = distinct_prefix(values, hashes, parent)
     salt: str | None = None
     if extra_keys and (type(extra_keys) is not list or any(extra_keys)):
-        contents = block_contents(tokens, block_size, extra_keys, get("lora_name"), at_root=parent is None)
+        at_root, lora_name = parent is None, get("lora_name")
+        state.has_bare_items |= shows_bare_item(extra_keys, lora_name, at_root=at_root)
+        contents = block_contents(
+            tokens,
+            block_size,
+            extra_keys,
+            lora_name,
+            at_root=at_root,
+            has_bare_items=state.has_bare_items,
+        )
         tokens, salt = contents.tokens, contents.cache_salt
         if contents.n_known < keep:
-            keep, reason = contents.n_known, "content_unknown"
+            keep, reason = contents.n_known, contents.unknown
     local = hash_blocks(tokens, block_size, lora, salt, at_root=parent is None)
     names = hashes.tolist()
     known: frozenset[int] | None = None
     if extra_keys:
-        n_noted = len(names) if reason == "content_unknown" else keep
+        n_noted = len(names) if reason in ("content_unknown", "key_unknown") else keep
         _note_special(state, names[:n_noted], local[:keep].tolist(), extra_keys)
     elif tier is not Tier.DEVICE:
         known = frozenset(state.special.keys() & names)
@@ -439,6 +467,12 @@ def _store_blocks(
         batch.count(reason, len(hashes) - keep)  # no request can name the content either, so no answer lacks anything
     else:
         batch.leave_out(reason, len(hashes) - keep)
+    if keep < len(hashes):
+        batch.events.append(BlocksLeftOut(hashes[keep:], reason, tier))
+    if tier is not Tier.DEVICE and len(hashes) > 1:
+        # Offloading connectors report a chunk of blocks with one store, and load all of them or none. So a prompt that
+        # ends within the chunk finds none of its blocks.
+        batch.leave_out("chunk", min(keep, len(hashes) - 1))
     if get("lookahead_token_ids") is not None:
         # With EAGLE, the engine hashes each block together with the tokens after it. A prompt that continues
         # differently does not match the last block, which the index cannot know.
@@ -477,14 +511,18 @@ def _note_special(state: _State, names: list[int], local: list[int], extra_keys:
 
 
 def _is_beginning(state: _State, get: Get, hashes: HashArray, tokens: list[Any], size: Any, block_size: int) -> bool:
-    """Whether a store is that of the beginning of a block; its name is kept then."""
-    if not (type(size) is int and 0 < size == len(tokens) < block_size and len(hashes) == 1):
+    """Whether a store has boundaries within a block; their names are kept then."""
+    if not (type(size) is int and size > 0 and len(hashes) * size == len(tokens) < block_size):
         return False
     parent = get("parent_block_hash")
-    if parent is not None and engine_hash(parent) in state.partial:
+    end = 0 if parent is None else state.partial.get(int(engine_hash(parent)), 0)
+    if end + len(tokens) >= block_size and not state.has_whole:
         return False
-    state.partial[int(hashes[0])] = None
-    if len(state.partial) > PARTIAL_NAMES_MAX:
+    for name in hashes.tolist():
+        end += size
+        state.partial.pop(name, None)
+        state.partial[name] = end
+    while len(state.partial) > PARTIAL_NAMES_MAX:
         del state.partial[next(iter(state.partial))]
     return True
 
