@@ -24,8 +24,9 @@ nothing that is known, and if lower tiers were in use, it may hold more.
 
 A store may come before that of its parent: vLLM's offloading connector reports chunks of blocks in any order. Such a
 store waits within the ledger. In the device tier it waits until the end of its batch, since the engine allocates
-parents first and a missing one was lost. In lower tiers it waits until the parent comes, at most `WAITING_STORES_MAX`
-stores at a time. Nothing is uncertain meanwhile: without its parent, a block is part of no prefix that the rank holds.
+parents first. In lower tiers it waits until the parent comes, for at most `WAITING_BATCHES_MAX` batches, and at most
+`WAITING_STORES_MAX` stores at a time. Nothing is uncertain meanwhile: a block that comes before its parent is part of
+no prefix that the rank holds. After that, the parent was not reported, and the block is left out.
 
 A ledger can list everything that it holds as runs of consecutive blocks (`restated`), and can start from such runs
 (`adopt`) with one copy of each block. A block whose copies are not known is removed with its first removal, so the
@@ -34,6 +35,7 @@ ledger can remove it too early, but never too late.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import chain, count
@@ -72,6 +74,9 @@ from streams.engines.tier_blocks import HeldBlock, TierBlocks
 #: Stores that wait for their parent in one rank. An offloading connector completes some hundred chunks at a time.
 WAITING_STORES_MAX = 4096
 
+#: Batches after which a parent comes no more. vLLM sends a batch for each step, and a transfer takes a few steps.
+WAITING_BATCHES_MAX = 100
+
 
 #: What changes which blocks of the indexed group a rank holds.
 _Change = KvEvent | BlocksCopied | BlocksDropped | BlocksLeftOut | TierCleared
@@ -99,7 +104,8 @@ class Ledger:
     engine reported blocks that no event can represent. Both are false again when the engine clears its cache.
     unknown_parents: stores after lost events whose parent is not held.
     uses_lower_tiers: whether the engine has ever reported blocks in a tier below the device.
-    _waiting: stores whose parent is unknown, by the parent's name. n_waiting: their number. skipped: what was left out.
+    _waiting: stores whose parent is unknown, by the parent's name. n_waiting: their number. _n_waited: for how many
+    batches stores have waited for each parent. skipped: what was left out.
     _groups: the model's further cache groups, None until the engine reports one. is_adopted: whether there are blocks
     from the table. It is not known what the engine reported before them: whether those groups hold them, and which
     further blocks have a salt, an image or an adapter.
@@ -117,6 +123,7 @@ class Ledger:
         self.skipped = LeftOut()
         self._waiting: dict[int, list[BlocksStored]] = {}
         self.n_waiting = 0
+        self._n_waited: Counter[int] = Counter()
         self._groups: CacheGroups | None = None
         self.is_adopted = False
 
@@ -190,10 +197,16 @@ class Ledger:
             return []
         out: list[KvEvent] = []
         for parent, stores in list(self._waiting.items()):
+            self._n_waited[parent] += 1
+            kept = [store for store in stores if store.tier is not Tier.DEVICE]
+            if self._n_waited[parent] > WAITING_BATCHES_MAX:
+                for store in kept:
+                    self._skip(store.engine, UNKNOWN_PARENT)
+                kept = []
             for store in stores:
                 if store.tier is Tier.DEVICE:
                     out += self._without_parent(store, parent)
-            self._keep_waiting(parent, [store for store in stores if store.tier is not Tier.DEVICE])
+            self._keep_waiting(parent, kept)
         while self.n_waiting > WAITING_STORES_MAX:
             parent = next(iter(self._waiting))
             for store in self._waiting[parent]:
@@ -347,6 +360,7 @@ class Ledger:
             blocks.clear()
         self._waiting.clear()
         self.n_waiting = 0
+        self._n_waited.clear()
         self.skipped.clear()
         self.complete = True  # an empty ledger is complete, since nothing that it could lack is known to be held
         self.removed_early = self.has_unindexed = self.is_adopted = False
@@ -441,6 +455,8 @@ class Ledger:
         self.n_waiting += len(stores) - len(self._waiting.pop(parent, []))
         if stores:
             self._waiting[parent] = stores
+        else:
+            self._n_waited.pop(parent, None)
 
     def _stop_waiting(self, removed: BlocksRemoved) -> None:
         """End the stores that wait before the first of their blocks that is removed; its children have no parent."""

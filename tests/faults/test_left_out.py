@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 
 from streams.core.reducer.ordering import Health
-from streams.engines import left_out
+from streams.engines import ledger, left_out
 from tests.helpers.reported_rank import ReportedRank, store, tokens_from
+
+pytestmark = pytest.mark.first_ring()
 
 EMBEDDINGS = {"extra_keys": [[b"\x01" * 32], [b"\x02" * 32]]}
 
@@ -43,6 +45,23 @@ def test_blocks_behind_blocks_that_came_by_transfer_are_left_out_with_them() -> 
     assert (rank.not_indexed, rank.n_resyncs) == ({"unknown_parent": 3}, 0)
     rank.send(store([903], 902, tokens_from(9032, 16)))
     assert rank.answer(tokens_from(9000, 48)) == (3, Health.APPROXIMATE)
+
+
+def test_a_block_of_a_lower_tier_whose_parent_does_not_come_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An offloading connector may report a parent later, but not after many batches."""
+    monkeypatch.setattr(ledger, "WAITING_BATCHES_MAX", 5)
+    rank = ReportedRank()
+    first_store(rank)
+    for name in (39, 49):
+        rank.send(store([name], name - 1, tokens_from(100 * name + 16, 16), medium="CPU", group_idx=0))
+    for number in range(2):
+        rank.send(store([910 + number], None, tokens_from(16 * number, 16)))
+    assert rank.health is Health.EXACT
+    rank.send(store([48], None, tokens_from(4900, 16), medium="CPU", group_idx=0))
+    assert rank.answer(tokens_from(4900, 32)) == (2, Health.EXACT)
+    rank.send(store([920], None, tokens_from(0, 16)))
+    assert (rank.health, rank.not_indexed) == (Health.APPROXIMATE, {"unknown_parent": 1})
+    assert (rank.n_resyncs, rank.is_complete) == (0, True)
 
 
 def test_a_block_whose_parent_comes_later_in_its_batch_is_indexed() -> None:

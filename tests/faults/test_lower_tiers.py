@@ -9,6 +9,8 @@ import pytest
 from streams.core.reducer.ordering import Health
 from tests.helpers.reported_rank import ReportedRank, store, tokens_from
 
+pytestmark = pytest.mark.first_ring()
+
 PROMPT = tokens_from(3000, 64)
 NAMES = [21, 22, 23, 24]
 CLEARED = {"type": "AllBlocksCleared"}

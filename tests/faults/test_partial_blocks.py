@@ -7,6 +7,8 @@ import pytest
 from streams.core.reducer.ordering import Health
 from tests.helpers.reported_rank import ReportedRank, store, tokens_from
 
+pytestmark = pytest.mark.first_ring()
+
 
 def test_entries_before_the_first_whole_block_show_no_other_block_size() -> None:
     """The first one follows a boundary that was never reported."""

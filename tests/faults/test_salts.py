@@ -11,6 +11,8 @@ from streams.core.hashing import content_hash, with_pad_values
 from streams.core.reducer.ordering import Health
 from tests.helpers.reported_rank import ReportedRank, as_array, store, tokens_from
 
+pytestmark = pytest.mark.first_ring()
+
 PROMPT = tokens_from(1000, 96)
 OTHER = tokens_from(5000, 32)
 IMAGE = hashlib.sha256(b"an image").hexdigest()
