@@ -21,8 +21,16 @@ from streams.doctor.http_reading import call
 from streams.doctor.observations import EngineSeen
 from streams.errors import InvalidRequest, SettingsError
 from streams.frontend.conversation import NEWEST, Rule
-from streams.frontend.engine_tokens import CALLS, LACKING, TOKENIZE, token_ids
+from streams.frontend.engine_tokens import (
+    LACKING,
+    TOKENIZE,
+    VERSION,
+    for_tokenize,
+    reads_more_than_tokenize,
+    token_ids,
+)
 from streams.frontend.parity import NOT_OF_TOKENIZE, PROMPTS, TokensByPart, compare, compare_by_rules
+from streams.frontend.requests import Kind
 
 if TYPE_CHECKING:
     from streams.frontend.tokenizer import ModelTokenizer
@@ -97,19 +105,18 @@ async def _differences(
     differing: dict[str, str] = {}
     theirs: dict[RenderPart, list[int] | None] = {}
     statuses: dict[RenderPart, int | None] = {}
-    calls = CALLS
+    reads_more = reads_more_than_tokenize((await call(http, f"{engine.worker.url}{VERSION}", headers)).body)
     for part, (kind, prompt) in PROMPTS.items():
-        for path in calls[kind]:
-            answer = await call(http, f"{engine.worker.url}{path}", headers, {"model": engine.worker.model, **prompt})
-            if answer.status not in LACKING:
-                break
-            calls = {**calls, kind: calls[kind][1:] or calls[kind]}
+        sent = {"model": engine.worker.model, **prompt}
+        if reads_more and kind is Kind.CHAT:
+            sent = orjson.loads(for_tokenize(orjson.dumps(sent)))
+        answer = await call(http, f"{engine.worker.url}{TOKENIZE}", headers, sent)
         if answer.error is not None:
             differing[part.words] = answer.error
             break  # it would not answer about the others either
         if answer.status in LACKING:
             return {}  # an engine without /tokenize
-        elif path != TOKENIZE or part not in NOT_OF_TOKENIZE:
+        if reads_more or part not in NOT_OF_TOKENIZE:
             theirs[part] = token_ids(answer.body) if answer.ok else None
             statuses[part] = answer.status
     compared = await compare_by_rules(theirs, ours.by_rules, NEWEST)

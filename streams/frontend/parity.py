@@ -132,7 +132,7 @@ RULES: Mapping[RenderPart, Rule] = {
     RenderPart.EFFORT: Rule.EFFORT,
 }
 
-#: Prompts that `/tokenize` makes otherwise than the call that they are for: it does not read these fields.
+#: Prompts with fields that `/tokenize` does not read, in whatever version (engine_tokens).
 NOT_OF_TOKENIZE = frozenset({RenderPart.EFFORT, RenderPart.DOCUMENTS})
 
 

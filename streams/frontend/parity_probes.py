@@ -26,7 +26,7 @@ from streams.client.plain_http import PlainHttp
 from streams.core.workers import RenderOutcome, RenderPart, RenderReason, RenderResult
 from streams.errors import InvalidRequest, KvStreamsError
 from streams.frontend.conversation import NEWEST, Rule
-from streams.frontend.engine_tokens import LACKING, TOKENIZE, EngineTokens, TokensAnswer
+from streams.frontend.engine_tokens import LACKING, EngineTokens, TokensAnswer
 from streams.frontend.metrics import FrontCounts
 from streams.frontend.parity import NOT_OF_TOKENIZE, PROMPTS, Comparison, TokensByPart, compare_by_rules
 from streams.frontend.tokenizing import Tokenizing, TokenizingFailed
@@ -234,7 +234,7 @@ class ParityProbes:
         theirs: dict[RenderPart, list[int] | None] = {}
         for part in PROMPTS:
             answer = await self._answer(target, part)
-            if answer.call != TOKENIZE or part not in NOT_OF_TOKENIZE:
+            if answer.is_whole or part not in NOT_OF_TOKENIZE:
                 theirs[part] = answer.tokens
         rules = self._tokenizing.rules(target.model)
         by_rules = partial(self._tokens_of_files, target.model)

@@ -33,7 +33,7 @@ from streams.core.workers import (
 from streams.errors import BadRecord, InvalidRequest, NotReady, WorkerChanged
 from streams.frontend import parity_probes
 from streams.frontend.conversation import NEWEST, Rule
-from streams.frontend.engine_tokens import LACKS_S, EngineTokens
+from streams.frontend.engine_tokens import LACKS_S, EngineTokens, TokensAnswer
 from streams.frontend.metrics import FrontCounts
 from streams.frontend.parity import PROMPTS, RenderedPair, judge
 from streams.frontend.parity_probes import ParityProbes
@@ -679,3 +679,32 @@ def test_an_engine_without_the_render_call_is_asked_by_the_other_one() -> None:
             http.close()
 
         asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("version", "reasoning"), [({"version": "0.32.0"}, "R"), ({"version": "0.20.2rc1"}, None), ({}, None), (None, None)]
+)
+def test_what_tokenize_does_not_read_is_sent_in_other_places(version: Any, reasoning: str | None) -> None:
+    """Chats of vLLM from 0.24 on read more than its /tokenize; before, they read the same."""
+    asked: list[Any] = []
+    turn = {"role": "assistant", "content": "a", "reasoning_content": "R"}
+    body = {"messages": [turn], "reasoning_effort": "none", "documents": [{"text": "d"}]}
+
+    def tokenize(sent: Any) -> Any:
+        asked.append(sent)
+        return {"tokens": [1]}
+
+    pages = {"/tokenize": tokenize, "/version": version}
+
+    async def scenario(url: str) -> TokensAnswer:
+        http = PlainHttp(keepalive_s=5.0, connect_timeout_s=5.0)
+        answer = await EngineTokens(5.0, 1 << 20).ask(http, url, Kind.CHAT, orjson.dumps(body), None)
+        http.close()
+        return answer
+
+    with HttpDouble(pages) as engine:
+        answer = asyncio.run(scenario(engine.url))
+    assert (answer.tokens, answer.is_whole) == ([1], reasoning is not None)
+    assert asked[0]["messages"][0].get("reasoning") == reasoning
+    moved = {"enable_thinking": False, "reasoning_effort": "none", "documents": [{"text": "d"}]}
+    assert asked[0].get("chat_template_kwargs") == (moved if reasoning else None)
