@@ -400,7 +400,7 @@ class RoutingSettings:
     router_avoid_s: float = _setting(
         5.0,
         "how long routers avoid a worker after PUT /workers/{id}/avoid, which fronts call when an engine fails; at "
-        "most a third of a model's ranks is avoided at a time; 0 disables this",
+        "most a third of a model's ranks, or one worker, is avoided at a time; 0 disables this",
         low=0.0,
         high=600.0,
     )
@@ -527,6 +527,23 @@ class RouterSettings(
     """What a router needs, apart from its HTTP server."""
 
 
+#: Fields of a body that may name a session.
+SESSION_FIELDS = ("prompt_cache_key", "session_id", "safety_identifier", "user")
+
+
+def listed(text: str) -> tuple[str, ...]:
+    """Return the items of a setting that are separated by commas."""
+    return tuple(item.strip() for item in text.split(",") if item.strip())
+
+
+class BodyPriority(enum.StrEnum):
+    """How the field `priority` of a body is read."""
+
+    OFF = "off"
+    LOWER_FIRST = "lower-first"  # as vLLM has it
+    HIGHER_FIRST = "higher-first"  # as SGLang has it
+
+
 @dataclass(frozen=True)
 class FrontSettings:
     """How a front between clients and engines serves requests."""
@@ -552,6 +569,21 @@ class FrontSettings:
         "a client that reads nothing for this long is disconnected, and its request cancelled",
         low=0.1,
         high=86_400.0,
+    )
+    front_cors_origins: str = _setting(
+        "",
+        "origins whose pages in browsers may call a front, such as https://chat.example.org, separated by commas; * is "
+        "all of them",
+    )
+    front_session_fields: str = _setting(
+        "",
+        "fields of a body that name a session if X-Session-Id does not, separated by commas; the first one with a "
+        "value counts: prompt_cache_key, session_id, safety_identifier, user",
+    )
+    front_body_priority: BodyPriority = _setting(
+        BodyPriority.OFF,
+        "how the field priority of a body is read if there is no X-Priority: off, lower-first as vLLM has it, or "
+        "higher-first as SGLang has it",
     )
     front_migration: bool = _setting(
         False,
@@ -664,6 +696,11 @@ class Settings(BridgeServerSettings, FrontServerSettings, WorkerServerSettings):
             raise SettingsError(
                 f"kv_load_gb_per_s is {speeds}; it must be {n_tiers - 1} numbers from 0 to {WEIGHT_MAX:g}"
             )
+        for name in listed(self.front_session_fields):
+            if name not in SESSION_FIELDS:
+                raise SettingsError(
+                    f"front_session_fields has {name!r}; the known ones are {', '.join(SESSION_FIELDS)}"
+                )
         for model, size in self.model_block_sizes.items():
             _check_range(f"model_block_sizes of {model}", size, {"low": 1, "high": 4096})
         if not self.kafka.strip():

@@ -185,7 +185,8 @@ class KvRouter(Requests):
         self._retry_timeout_s = retry_timeout_s
         self._engines: aiohttp.ClientSession | None = None
         self._reports = Reports(self._send_report)
-        self._failed_engines = FailedEngines(self)
+        #: Engines that failed requests of this client.
+        self.failed_engines = FailedEngines(self)
         self._routed_by: dict[BookingKey, int] = {}  # the router of each live booking, if there are several
         self._live = weakref.WeakSet[Booking | Generation]()
 
@@ -205,8 +206,8 @@ class KvRouter(Requests):
     async def avoid(self, worker_id: int) -> bool:
         """Let all routers avoid a worker for a short time (router_avoid_s), because its engine has failed a request.
 
-        Returns whether they do: at most a third of a model's ranks is avoided at a time. Raises UnknownId, and the
-        errors of routers that are away.
+        Returns whether they do: at most a third of a model's ranks, or one worker, is avoided at a time. Raises
+        UnknownId, and the errors of routers that are away.
         """
 
     @abstractmethod
@@ -225,7 +226,7 @@ class KvRouter(Requests):
         """End what is still running, send the last reports for at most CLOSE_TIMEOUT_S, and close all connections."""
         for unfinished in list(self._live):
             unfinished.close()
-        await self._failed_engines.close()
+        await self.failed_engines.close()
         await self._reports.close(CLOSE_TIMEOUT_S)
         if self._engines is not None:
             await self._engines.close()
@@ -335,10 +336,6 @@ class KvRouter(Requests):
         """Report in the background. Bookings call it."""
         report.router = self._routed_by.pop(key, None) if report.free else self._routed_by.get(key)
         self._reports.add(key, report)
-
-    def note_failed(self, worker_id: int) -> None:
-        """Let all routers avoid a worker whose engine failed, in the background."""
-        self._failed_engines.note(worker_id)
 
     async def rebook(self, request: dict[str, Any]) -> dict[str, Any]:
         """Free a booking, and book its request again at the same router, which knows of both at once.

@@ -14,9 +14,10 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Protocol
 
+from streams.client.failed_engines import FailedEngines, Failing, RequestFailures
 from streams.client.payloads import given, pack_tokens
 from streams.client.reports import BookingKey, OutstandingReport
-from streams.errors import EngineFailed, KvStreamsError
+from streams.errors import KvStreamsError
 
 log = logging.getLogger(__name__)
 
@@ -25,13 +26,12 @@ _OF_THE_QUEUE = ("queue", "queue_timeout_ms")
 
 
 class Rerouting(Protocol):
-    """What a booking needs of its client."""
+    """What a booking needs of its client. failed_engines: the engines that failed its requests."""
+
+    failed_engines: FailedEngines
 
     def report(self, key: BookingKey, report: OutstandingReport) -> None:
         """Report in the background."""
-
-    def note_failed(self, worker_id: int) -> None:
-        """Let all routers avoid a worker whose engine failed, in the background."""
 
     async def reroute(self, request: dict[str, Any]) -> dict[str, Any]:
         """Route again at once, after the reports of this request have arrived. Raises KvStreamsError."""
@@ -45,11 +45,20 @@ class Booking:
 
     worker_id, dp_rank, url: the chosen rank and where its engine takes requests. overlap_blocks, request_blocks: how
     many of the request's leading blocks it holds, of how many. cost: None if the id was booked before. mode,
-    chosen_mode: how far the answer can be trusted, as in docs/http.md. `answer` is the router's whole answer.
+    chosen_mode: how far the answer can be trusted, as in docs/http.md. `answer` is the router's whole answer. failures:
+    of the engines that had the request.
     """
 
-    def __init__(self, client: Rerouting, request: dict[str, Any], answer: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        client: Rerouting,
+        request: dict[str, Any],
+        answer: dict[str, Any],
+        failures: RequestFailures | None = None,
+    ) -> None:
+        """failures: of another booking of the same request, which shares them."""
         self._client = client
+        self.failures = failures or RequestFailures(client.failed_engines)
         self._request = request
         self._loop = asyncio.get_running_loop()
         self._prefill_reported = False
@@ -101,13 +110,17 @@ class Booking:
         """Do what `end` does."""
         self.end()
 
-    def note_failure(self, failure: EngineFailed) -> None:
-        """Let all routers avoid the worker for a while if its engine failed this request.
+    def note_failure(self, failing: Failing) -> None:
+        """Note how the engine failed this request. All routers avoid the worker for a while once that was its fault."""
+        self.failures.failed(self.worker_id, failing)
 
-        An engine that answers with an error status can be reached; it may be busy, or refuse this request alone.
-        """
-        if "status" not in failure.detail:
-            self._client.note_failed(self.worker_id)
+    def answered(self, n_tokens: int) -> None:
+        """Note how many tokens the engine has generated so far, which shows that it serves requests."""
+        self.failures.answered(self.worker_id, n_tokens)
+
+    def served(self) -> None:
+        """Note that the engine has answered the request to its end."""
+        self.failures.ended(self.worker_id)
 
     async def reassign(self, token_ids: Sequence[int] | None = None, **fields: Any) -> None:
         """Reassign the booking to another worker, because the engine of the current one failed.

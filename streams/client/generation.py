@@ -10,14 +10,17 @@ called, and when the last reference to it is dropped.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from types import TracebackType
 from typing import Any
 
 import aiohttp
+import orjson
 
 from streams.client import migration
 from streams.client.booking import Booking, end_later
 from streams.client.engine import EngineOptions, EngineStream
+from streams.client.failed_engines import BROKE_ENGINES, DIGEST_BYTES, Failing, how_failed
 from streams.client.migration import (
     ChooseWorker,
     Failure,
@@ -82,6 +85,7 @@ class Generation:
         self._attempts = 0
         self._closed = False
         self._loop = asyncio.get_running_loop()
+        booking.failures.identify = self._digest
         #: Tokens of the answer so far.
         self.output_tokens = 0
         self._reported_tokens = 0
@@ -89,6 +93,8 @@ class Generation:
     async def open(self) -> None:
         """Send the request to the chosen engine, or to others if it fails. Raises EngineFailed, EngineRefused."""
         try:
+            if not self._attempts and self.booking.failures.is_withheld:
+                raise EngineFailed(BROKE_ENGINES, request_id=self.booking.request_id)
             while self._stream is None:
                 self._attempts += 1
                 booking = self.booking
@@ -110,9 +116,9 @@ class Generation:
     async def _try_another(self, failure: EngineFailed) -> None:
         """Send the request to another engine if the caller has no tokens yet; otherwise raise the failure."""
         booking = self.booking
-        booking.note_failure(failure)
+        self._note_failure(failure)
         failure.detail.update(request_id=booking.request_id, output_tokens=self.output_tokens)
-        if self.output_tokens or self._attempts >= self._options.attempts_max:
+        if self.output_tokens or self._attempts >= self._options.attempts_max or booking.failures.is_withheld:
             raise failure
         if self._stream is not None:
             self._stream.close()
@@ -167,12 +173,26 @@ class Generation:
             if new["token_ids"] or new["text"] or new["finish_reason"] is not None:
                 return new
 
+    def _digest(self) -> bytes:
+        """Return what identifies the request if a caller repeats it."""
+        digest = hashlib.blake2b(self._packed, digest_size=DIGEST_BYTES)
+        digest.update(orjson.dumps(self._fields, option=orjson.OPT_SORT_KEYS))
+        return digest.digest()
+
+    def _note_failure(self, failure: EngineFailed) -> None:
+        booking = self.booking
+        booking.note_failure(Failing.UNREACHABLE if booking.url is None else how_failed(failure))
+        if self._migration is not None and booking.failures.is_withheld:
+            self._migration.note_obstacle(BROKE_ENGINES)
+
     def _report(self, chunk: dict[str, Any]) -> None:
         booking = self.booking
         booking.prefill_complete()
         self._body = b""  # it was needed for another engine; a prompt may be megabytes long
         self.output_tokens += len(chunk["token_ids"])
+        booking.answered(self.output_tokens - self._resumed_tokens)
         if chunk["finish_reason"] is not None:
+            booking.served()
             booking.end()
         elif self.output_tokens - self._reported_tokens >= OUTPUT_REPORT_TOKENS:
             self._reported_tokens = self.output_tokens
@@ -281,7 +301,7 @@ class Generation:
 
     def _event(self, failure: EngineFailed) -> migration.StreamEngineFailed:
         """Report a failed engine, and return the failure as the migration takes it."""
-        self.booking.note_failure(failure)
+        self._note_failure(failure)
         how = Failure.DIED
         if isinstance(failure.__cause__, TimeoutError):
             how = Failure.STALLED

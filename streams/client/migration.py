@@ -405,6 +405,8 @@ class Migration:
         self._obstacle = obstacle
         self._limits = limits or MigrationLimits()
         self._failed: list[int] = []
+        #: Tokens of several answers that were passed on; they are not kept.
+        self.n_of_several = 0
         self._silent_since_s = 0.0
         # Of the last migration: what the router expected to be recovered and prefilled, and what was in the worker's
         # memory.
@@ -515,7 +517,7 @@ class Migration:
         return instruction
 
     def _so_far(self) -> str:
-        return f"{len(self.shown.token_ids)} tokens"
+        return f"{self.n_of_several or len(self.shown.token_ids)} tokens"
 
 
 #: The events that may happen in each phase, in addition to ClientLeft. A missing one is a bug of the caller.

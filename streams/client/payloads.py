@@ -65,6 +65,9 @@ class RequestOptions(TypedDict, total=False):
     allowed_worker_ids: Sequence[int] | None
     excluded_worker_ids: Sequence[int] | None
     expected_output_tokens: int | None
+    prompt_part: Literal["whole", "beginning", "none"]
+    more_tokens: int
+    sequences: int
 
 
 class RouteOptions(RequestOptions, total=False):

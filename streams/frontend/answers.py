@@ -6,6 +6,7 @@ first token has been found, nothing is parsed: the ends of events are counted in
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import orjson
@@ -18,6 +19,12 @@ _BUSY_STATUSES = (408, 429)
 
 #: Fields of a chat's delta that tokens become.
 _DELTAS = ("content", "reasoning_content", "reasoning", "tool_calls", "refusal", "function_call", "audio")
+
+#: Last bytes of a stream, in which its usage, and an error at its end, are found.
+LAST_BYTES = 4096
+
+#: The number in an engine's usage. In a text that a model generates, quotes are escaped.
+_COMPLETION_TOKENS = re.compile(rb'"completion_tokens"\s*:\s*(\d{1,12})')
 
 #: The mark of the end of a stream.
 DONE = b"[DONE]"
@@ -36,12 +43,13 @@ class StreamWatch:
     engine may put several into one event. at_boundary: whether the bytes so far end with a complete event.
     """
 
-    __slots__ = ("_end", "_head", "_tail", "at_boundary", "error_status", "has_token", "n_events")
+    __slots__ = ("_end", "_head", "_last", "_tail", "at_boundary", "error_status", "has_token", "n_events")
 
     def __init__(self) -> None:
         self._head = bytearray()
         self._end = b"\n\n"
         self._tail = b""  # the last bytes, one fewer than the end of an event has
+        self._last = b""
         self.has_token = False
         self.error_status = 0
         self.n_events = 0
@@ -54,7 +62,26 @@ class StreamWatch:
         else:
             self._examine(data)
 
+    @property
+    def n_tokens(self) -> int:
+        """Tokens so far: by the usage that came last, if that was just now; otherwise events."""
+        counts = _COMPLETION_TOKENS.findall(self._last)
+        return int(counts[-1]) if counts else self.n_events
+
+    def last_error(self) -> int:
+        """Return the status of an error event with which the stream has ended; 0 without one."""
+        for line in self._last.splitlines():
+            if line.startswith(b"data:") and b'"error"' in line:
+                try:
+                    page = orjson.loads(line[5:])
+                except orjson.JSONDecodeError:
+                    continue
+                if isinstance(page, dict) and page.get("error"):
+                    return error_status(page["error"])
+        return 0
+
     def _count(self, data: bytes) -> None:
+        self._last = (self._last + data)[-LAST_BYTES:]
         end = self._end
         joined = self._tail + data  # an end may be cut in two
         self.n_events += joined.count(end)
@@ -97,13 +124,18 @@ class StreamWatch:
             self.has_token = _has_token(chunk)
 
 
+def usage_tokens(usage: Any) -> int:
+    """Return the number of tokens that an answer has by its usage; 0 if that does not say it."""
+    tokens = usage.get("completion_tokens") if isinstance(usage, dict) else None
+    return tokens if isinstance(tokens, int) else 0
+
+
 def completion_tokens(body: bytes) -> int:
     """Return the number of tokens of an answer that was not streamed, by its usage; 0 if it has none."""
     try:
-        tokens = orjson.loads(body)["usage"]["completion_tokens"]
+        return usage_tokens(orjson.loads(body)["usage"])
     except (orjson.JSONDecodeError, KeyError, TypeError):
         return 0
-    return tokens if isinstance(tokens, int) else 0
 
 
 def error_page(status: int, message: str, code: str | None = None) -> dict[str, Any]:

@@ -15,12 +15,14 @@ from streams.frontend.tokenizing import SOURCES
 from streams.process.metrics import Distribution, Label, Metric, counter, gauge, histogram
 
 #: How a request ended. `completed`: the engine's answer reached the client to its end, whatever its status. `refused`:
-#: the front or the router refused it. `failed`: no engine could answer. `broken`: the engine failed after its first
-#: token. `client_gone`: the client disconnected. `client_slow`: it did not read in time.
-COMPLETED, REFUSED, FAILED, BROKEN, CLIENT_GONE, CLIENT_SLOW = OUTCOMES = (
+#: the front or the router refused it. `failed`: no engine could answer. `withheld`: it had broken two engines.
+#: `broken`: the engine failed after its first token. `client_gone`: the client disconnected. `client_slow`: it did not
+#: read in time.
+COMPLETED, REFUSED, FAILED, WITHHELD, BROKEN, CLIENT_GONE, CLIENT_SLOW = OUTCOMES = (
     "completed",
     "refused",
     "failed",
+    "withheld",
     "broken",
     "client_gone",
     "client_slow",
@@ -62,9 +64,10 @@ FRONT_METRICS: tuple[Metric[FrontCounts], ...] = (
     counter(
         "kvstreams_front_requests_total",
         "Requests of clients that have ended, by how: `completed` ones got an engine's answer to its end, whatever its "
-        "status; `refused` ones were refused by the front or a router; `failed` ones found no engine that answered; in "
-        "`broken` ones the engine failed after its first token; `client_gone` and `client_slow` ones were cancelled, "
-        "since the client disconnected or did not read.",
+        "status; `refused` ones were refused by the front or a router; `failed` ones found no engine that answered; "
+        "`withheld` ones had broken two engines, and went no further; in `broken` ones the engine failed after its "
+        "first token; `client_gone` and `client_slow` ones were cancelled, since the client disconnected or did not "
+        "read.",
         lambda counts: {outcome: counts.outcomes[outcome] for outcome in OUTCOMES},
         Label("outcome", OUTCOMES),
     ),
@@ -122,7 +125,8 @@ FRONT_METRICS: tuple[Metric[FrontCounts], ...] = (
     counter("kvstreams_front_prompt_tokens_total", "Tokens of all prompts.", lambda counts: counts.prompt_tokens),
     counter(
         "kvstreams_front_output_tokens_total",
-        "Tokens of all answers. In streams, events are counted, and an engine may send several tokens in one.",
+        "Tokens of all answers, by the engines' usage. In streams without it, events are counted, and an engine may "
+        "send several tokens in one.",
         lambda counts: counts.output_tokens,
     ),
     counter(

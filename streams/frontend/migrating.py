@@ -18,6 +18,7 @@ import orjson
 
 from streams.client.booking import Booking
 from streams.client.engine import END_TIMEOUT_S, RANK_HEADER
+from streams.client.failed_engines import BROKE_ENGINES, Failing
 from streams.client.migration import (
     ChooseWorker,
     EngineEnded,
@@ -31,7 +32,7 @@ from streams.client.migration import (
     obstacle,
 )
 from streams.client.payloads import token_array
-from streams.client.plain_http import HttpAnswer, PlainHttp
+from streams.client.plain_http import ConnectFailed, HttpAnswer, PlainHttp
 from streams.client.reassignment import choose_worker
 from streams.errors import EngineFailed
 from streams.frontend import metrics
@@ -40,6 +41,7 @@ from streams.frontend.client_stream import ClientStream
 from streams.frontend.exchange import Exchange, MigratingStream
 from streams.frontend.fleet import Fleet
 from streams.frontend.metrics import FrontCounts
+from streams.frontend.request_fields import FIELDS, Effect
 from streams.frontend.requests import Kind
 from streams.frontend.resuming import StreamRelay, figures_of, resumed_request
 from streams.frontend.spans import Spans
@@ -58,14 +60,11 @@ TOKENIZING_ATTEMPTS_MAX = 3
 #: Engines of which it is remembered that they refuse to be asked for token ids. Beyond it, they are asked again.
 WITHOUT_IDS_MAX = 4096
 
-#: Routers are asked to avoid a failed engine this much later, so that the call does not delay the streams that it had.
-NOTE_FAILED_S = 0.05
-
 #: Statuses with which an engine refuses a request that has a field it does not know.
 _UNKNOWN_FIELD = (400, 422)
 
 #: Fields with which the engine's prompt is another one than the front's.
-_CHANGE_THE_PROMPT = ("chat_template", "truncate_prompt_tokens")
+_CHANGE_THE_PROMPT = tuple(name for name, effect in FIELDS.items() if effect is Effect.OTHER_PROMPT)
 
 #: What follows in the stream was resumed from text. Clients ignore lines of this form.
 _BY_TEXT = b": resumed from text, since the engine reports no token ids\n\n"
@@ -85,19 +84,14 @@ class StreamMigrator:
         counts: FrontCounts,
         spans: Spans,
         http: PlainHttp,
-        note_failed: Callable[[int], None] = lambda _: None,
     ) -> None:
-        """http: for the requests, and for calls of engines' `/tokenize`.
-
-        note_failed: is called with each worker whose engine failed.
-        """
+        """http: for the requests, and for calls of engines' `/tokenize`."""
         self._settings = settings
         self._tokenizing = tokenizing
         self._fleet = fleet
         self._counts = counts
         self._spans = spans
         self._http = http
-        self._note_failed = note_failed
         self._without_ids: set[str] = set()  # URLs of engines
 
     def limits(self) -> MigrationLimits:
@@ -202,6 +196,7 @@ class StreamMigrator:
             keeps_up = not shown or client.write(shown)
             booking.prefill_complete()
             n_tokens = exchange.n_tokens = relay.n_tokens
+            booking.answered(n_tokens - exchange.resumed_tokens)
             if n_tokens - exchange.reported_tokens >= OUTPUT_REPORT_TOKENS:
                 exchange.reported_tokens, exchange.reported_s = n_tokens, at_s
                 booking.output(n_tokens - exchange.resumed_tokens)
@@ -222,14 +217,19 @@ class StreamMigrator:
             failure = Failure.DIED
         else:
             if relay.done or relay.diverged:
+                booking.served()
                 return None
             failure = Failure.DIED if relay.refusal is None else Failure.REFUSED
         return None if relay.finished else failure
 
-    def _failed(self, booking: Booking, stream: MigratingStream, failure: Failure) -> Instruction:
+    def _failed(
+        self, booking: Booking, stream: MigratingStream, failure: Failure, failing: Failing = Failing.BROKE
+    ) -> Instruction:
         assert stream.relay is not None
         loop = asyncio.get_running_loop()
-        loop.call_later(NOTE_FAILED_S, self._note_failed, booking.worker_id)
+        booking.note_failure(failing)
+        if booking.failures.is_withheld:
+            stream.relay.migration.note_obstacle(BROKE_ENGINES)
         stream.failed[booking.worker_id] = self._fleet.incarnation(booking.worker_id)
         self._counts.engine_failures[failure.value] += 1
         now_s = loop.time()
@@ -321,10 +321,11 @@ class StreamMigrator:
             )
         except ENGINE_FAILURES as exc:
             failure = Failure.STALLED if isinstance(exc, TimeoutError) else Failure.DIED
-            return self._failed(booking, stream, failure), None
+            failing = Failing.UNREACHABLE if isinstance(exc, ConnectFailed) else Failing.BROKE
+            return self._failed(booking, stream, failure, failing), None
         if source.status != 200 or source.content_type != "text/event-stream":
             source.close()
-            return self._failed(booking, stream, Failure.REFUSED), None
+            return self._failed(booking, stream, Failure.REFUSED, Failing.REFUSED), None
         if relay.by_text:
             client.write(_BY_TEXT)
         return instruction, source

@@ -16,11 +16,13 @@ from typing import Any, TypeVar, cast
 
 from streams.client.booking import Booking
 from streams.client.engine import RANK_HEADER
+from streams.client.failed_engines import Failing
 from streams.client.http import KvRouterClient
 from streams.client.payloads import RouteOptions
-from streams.client.plain_http import PlainHttp
+from streams.client.plain_http import ConnectFailed, PlainHttp
 from streams.client.reports import BookingKey, OutstandingReport
 from streams.errors import AllWorkersBusy, KvStreamsError, NoEligibleWorker
+from streams.frontend.answers import may_be_served_elsewhere
 from streams.frontend.disaggregation import (
     BOOTSTRAP_ROOMS,
     ModelRoles,
@@ -50,7 +52,7 @@ ANSWER_BYTES_MAX = 8 << 20
 _PREFILL, _DECODE = "prefill", "decode"
 
 #: Fields of the route request that the prefill's own request does not have: it neither waits in a queue nor generates.
-_NOT_OF_A_PREFILL = ("phase", "queue", "queue_timeout_ms", "expected_output_tokens", "explain")
+_NOT_OF_A_PREFILL = ("phase", "queue", "queue_timeout_ms", "expected_output_tokens", "explain", "sequences")
 
 _T = TypeVar("_T")
 
@@ -104,15 +106,13 @@ class Prefilling:
         fleet: Fleet,
         counts: FrontCounts,
         http: PlainHttp,
-        note_failed: Callable[[int], None],
     ) -> None:
-        """http: for calls of engines. note_failed: called with the id of a worker whose engine failed."""
+        """http: for calls of engines."""
         self._settings = settings
         self._router = router
         self._fleet = fleet
         self._counts = counts
         self._http = http
-        self._note_failed = note_failed
         self._warned = False
         self._limits = SplitLimits(settings.front_remote_prefill_tokens_min, settings.front_prefill_backlog_tokens_max)
 
@@ -220,7 +220,7 @@ class Prefilling:
             "router_config_override": {"track_active_blocks": False},
         }
         try:
-            return Booking(self._router, request, await self._router.reroute(request))
+            return Booking(self._router, request, await self._router.reroute(request), booking.failures)
         except BaseException as exc:
             # The router may have booked, and its answer was lost.
             self._router.report(BookingKey(booking.request_id, _PREFILL), OutstandingReport(free=True))
@@ -244,10 +244,14 @@ class Prefilling:
                 response.close()
         except ENGINE_FAILURES as exc:
             log.debug("the prefill of worker %d failed: %r", prefill.worker_id, exc)
-            self._note_failed(prefill.worker_id)
+            prefill.note_failure(Failing.UNREACHABLE if isinstance(exc, ConnectFailed) else Failing.BROKE)
             return None
         finally:
             prefill.end()
+        if may_be_served_elsewhere(response.status):
+            prefill.note_failure(Failing.REFUSED)
+        elif response.status == 200:
+            self._router.failed_engines.answered(prefill.worker_id)
         return answer if response.status == 200 and len(answer) <= ANSWER_BYTES_MAX else None
 
     async def _succeeds(self, prefill: Booking, path: str, body: bytes, headers: Mapping[str, str]) -> bool:

@@ -186,7 +186,7 @@ _KINDS = {kind.value: kind for kind in Kind}
 
 def kind_of(http: web.BaseRequest) -> Kind:
     """Return which call a request is."""
-    return _KINDS.get(http.raw_path) or Kind(http.path)
+    return _KINDS.get(http.raw_path) or Kind(http.path.rstrip("/"))
 
 
 def json_page(page: Any, status: int = 200) -> web.Response:

@@ -13,13 +13,14 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 from aiohttp import web
 
 from streams.client.booking import Booking
 from streams.client.engine import RANK_HEADER
-from streams.client.failed_engines import FailedEngines
+from streams.client.failed_engines import BROKE_ENGINES, Failing, how_failed
 from streams.client.http import KvRouterClient
 from streams.client.payloads import RouteOptions
 from streams.client.plain_http import HttpAnswer, PlainHttp
@@ -35,6 +36,7 @@ from streams.errors import (
 from streams.frontend import metrics
 from streams.frontend.answers import StreamWatch, completion_tokens, error_event, may_be_served_elsewhere
 from streams.frontend.client_stream import ClientGone, ClientStream, FrontResponse
+from streams.frontend.cors import Cors
 from streams.frontend.disaggregation import decode_body
 from streams.frontend.exchange import Exchange, MigratingStream
 from streams.frontend.fleet import Fleet
@@ -46,6 +48,7 @@ from streams.frontend.migrating import (
     StreamMigrator,
 )
 from streams.frontend.prefilling import PrefillFailed, Prefilling, RemotePrefill
+from streams.frontend.request_fields import PromptPart, estimated_tokens, request_digest
 from streams.frontend.requests import (
     DETAILS,
     REQUEST_ID,
@@ -56,7 +59,7 @@ from streams.frontend.requests import (
 )
 from streams.frontend.resuming import asking_for_ids
 from streams.frontend.spans import Attributes, Spans
-from streams.frontend.tokenizing import NONE, Tokenizing
+from streams.frontend.tokenizing import NONE, Prompt, Tokenizing
 from streams.security.tokens import Grant
 from streams.settings import FrontSettings
 
@@ -68,6 +71,9 @@ KEEPALIVE_S = 4.0
 #: longer one is copied as it comes, and can no longer be replaced by another engine's.
 HELD_BYTES_MAX = 4 << 20
 
+#: Time for an engine that refused a request to say whether it works.
+HEALTH_TIMEOUT_S = 2.0
+
 #: The longest time between two reports of an answer's length, which renew the booking.
 OUTPUT_REPORT_S = 60.0
 
@@ -77,11 +83,15 @@ KeyOf = Callable[[str | None], str | None]
 
 @dataclass(slots=True)
 class _Refusal:
-    """An engine's answer that is passed on if no other engine has a better one."""
+    """An engine's answer that is passed on if no other engine has a better one.
+
+    error_status: the status of the error, which may be an event of a stream.
+    """
 
     status: int
     headers: list[tuple[str, str]]
     body: bytes
+    error_status: int
 
 
 class Proxy:
@@ -104,16 +114,14 @@ class Proxy:
         self._fleet = fleet
         self._key_of = key_of
         self.counts = counts
-        self._failed_engines = FailedEngines(router)
+        self.cors = Cors(settings.front_cors_origins)
         self._http = PlainHttp(keepalive_s=KEEPALIVE_S, connect_timeout_s=CONNECT_TIMEOUT_S, keeps_spares=True)
-        note_failed = self._failed_engines.note
-        self._prefilling = Prefilling(settings, router, fleet, counts, self._http, note_failed)
+        self._prefilling = Prefilling(settings, router, fleet, counts, self._http)
         self._live: set[Exchange] = set()
-        self._migrator = StreamMigrator(settings, tokenizing, fleet, counts, spans, self._http, note_failed)
+        self._migrator = StreamMigrator(settings, tokenizing, fleet, counts, spans, self._http)
 
     async def close(self) -> None:
         """Close all connections to engines."""
-        await self._failed_engines.close()
         self._http.close()
 
     def __len__(self) -> int:
@@ -122,7 +130,7 @@ class Proxy:
     @property
     def failures_reported(self) -> int:
         """Reports of failed engines that a router accepted."""
-        return self._failed_engines.n_reported
+        return self._router.failed_engines.n_reported
 
     def check(self) -> None:
         """Renew bookings of long requests, and disconnect clients that do not read. Called about once a second."""
@@ -156,7 +164,8 @@ class Proxy:
                 exchange.outcome = metrics.CLIENT_GONE
             return exc.response
         except KvStreamsError as exc:
-            exchange.outcome = metrics.FAILED if isinstance(exc, EngineFailed) else metrics.REFUSED
+            if exchange.outcome != metrics.WITHHELD:
+                exchange.outcome = metrics.FAILED if isinstance(exc, EngineFailed) else metrics.REFUSED
             raise
         finally:
             if exchange.booking is not None:
@@ -168,11 +177,15 @@ class Proxy:
 
     async def _serve(self, exchange: Exchange, request: FrontRequest, body: bytes, grant: Grant) -> web.StreamResponse:
         headers = exchange.http.headers
-        options = route_options(request, headers, grant)
+        options = route_options(request, headers, grant, self._settings)
         model, adapter = self._fleet.resolve(request.model)
         if adapter is not None:
             options |= {"model": model, "lora_name": adapter}
         key = self._key_of(model)
+        failed_engines = self._router.failed_engines
+        if failed_engines.withholds_any and failed_engines.breaks_engines(request_digest(request.kind, body)):
+            exchange.outcome = metrics.WITHHELD
+            raise EngineFailed(BROKE_ENGINES)
         at_s = time.perf_counter()  # the loop's time stands still while the loop tokenizes
         engine = self._fleet.engine(model)
         prompt = await self._tokenizing.prompt(request, body, model, engine, self._http, key)
@@ -182,7 +195,9 @@ class Proxy:
             options["phase"] = "decode"
         at_s = time.perf_counter()
         with self._spans.child("route") as attributes:
-            booking = exchange.booking = await self._book(prompt.tokens, {**options, **self._spans.context()})
+            load = load_options(request, body, prompt)
+            booking = exchange.booking = await self._book(prompt.tokens, {**options, **load, **self._spans.context()})
+            booking.failures.identify = partial(request_digest, request.kind, body)
             attributes |= _booked(booking)
         self.counts.route_seconds.observe(time.perf_counter() - at_s)
         request_id = headers.get(REQUEST_ID) or booking.request_id
@@ -190,14 +205,14 @@ class Proxy:
         remote: RemotePrefill | None = None
         known = None if prompt.source == NONE else prompt.tokens
         if booking.phase is not None:
-            remote = await self._prefilling.begin(booking, request.kind, body, known, options, sent)
+            remote = await self._prefilling.begin(booking, request.kind, body, known, {**options, **load}, sent)
         if self._settings.front_migration and request.stream:
             exchange.migrating = MigratingStream(
                 request.kind, body, sent, model, prompt.tokens if prompt.whole else None
             )
         refusal: _Refusal | EngineFailed | None = None
         for attempt in range(self._settings.front_attempts_max):
-            if attempt and not await self._reassigned(booking):
+            if attempt and (booking.failures.is_withheld or not await self._reassigned(booking)):
                 break
             try:
                 with self._spans.child("engine") as attributes:
@@ -205,16 +220,20 @@ class Proxy:
                     to_engine = {**sent, **self._spans.context()}
                     answer = await self._attempt_with(remote, exchange, request, body, to_engine, request_id)
             except EngineFailed as exc:
-                self._failed_engines.note(booking.worker_id)
+                booking.note_failure(Failing.UNREACHABLE if booking.url is None else how_failed(exc))
                 refusal, remote = exc, None
                 continue
             if isinstance(answer, _Refusal):
+                booking.note_failure(await self._how_refused(booking, answer, sent))
                 refusal, remote = answer, None
                 continue
             return answer
         if isinstance(refusal, _Refusal):
             exchange.outcome = metrics.COMPLETED
             return await self._whole(exchange, refusal, request_id)
+        if refusal is not None and booking.failures.is_withheld:
+            exchange.outcome = metrics.WITHHELD
+            raise EngineFailed(f"{BROKE_ENGINES}; {refusal}") from refusal
         raise refusal or EngineFailed("front_attempts_max is 0")
 
     async def _book(self, tokens: bytes, options: dict[str, Any]) -> Booking:
@@ -231,6 +250,21 @@ class Proxy:
         except (Unauthorized, Forbidden) as exc:
             # The client's token is not the problem, and must not seem to be.
             raise RouterUnavailable("the router refuses the front's token", remedy="Set --router-token-file") from exc
+
+    async def _how_refused(self, booking: Booking, refusal: _Refusal, sent: Mapping[str, str]) -> Failing:
+        """Find out whether a request broke the engine that answered it with an error.
+
+        An engine whose core has ended may answer 500 before its process ends.
+        """
+        if refusal.error_status != web.HTTPInternalServerError.status_code or booking.url is None:
+            return Failing.REFUSED
+        key = {name: value for name, value in sent.items() if name == "Authorization"}
+        try:
+            health = await self._http.request("GET", booking.url, "/health", key, None, HEALTH_TIMEOUT_S, is_short=True)
+            health.close()
+        except ENGINE_FAILURES:
+            return Failing.BROKE
+        return Failing.BROKE if health.status >= 500 else Failing.REFUSED
 
     async def _reassigned(self, booking: Booking) -> bool:
         """Reassign a booking to an engine that has not failed the request; returns whether there is one."""
@@ -311,10 +345,12 @@ class Proxy:
         """Pass on an answer that is not a stream: whole, so that until then another engine can replace it."""
         assert exchange.booking is not None
         body = await _held(answer)
-        page = _Refusal(answer.status, client_headers(answer.headers), bytes(body))
+        page = _Refusal(answer.status, client_headers(answer.headers), bytes(body), answer.status)
         if may_be_served_elsewhere(answer.status):
             return page
         exchange.booking.prefill_complete()
+        if answer.status == 200:
+            exchange.booking.served()
         if len(body) <= HELD_BYTES_MAX:
             exchange.n_tokens = completion_tokens(page.body) if answer.status == 200 else 0
             exchange.outcome = metrics.COMPLETED
@@ -352,11 +388,13 @@ class Proxy:
                 )
             if _may_be_replaced(watch):
                 client.discard()
-                return _Refusal(200, headers, bytes(head + await _held(answer)))
+                return _Refusal(200, headers, bytes(head + await _held(answer)), watch.error_status)
         except BaseException:
             client.discard()
             raise
         booking.prefill_complete()
+        if not watch.error_status:
+            booking.answered(1)
         self.counts.first_token_seconds.observe(loop.time() - exchange.began_s)
         if exchange.migrating is not None:
             return await self._carry(exchange, exchange.migrating, answer, client, bytes(head))
@@ -379,23 +417,29 @@ class Proxy:
         """Copy the rest of an answer as it comes. The client has its beginning, which `watch` has seen."""
         loop, booking = asyncio.get_running_loop(), exchange.booking
         assert booking is not None
+        reported_events = 0
 
         def take(received: bytes) -> bool:
             """Pass bytes on; returns whether the client keeps up."""
             keeps_up = client.write(received)
             if watch is not None:
                 watch.feed(received)
-                note_tokens(watch.n_events)
+                note_tokens(watch)
             return keeps_up
 
-        def note_tokens(n_tokens: int) -> None:
-            exchange.n_tokens = n_tokens
-            if n_tokens - exchange.reported_tokens >= OUTPUT_REPORT_TOKENS:
-                exchange.reported_tokens, exchange.reported_s = n_tokens, loop.time()
-                booking.output(n_tokens)
+        def note_tokens(watch: StreamWatch) -> None:
+            nonlocal reported_events
+            n_events = watch.n_events
+            exchange.n_tokens = max(exchange.n_tokens, n_events)
+            booking.answered(n_events)
+            if n_events - reported_events >= OUTPUT_REPORT_TOKENS:
+                reported_events = n_events
+                exchange.n_tokens = exchange.reported_tokens = watch.n_tokens
+                exchange.reported_s = loop.time()
+                booking.output(exchange.n_tokens)
 
         if watch is not None:
-            note_tokens(watch.n_events)
+            note_tokens(watch)
         while not answer.at_eof:
             await client.drained()
             try:
@@ -403,6 +447,13 @@ class Proxy:
             except ENGINE_FAILURES as exc:
                 return await self._broken(exchange, client, watch, exc)
         await client.end()
+        if watch is not None:
+            exchange.n_tokens = watch.n_tokens
+            error = watch.error_status or watch.last_error()
+            if not error:
+                booking.served()
+            elif may_be_served_elsewhere(error):
+                booking.note_failure(Failing.BROKE)
         exchange.outcome = metrics.COMPLETED
         return client.response
 
@@ -411,7 +462,7 @@ class Proxy:
     ) -> web.StreamResponse:
         """End an answer that its engine broke off: by an error event, or else by breaking the client's connection."""
         assert exchange.booking is not None
-        self._failed_engines.note(exchange.booking.worker_id)
+        exchange.booking.note_failure(Failing.BROKE)
         exchange.outcome = metrics.BROKEN
         if watch is not None and watch.at_boundary:
             silent = isinstance(exc, TimeoutError)
@@ -430,9 +481,8 @@ class Proxy:
         await client.end(page.body)
         return response
 
-    @staticmethod
     def _response(
-        exchange: Exchange, status: int, headers: list[tuple[str, str]], request_id: str
+        self, exchange: Exchange, status: int, headers: list[tuple[str, str]], request_id: str
     ) -> web.StreamResponse:
         booking = exchange.booking
         assert booking is not None
@@ -440,6 +490,7 @@ class Proxy:
         for name, value in headers:
             response.headers.add(name, value)
         response.headers.setdefault(REQUEST_ID, request_id)
+        response.headers.update(self.cors.headers(exchange.http.headers))
         if DETAILS in exchange.http.headers:
             response.headers["X-Kvstreams-Worker"] = f"{booking.worker_id}/{booking.dp_rank}"
             response.headers["X-Kvstreams-Overlap-Blocks"] = f"{booking.overlap_blocks}/{booking.request_blocks}"
@@ -447,6 +498,25 @@ class Proxy:
             if exchange.prefilled_on is not None:
                 response.headers["X-Kvstreams-Prefill-Worker"] = exchange.prefilled_on
         return response
+
+
+def load_options(request: FrontRequest, body: bytes, prompt: Prompt) -> dict[str, Any]:
+    """Return the fields of the route request that say what a request is beyond its tokens."""
+    part = request.part
+    if prompt.source == NONE:
+        part, more_tokens = PromptPart.NONE, estimated_tokens(body) - 1
+    else:
+        more_tokens = request.prompts.more_tokens(len(prompt.tokens) // 4)
+    if part is PromptPart.WHOLE and not prompt.whole:
+        part = PromptPart.BEGINNING
+    options: dict[str, Any] = {}
+    if part is not PromptPart.WHOLE:
+        options["prompt_part"] = part.value
+    if more_tokens:
+        options["more_tokens"] = more_tokens
+    if request.sequences > 1:
+        options["sequences"] = request.sequences
+    return options
 
 
 def _may_be_replaced(watch: StreamWatch) -> bool:

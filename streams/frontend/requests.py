@@ -8,16 +8,30 @@ forwarded as it came, so that a field that the front does not know reaches the e
 from __future__ import annotations
 
 import enum
+import hashlib
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 import orjson
 
+from streams.client.failed_engines import DIGEST_BYTES
 from streams.errors import InvalidRequest
+from streams.frontend.request_fields import (
+    ONE_PROMPT,
+    Fields,
+    PromptPart,
+    Prompts,
+    prompt_part,
+    prompts_of,
+    read_fields,
+    sequences_of,
+    value,
+)
 from streams.security.tokens import PRIORITY_MAX, Grant
+from streams.settings import BodyPriority, FrontSettings, listed
 
 #: Characters of a model's name and of each header that becomes a field of the route request; the limit of routers.
 NAME_CHARS_MAX = 512
@@ -55,6 +69,9 @@ _HOP_BY_HOP = frozenset(
 )
 
 
+_DEFAULTS = FrontSettings()
+
+
 class Kind(enum.StrEnum):
     """The calls that generate, by their paths."""
 
@@ -62,23 +79,13 @@ class Kind(enum.StrEnum):
     CHAT = "/v1/chat/completions"
 
 
-class _Body(msgspec.Struct):
-    """The fields of a body that the front reads. Long ones stay bytes, so that megabytes are skipped and not parsed."""
-
-    model: Any = None
-    stream: Any = None
-    max_tokens: Any = None
-    max_completion_tokens: Any = None
-    cache_salt: Any = None
-    prompt: msgspec.Raw = msgspec.Raw()
-    messages: msgspec.Raw = msgspec.Raw()
-
-
 @dataclass(frozen=True, slots=True)
 class FrontRequest:
     """A request as far as the front has to know it.
 
-    prompt: the JSON of `prompt`; empty for chats. expected_output_tokens: the client's limit, None without one.
+    prompt: the JSON of `prompt`; empty for chats. expected_output_tokens: the client's limit, None without one. part:
+    how much of the prompt may be compared with what engines hold. sequences: answers that the engine generates. fields:
+    all of the body.
     """
 
     kind: Kind
@@ -87,6 +94,10 @@ class FrontRequest:
     expected_output_tokens: int | None
     cache_salt: str | None
     prompt: bytes
+    part: PromptPart = PromptPart.WHOLE
+    prompts: Prompts = ONE_PROMPT
+    sequences: int = 1
+    fields: Fields = field(default_factory=dict)
 
     @property
     def has_token_ids(self) -> bool:
@@ -97,8 +108,6 @@ class FrontRequest:
 #: The beginning of the JSON of a list of numbers, or of lists of numbers.
 _TOKEN_IDS = re.compile(rb"\[\s*(\[\s*)?\d")
 
-_DECODER = msgspec.json.Decoder(_Body)
-
 
 def read_request(kind: Kind, body: bytes) -> FrontRequest:
     """Read what the front needs. Raises InvalidRequest if the body is not a JSON object.
@@ -106,7 +115,7 @@ def read_request(kind: Kind, body: bytes) -> FrontRequest:
     A field of a wrong type is ignored: the engine refuses it, with an error of its own.
     """
     try:
-        read = _DECODER.decode(body)
+        fields = read_fields(body)
     except msgspec.ValidationError as exc:
         raise InvalidRequest("the body is not a JSON object") from exc
     except (msgspec.DecodeError, UnicodeDecodeError) as exc:
@@ -114,31 +123,49 @@ def read_request(kind: Kind, body: bytes) -> FrontRequest:
         raise InvalidRequest("the body is not JSON") from exc
     except RecursionError as exc:
         raise InvalidRequest("the body is nested too deeply") from exc
-    model = read.model if isinstance(read.model, str) and read.model else None
+    model = value(fields, "model")
+    if not isinstance(model, str) or not model:
+        model = None
     if model is not None and len(model) > NAME_CHARS_MAX:
         raise InvalidRequest(f"model has more than {NAME_CHARS_MAX} characters")
-    limit = read.max_tokens if read.max_completion_tokens is None else read.max_completion_tokens
-    salt = read.cache_salt
+    limit = value(fields, "max_tokens")
+    if "max_completion_tokens" in fields:
+        limit = value(fields, "max_completion_tokens") or limit
+    salt = value(fields, "cache_salt")
+    part = prompt_part(fields, is_chat=kind is Kind.CHAT)
+    if salt and not (isinstance(salt, str) and len(salt) <= NAME_CHARS_MAX):
+        salt, part = None, PromptPart.NONE  # the engine may use it
+    prompt = bytes(fields.get("prompt", b"")) if kind is Kind.COMPLETION else b""
+    prompts = prompts_of(prompt) if prompt else ONE_PROMPT
+    if prompts.n > 1 and part is PromptPart.WHOLE:
+        part = PromptPart.BEGINNING
     return FrontRequest(
         kind,
         model,
-        stream=read.stream is True,
+        stream=value(fields, "stream") is True,
         expected_output_tokens=limit if type(limit) is int and 0 < limit <= PRIORITY_MAX else None,
-        cache_salt=salt if isinstance(salt, str) and 0 < len(salt) <= NAME_CHARS_MAX else None,
-        prompt=bytes(read.prompt) if kind is Kind.COMPLETION else b"",
+        cache_salt=salt or None,
+        prompt=prompt,
+        part=part,
+        prompts=prompts,
+        sequences=sequences_of(fields, prompts.n),
+        fields=fields,
     )
 
 
-def route_options(request: FrontRequest, headers: Mapping[str, str], grant: Grant) -> dict[str, Any]:
+def route_options(
+    request: FrontRequest, headers: Mapping[str, str], grant: Grant, settings: FrontSettings = _DEFAULTS
+) -> dict[str, Any]:
     """Return the fields of the route request. A token's tenant and highest priority override the headers.
 
-    Raises InvalidRequest for a header that cannot be used.
+    settings: which fields of the body count if a header is missing. Raises InvalidRequest for a header that cannot be
+    used; a field that cannot be used is left to the engine.
     """
     options: dict[str, Any] = {
         "model": request.model,
         "expected_output_tokens": request.expected_output_tokens,
         "cache_salt": request.cache_salt,
-        "session_id": _utf_8(SESSION, _name(headers, SESSION)),
+        "session_id": _utf_8(SESSION, _name(headers, SESSION)) or _session(request.fields, settings),
         "tenant": grant.tenant or _name(headers, TENANT),
     }
     required = _utf_8(TAINTS, headers.get(TAINTS)) or ""
@@ -146,7 +173,7 @@ def route_options(request: FrontRequest, headers: Mapping[str, str], grant: Gran
     if len(taints) > TAINTS_MAX or any(len(taint) > NAME_CHARS_MAX for taint in taints):
         raise InvalidRequest(f"{TAINTS} has more than {TAINTS_MAX} taints, or one of over {NAME_CHARS_MAX} characters")
     options["required_taints"] = taints or None
-    priority = _priority(headers)
+    priority = _priority(headers) if PRIORITY in headers else _body_priority(request.fields, settings)
     if grant.priority_max is not None:
         priority = min(priority, grant.priority_max)
     options["priority"] = priority or None
@@ -202,6 +229,26 @@ def _moe_query(headers: Mapping[str, str]) -> Any:
     if not isinstance(query, dict):
         raise InvalidRequest(f"{MOE_QUERY} is not a JSON object of at most {MOE_QUERY_CHARS_MAX} characters")
     return query
+
+
+def _session(fields: Fields, settings: FrontSettings) -> str | None:
+    """Return the session that a body names. A long name is shortened to a digest."""
+    for name in listed(settings.front_session_fields):
+        session = value(fields, name) if name in fields else None
+        if isinstance(session, str) and session:
+            if len(session) <= NAME_CHARS_MAX:
+                return session
+            return hashlib.blake2b(session.encode(), digest_size=DIGEST_BYTES).hexdigest()
+    return None
+
+
+def _body_priority(fields: Fields, settings: FrontSettings) -> int:
+    if settings.front_body_priority is BodyPriority.OFF or "priority" not in fields:
+        return 0
+    priority = value(fields, "priority")
+    if type(priority) is not int or abs(priority) > PRIORITY_MAX:
+        return 0
+    return -priority if settings.front_body_priority is BodyPriority.LOWER_FIRST else priority
 
 
 def _priority(headers: Mapping[str, str]) -> int:

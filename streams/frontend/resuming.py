@@ -29,7 +29,8 @@ from streams.client.migration import (
     prompt_computed,
     rewound_characters,
 )
-from streams.frontend.answers import DONE, error_status, may_be_served_elsewhere
+from streams.frontend.answers import DONE, error_status, may_be_served_elsewhere, usage_tokens
+from streams.frontend.request_fields import prompts_of
 from streams.frontend.requests import Kind
 
 #: Bytes of one event of an engine. The first one repeats the prompt's ids, about 8 bytes for each.
@@ -110,6 +111,7 @@ class _Fields(msgspec.Struct):
     temperature: Any = None
     n: Any = None
     best_of: Any = None
+    prompt: msgspec.Raw = msgspec.Raw()
 
 
 _DECODER = msgspec.json.Decoder(_Fields)
@@ -140,7 +142,9 @@ def answer_options(kind: Kind, body: bytes) -> AnswerOptions:
     fields = _DECODER.decode(body)
     usage = fields.stream_options if isinstance(fields.stream_options, dict) else {}
     wants_usage = usage.get("include_usage") is True
-    is_several = any((number or 1) != 1 for number in (fields.n, fields.best_of))
+    is_several = (
+        any((number or 1) != 1 for number in (fields.n, fields.best_of)) or prompts_of(bytes(fields.prompt)).n > 1
+    )
     limit = fields.max_tokens if fields.max_completion_tokens is None else fields.max_completion_tokens
     if limit is None and kind is not Kind.CHAT:
         limit = COMPLETION_TOKENS_DEFAULT
@@ -278,7 +282,7 @@ class StreamRelay:
         """Pass on an event of the first engine, without the ids that the client has not asked for."""
         if not self._frame:
             self._frame = {name: page[name] for name in _FRAME if name in page}
-        self._n_events += 1
+        self._n_events += bool(page["choices"])
         prompt_ids = self._without(page, "prompt_token_ids")
         for choice in page["choices"]:
             prompt_ids = self._without(choice, "prompt_token_ids") or prompt_ids
@@ -288,6 +292,9 @@ class StreamRelay:
             if not _PARSED.isdisjoint(delta) and any(delta.get(name) for name in _PARSED):
                 self.migration.note_obstacle("reasoning and tool calls are finished by the engine's parser")
             if self.options.is_several:
+                if text or token_ids:
+                    self._n_ids += len(token_ids or (text,))
+                    self.migration.n_of_several = self._n_ids
                 continue
             if text or token_ids:
                 self._show(token_ids, text, at_s)
@@ -296,8 +303,10 @@ class StreamRelay:
         if prompt_ids is not None:
             self.prompt_ids = array("I", prompt_ids)
             self.migration.note_prompt(len(prompt_ids))
-        if not page["choices"] and page.get("usage"):
-            self._usage_sent = True
+        usage = page.get("usage")
+        if usage:
+            self._n_events = max(self._n_events, usage_tokens(usage))
+            self._usage_sent = self._usage_sent or not page["choices"]
         out.append(_event(page))
 
     def _without(self, fields: dict[str, Any], name: str) -> Any:

@@ -60,7 +60,7 @@ SERVED_CALLS = f"POST {Kind.CHAT.value}, POST {Kind.COMPLETION.value} and GET /v
 
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
-_RIGHTS = {"/healthz": None, "/ready": None, "/metrics": Right.READ}
+_RIGHTS = {"/healthz": None, "/health": None, "/ready": None, "/metrics": Right.READ}
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,16 +190,18 @@ class Front:
         """Return what serves the calls."""
         checks = self._access.middlewares(_right_of)
         app = web.Application(middlewares=[self._shape_errors, *checks])
-        app.add_routes(
-            [
-                *(web.post(kind, self._generate) for kind in Kind),
-                web.get("/v1/models", self._models),
-                web.get("/v1/models/{model:.+}", self._model),
-                web.get("/healthz", self._healthz),
-                web.get("/ready", self._ready),
-                web.get("/metrics", self._metrics),
-            ]
-        )
+        for slash in ("", "/"):  # engines take both
+            app.add_routes(
+                [
+                    *(web.post(kind + slash, self._generate) for kind in Kind),
+                    web.get(f"/v1/models{slash}", self._models),
+                    web.get(f"/healthz{slash}", self._healthz),
+                    web.get(f"/health{slash}", self._healthz),
+                    web.get(f"/ready{slash}", self._ready),
+                    web.get(f"/metrics{slash}", self._metrics),
+                ]
+            )
+        app.router.add_get("/v1/models/{model:.+}", self._model)
         new_protocol = partial(FrontProtocol, self._shaped(self._checked()) if is_supported() else None)
         return LimitedRunner(
             app,
@@ -266,7 +268,7 @@ class Front:
         return json_page(self.fleet.page())
 
     async def _model(self, http: web.Request) -> web.Response:
-        name = http.match_info["model"]
+        name = http.match_info["model"].rstrip("/")
         for row in self.fleet.page()["data"]:
             if row["id"] == name:
                 return json_page(row)
@@ -290,8 +292,9 @@ class Front:
     async def _shape_errors(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
         """Answer every error in OpenAI's shape. Messages never quote a prompt."""
         self.connections.note_request(request.protocol)
+        preflight = self.proxy.cors.preflight(request.method, request.headers)
         try:
-            response = await handler(request)
+            response = await handler(request) if preflight is None else web.Response(status=204, headers=preflight)
         except KvStreamsError as exc:
             response = json_page(error_page(exc.http_status, str(exc), exc.code), exc.http_status)
             response.headers.update(error_headers(exc))
@@ -301,8 +304,11 @@ class Front:
             response = json_page(_http_error(request, exc), exc.status)
             if isinstance(exc, web.HTTPMethodNotAllowed):
                 response.headers["Allow"] = exc.headers["Allow"]
-        if self.stopping and not response.prepared:
-            response.force_close()
+        if not response.prepared:
+            if preflight is None:
+                response.headers.update(self.proxy.cors.headers(request.headers))
+            if self.stopping:
+                response.force_close()
         return response
 
 
@@ -338,7 +344,7 @@ def _right_of(http: web.Request) -> str | None:
     """The right that a call needs. Models are listed for everyone who may use one."""
     if isinstance(http.match_info.http_exception, web.HTTPException):
         return ANY_RIGHT
-    return _RIGHTS.get(http.path, Right.GENERATE)
+    return _RIGHTS.get(http.path.rstrip("/"), Right.GENERATE)
 
 
 def parse_by_model(option: str, values: Sequence[str]) -> dict[str, str]:

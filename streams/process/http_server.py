@@ -203,7 +203,7 @@ def _listen(infos: Sequence[_AddressInfo], *, shared: bool = False) -> list[sock
 
 
 def starting_app(startup: Startup) -> web.Application:
-    """What a process answers until it has started: 200 to /healthz, and 503 with the reason to everything else."""
+    """What a process answers until it has started: 200 to /healthz and /health, and 503 with the reason to others."""
 
     async def ready(_: web.Request) -> web.Response:
         # The fields of a router's own answer; nothing has been read so far.
@@ -223,7 +223,7 @@ def starting_app(startup: Startup) -> web.Application:
         return response
 
     app = web.Application(middlewares=[answer_once])
-    app.add_routes([web.get("/healthz", _healthz), web.get("/ready", ready), web.route("*", "/{path:.*}", refuse)])
+    app.add_routes([*_HEALTH, web.get("/ready", ready), web.route("*", "/{path:.*}", refuse)])
     return app
 
 
@@ -251,7 +251,7 @@ def monitoring_app(
         return metrics_response(*registries)
 
     app = web.Application(middlewares=[refusals, *(access or Access()).middlewares(read_right)])
-    app.add_routes([web.get("/healthz", _healthz), web.get("/ready", ready), web.get("/metrics", metrics)])
+    app.add_routes([*_HEALTH, web.get("/ready", ready), web.get("/metrics", metrics)])
     return app
 
 
@@ -267,6 +267,10 @@ def error_headers(exc: KvStreamsError) -> dict[str, str]:
 
 async def _healthz(_: web.Request) -> web.Response:
     return web.json_response({"status": "ok"})
+
+
+#: Kubernetes' usual path, and the one that engines have.
+_HEALTH = (web.get("/healthz", _healthz), web.get("/health", _healthz))
 
 
 @asynccontextmanager

@@ -139,4 +139,4 @@ def grant_of(request: web.Request) -> Grant:
 
 def read_right(request: web.Request) -> str | None:
     """The right for a page of a process without an HTTP API: /metrics needs `read`, and checks of health need none."""
-    return None if request.path in ("/healthz", "/ready") else Right.READ
+    return None if request.path in ("/healthz", "/health", "/ready") else Right.READ

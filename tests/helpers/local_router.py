@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -16,6 +16,8 @@ import numpy as np
 from streams.core.hashing import sequence_hashes
 from streams.core.ids import DpRank, HashArray, RankId, Tier, WorkerId
 from streams.core.reducer.ordering import Health, Progress
+from streams.core.routing.request import Matches
+from streams.core.routing.trust import EXACT, Trust
 from streams.core.workers import Role, Worker
 from streams.kafka.clients import worker_key
 from streams.kafka.records import encode_worker
@@ -84,6 +86,13 @@ def local_router(
         loops[0].call_soon_threadsafe(over.set)
         thread.join()
         router._kafka.close()  # otherwise it keeps trying to connect until the process ends, and logs that
+
+
+class SureRouter(Router):
+    """A router that trusts what it has read, although no partition owner confirms it."""
+
+    def _assess(self, ranks: Sequence[RankId], matches: Matches, *, pooled: str | None, labelled: bool) -> Trust:  # noqa: ARG002
+        return EXACT
 
 
 def register(router: Router, number: int, model: str = "m", url: str | None = None, role: Role = Role.BOTH) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -38,9 +39,9 @@ def avoid(view: View, worker_id: int, at_ms: int = 5, *, live: bool = True) -> N
 # -- the limit ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("n_workers", "n_avoided"), [(1, 0), (2, 0), (3, 1), (5, 1), (6, 2), (9, 3), (10, 3)])
+@pytest.mark.parametrize(("n_workers", "n_avoided"), [(1, 0), (2, 1), (3, 1), (5, 1), (6, 2), (9, 3), (10, 3)])
 def test_at_most_a_third_of_a_models_ranks_is_avoided(n_workers: int, n_avoided: int) -> None:
-    """However many workers are marked, those that were marked first are avoided, up to a third."""
+    """However many workers are marked, those that were marked first are avoided, up to a third, or one of two."""
     marks = [mark(worker_id, at_ms=100 - worker_id) for worker_id in range(1, n_workers + 1)]
     avoided = avoided_workers(marks, fleet_of(n_workers), frozenset())
     assert avoided == set(range(n_workers - n_avoided + 1, n_workers + 1))
@@ -50,6 +51,18 @@ def test_workers_count_by_their_ranks() -> None:
     """A worker with more ranks than the limit leaves is not avoided, and a smaller one that was marked later is."""
     workers = fleet_of(4) | {WorkerId(9): Worker(WorkerId(9), "http://w", "m", BLOCK_SIZE, dp_size=3)}
     assert avoided_workers([mark(9, 1), mark(1, 2), mark(2, 3), mark(3, 4)], workers, frozenset()) == {1, 2}
+
+
+@pytest.mark.parametrize("other", [{}, {"state": WorkerState.CORDONED}, {"model": "another"}])
+def test_one_worker_is_avoided_while_another_can_serve(other: dict[str, Any]) -> None:
+    """It may have most of the model's ranks; the only one that serves is not avoided."""
+    workers = {
+        WorkerId(1): Worker(WorkerId(1), "http://w", "m", BLOCK_SIZE, dp_size=4),
+        WorkerId(2): replace(Worker(WorkerId(2), "http://w", "m", BLOCK_SIZE), **other),
+    }
+    assert avoided_workers([mark(1)], workers, frozenset()) == (set() if other else {1})
+    silent = frozenset({RankId(WorkerId(2), DpRank(0))})
+    assert avoided_workers([mark(1)], workers, silent) == set()
 
 
 def test_ranks_that_get_no_requests_do_not_count() -> None:

@@ -14,7 +14,10 @@ from dataclasses import asdict, replace
 from operator import attrgetter
 from typing import Any
 
-from streams.core.hashing import pack_hashes
+import numpy as np
+import xxhash
+
+from streams.core.hashing import pack_hashes, sequence_hashes
 from streams.core.ids import Int64Array, RankId
 from streams.core.index.interface import Candidates
 from streams.core.loads.bookings import ActiveLoads, Booking, BookingPhase
@@ -32,7 +35,7 @@ from streams.core.routing.request import (
     RoutingRequest,
 )
 from streams.core.routing.selection import RouterMode
-from streams.core.routing.trust import FALLBACK, NOT_IN_SYNC, AnswerMode, Trust
+from streams.core.routing.trust import APPROXIMATE, FALLBACK, NOT_IN_SYNC, AnswerMode, Trust
 from streams.errors import InvalidRequest, KvStreamsError, UnknownId
 from streams.kafka.load_records import request_partition
 from streams.router_api.deciding.compose import compose
@@ -79,6 +82,26 @@ ASKED_S = 1.0
 def _unfiltered(model: str, block_size: int) -> WorkerFilter:
     """What a request without filters of its own requires. It is the same object for each model."""
     return UNFILTERED._replace(model=model, block_size=block_size)
+
+
+def limited(trust: Trust, request: RouteRequest) -> Trust:
+    """Return the trust in an overlap, given how much of the prompt was compared."""
+    if request.prompt_part == "none":
+        return FALLBACK
+    return APPROXIMATE if request.prompt_part == "beginning" and trust.mode is AnswerMode.EXACT else trust
+
+
+def unshared_blocks(request_id: str, n_blocks: int, sequences: int) -> bytes:
+    """Return the packed hashes of blocks that no other request uses.
+
+    n_blocks: of tokens that the router does not have. sequences: if there are several, each has a block of its own
+    for what it generates.
+    """
+    n = n_blocks + (sequences if sequences > 1 else 0)
+    if not n:
+        return b""
+    first = xxhash.xxh3_64_intdigest(request_id.encode()) >> 1  # so that the last one is a u64 as well
+    return pack_hashes(sequence_hashes(np.arange(first, first + n, dtype=np.uint64)))
 
 
 class Router:
@@ -247,7 +270,7 @@ class Router:
         """Count a decision, record it, and return it with the trust in it."""
         chosen, routing = decision.chosen, prepared.routing
         prompt, matches = routing.prompt, routing.matches
-        trust, chosen_trust = decision.trust(self._assess)
+        trust, chosen_trust = (limited(each, prepared.request) for each in decision.trust(self._assess))
         reads_index = matches.snapshot is not None
         self.decisions.note(
             routing.policy.mode,
@@ -369,7 +392,7 @@ class Router:
         trust = FALLBACK
         if reads_index:
             pooled = prompt.model if policy.cxl_score_weight > 0.0 else None
-            trust = self._assess(ranks, matches, pooled=pooled, labelled=False)
+            trust = limited(self._assess(ranks, matches, pooled=pooled, labelled=False), request)
         return {"loads": rows, **trust_json(trust)}
 
     def matches(self, request: RouteRequest, packed: bytes | None = None) -> dict[str, Any]:
@@ -396,7 +419,7 @@ class Router:
         counts = [[0] * len(ranks) if column is None else column.tolist() for column in columns]
         matched = {rank: terms for rank, *terms in zip(ranks, *counts, strict=True) if any(terms)}
         labelled = query is not None and query.counts(1.0)
-        trust = self._assess(ranks, matches, pooled=prompt.model, labelled=labelled)
+        trust = limited(self._assess(ranks, matches, pooled=prompt.model, labelled=labelled), request)
         return matches_json(prompt.request_blocks, matched, trust)
 
     def _prepare(
@@ -414,24 +437,30 @@ class Router:
         filters = worker_filter(request)  # before the model, so that an invalid field is reported before UnknownModel
         model = self.view.fleet.model_of(request.model)
         block_size = self.view.fleet.block_size_of(model)
+        request_id = request.request_id or self._request_ids.next()
+        is_compared = request.prompt_part != "none"
         blocks = blocks_of(
             request.token_ids if packed is None else packed,
             request.block_hashes,
             block_size=block_size,
             lora_name=request.lora_name,
             namespace=request.namespace,
-            cache_salt=request.cache_salt,
+            # What is not compared shares no blocks with other requests either.
+            cache_salt=request.cache_salt if is_compared else request_id,
             tokens_max=self.settings.request_tokens_max,
         )
         if filters is UNFILTERED:
             filters = _unfiltered(model, block_size)
         else:
             filters = filters._replace(model=model, block_size=block_size)
-        matches = match(self.view, filters, blocks, policy, query, reads_index=reads_index, strict=strict)
+        matches = match(
+            self.view, filters, blocks, policy, query, reads_index=reads_index and is_compared, strict=strict
+        )
+        more_tokens = min(request.more_tokens, self.settings.request_tokens_max - blocks.n_tokens)
         prompt = PromptBlocks(
-            pack_hashes(blocks.chain),
-            blocks.n_tokens,
-            blocks.request_blocks,
+            pack_hashes(blocks.chain) + unshared_blocks(request_id, more_tokens // block_size, request.sequences),
+            blocks.n_tokens + more_tokens,
+            -(-(blocks.n_tokens + more_tokens) // block_size),
             block_size,
             model,
             request.expected_output_tokens,
@@ -442,7 +471,7 @@ class Router:
         session = None if request.session_id is None else (model, request.phase, request.session_id)
         return PreparedRequest(
             request,
-            request.request_id or self._request_ids.next(),
+            request_id,
             blocks,
             filters,
             query,
@@ -463,6 +492,7 @@ class Router:
             # If the request was refused, the index was not read.
             now = None if matches.refusal else matches.scores.scores.get(rank, 0)
             trust = trust if now == booking.overlap_blocks else FALLBACK
+        trust = limited(trust, prepared.request)
         return RouteAnswer(
             prepared.request_id,
             rank,

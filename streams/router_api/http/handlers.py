@@ -394,6 +394,10 @@ class Handlers:
         """Answer as long as the process is running."""
         return _json({"status": "ok"})
 
+    async def health(self, request: web.Request) -> web.Response:
+        """Do the same as `healthz`, under the path that engines have."""
+        return await self.healthz(request)
+
     async def ready(self, request: web.Request) -> web.Response:  # noqa: ARG002
         """Return whether every topic exists and was read to its end, and whether enough workers are registered."""
         reported: dict[str, Any] = {

@@ -57,6 +57,9 @@ EXPERTS_MAX = 4096
 #: The greatest number of tokens, blocks or requests: these are Avro ints on Kafka.
 COUNT_MAX = (1 << 31) - 1
 
+#: Answers that an engine generates for one request at the same time.
+SEQUENCES_MAX = 65_536
+
 #: The greatest priority; its negative is the least one.
 PRIORITY_MAX = COUNT_MAX
 
@@ -133,6 +136,9 @@ class RouteRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     allowed_worker_ids: _WorkerIds | None = None
     excluded_worker_ids: _WorkerIds | None = None
     expected_output_tokens: _Count | None = None
+    prompt_part: Literal["whole", "beginning", "none"] = "whole"
+    more_tokens: _Count = 0
+    sequences: Annotated[int, msgspec.Meta(ge=1, le=SEQUENCES_MAX)] = 1
     update_states: bool = True
     explain: bool = False
 
