@@ -105,7 +105,7 @@ class FastLane:
         self, router: Router, parser: BodyParser[RouteRequest], metrics: RouterMetrics, retry_after_s: str
     ) -> None:
         self._router = router
-        self._parser = parser
+        self._body_parser = parser
         self._route_seconds = metrics.route_seconds
         self._errors = metrics.errors
         # Larger bodies are parsed on a thread. aiohttp holds as much of any body until its handler reads it.
@@ -254,7 +254,7 @@ class FastLane:
         if is_list(body):
             return None
         started = time.perf_counter()
-        request, packed = self._parser.parsed_at_once(body)
+        request, packed = self._body_parser.parsed_at_once(body)
         if _may_wait(request):
             return None
         response = _response(200, orjson.dumps(answer_json(self._router.route(request, packed))))
