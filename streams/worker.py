@@ -24,6 +24,7 @@ from streams.errors import KvStreamsError
 from streams.indexer_agent import Indexer
 from streams.kafka.clients import ensure_topics
 from streams.kafka.delivery import App
+from streams.kafka.group_limits import check_session_timeout
 from streams.kafka.log_ends import unreachable
 from streams.kafka.schema_compatibility import check_schemas
 from streams.model_registry import check_models
@@ -102,6 +103,7 @@ class WorkerProcess:
         startup.note("connecting to Kafka")
         # Faust does not notice a source topic that appears after it has subscribed.
         await asyncio.to_thread(ensure_topics, settings, topics(settings).all())
+        await asyncio.to_thread(check_session_timeout, settings, settings.session_timeout_s)
         if settings.router_reset_states:
             startup.note("resetting the scope")
             await asyncio.to_thread(reset_scope, settings, force=settings.router_reset_force)
