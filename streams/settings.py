@@ -552,6 +552,13 @@ class FrontSettings:
     front_attempts_max: int = _setting(
         3, "engines that a front sends one request to, if those before fail before their first token", low=1, high=64
     )
+    front_no_worker_wait_s: float = _setting(
+        0.0,
+        "how long a front lets a request wait for an engine while no engine of its model may get requests, for models "
+        "that are started on demand; 0 answers 503 at once",
+        low=0.0,
+        high=3600.0,
+    )
     front_silence_timeout_s: float = _setting(
         600.0,
         "a stream of an engine that is silent for this long has failed, its wait for the first token included",

@@ -64,15 +64,17 @@ def router(resolved: Resolved, ends_with_parent: bool, process_number: int | Non
     "--engine",
     "engines",
     multiple=True,
-    metavar="id=1,url=http://HOST:PORT[,events=tcp://HOST:PORT][,replay=tcp://HOST:PORT][,dp=N][,model=NAME]"
-    "[,metrics=URL][,dialect=NAME][,role=ROLE][,device_class=NAME][,taints=NAME+NAME]"
+    metavar="id=1,url=http://HOST:PORT[,events=tcp://HOST:PORT][,replay=tcp://HOST:PORT][,dp=N][,dp_start=N][,model=NAME]"
+    "[,metrics=URL][,key=FILE][,dialect=NAME][,role=ROLE][,device_class=NAME][,taints=NAME+NAME]"
     "[,lora=NAME+NAME]",
     help="one engine; repeat the option for each. events: address of its event socket; without one, routers predict "
-    "what the engine holds. replay: address of its replay socket. dp: number of data-parallel ranks. model: name of "
-    "its model, by default as the engine reports it. metrics: its Prometheus page, if not at URL/metrics. dialect: "
+    "what the engine holds; bind:tcp://ADDRESS:PORT listens there, for an engine that connects. replay: address of its "
+    "replay socket. dp: number of data-parallel ranks. dp_start: number of the first one, by default as the engine "
+    "reports it. model: name of its model, by default as the engine reports it. metrics: its Prometheus page, if not "
+    "at URL/metrics. key: file with the API key that it requires; read again when it changes. dialect: "
     "format of its events, by default recognised from them; an unknown name is refused with a list of all. role "
     "(prefill, decode or both), device_class, taints: how it is registered, by default as the registry has it. lora: "
-    "the LoRA adapters that it serves; requests for others go elsewhere. By default it may serve any",
+    "LoRA adapters that it serves, in addition to those that it lists",
 )
 @click.option(
     "--engines-file",

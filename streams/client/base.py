@@ -31,7 +31,7 @@ from streams.client.payloads import (
     with_prompt,
 )
 from streams.client.reports import BookingKey, OutstandingReport, Reports
-from streams.errors import InvalidRequest, KvStreamsError, RouterUnavailable
+from streams.errors import AllWorkersBusy, InvalidRequest, KvStreamsError, NoEligibleWorker, RouterUnavailable
 
 #: How long a refused call is repeated before its error is raised.
 RETRY_TIMEOUT_S = 10.0
@@ -179,8 +179,17 @@ class KvRouter(Requests):
     Every routing method also accepts the fields of RouteOptions, such as `model` and `excluded_worker_ids`.
     """
 
-    def __init__(self, engine: EngineOptions | None = None, retry_timeout_s: float = RETRY_TIMEOUT_S) -> None:
-        """retry_timeout_s: how long a refused call is repeated before its error is raised; 0 for never."""
+    def __init__(
+        self,
+        engine: EngineOptions | None = None,
+        retry_timeout_s: float = RETRY_TIMEOUT_S,
+        no_worker_timeout_s: float | None = None,
+    ) -> None:
+        """retry_timeout_s: how long a refused call is repeated before its error is raised; 0 for never.
+
+        no_worker_timeout_s: the same for a call that no worker may serve at the moment; None for retry_timeout_s.
+        """
+        self._no_worker_timeout_s = retry_timeout_s if no_worker_timeout_s is None else no_worker_timeout_s
         self._engine_options = engine or EngineOptions()
         self._retry_timeout_s = retry_timeout_s
         self._engines: aiohttp.ClientSession | None = None
@@ -436,14 +445,16 @@ class KvRouter(Requests):
         """
         self._engine_session()  # the client must be open
         loop = asyncio.get_running_loop()
-        until_s = loop.time() + self._retry_timeout_s
+        began_s = loop.time()
         while True:
             try:
                 return await self._call(call, request, packed, attempt)
             except CallRefused as exc:
                 pause_s = min(max(exc.retry_after_s, RETRY_PAUSE_S_MIN), RETRY_PAUSE_S_MAX)
                 pause_s *= 1.0 + random.random() / 2.0
-                if loop.time() + pause_s > until_s:
+                may_serve_later = isinstance(exc.error, NoEligibleWorker) and not isinstance(exc.error, AllWorkersBusy)
+                timeout_s = self._no_worker_timeout_s if may_serve_later else self._retry_timeout_s
+                if loop.time() + pause_s > began_s + timeout_s:
                     raise exc.error from exc
             await asyncio.sleep(pause_s)
             if renews_id and not attempt.may_be_booked:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Protocol
 
+from streams.client.engine import RANK_HEADER
 from streams.client.failed_engines import FailedEngines, Failing, RequestFailures
 from streams.client.payloads import given, pack_tokens
 from streams.client.reports import BookingKey, OutstandingReport
@@ -43,10 +44,10 @@ class Rerouting(Protocol):
 class Booking:
     """A rank that was chosen and booked for one request. `async with` ends it; so does dropping it.
 
-    worker_id, dp_rank, url: the chosen rank and where its engine takes requests. overlap_blocks, request_blocks: how
-    many of the request's leading blocks it holds, of how many. cost: None if the id was booked before. mode,
-    chosen_mode: how far the answer can be trusted, as in docs/http.md. `answer` is the router's whole answer. failures:
-    of the engines that had the request.
+    worker_id, dp_rank, url: the chosen rank and where its engine takes requests. rank_headers: of a request to it; they
+    select the rank. overlap_blocks, request_blocks: how many of the request's leading blocks it holds, of how many.
+    cost: None if the id was booked before. mode, chosen_mode: how far the answer can be trusted, as in docs/http.md.
+    `answer` is the router's whole answer. failures: of the engines that had the request.
     """
 
     def __init__(
@@ -72,6 +73,8 @@ class Booking:
         self._key = key_of(self._request)
         self.worker_id: int = answer["worker_id"]
         self.dp_rank: int = answer["dp_rank"]
+        # An engine with a single rank needs none, and may know its rank by another number. Older routers do not say.
+        self.rank_headers: dict[str, str] = {} if answer.get("dp_size") == 1 else {RANK_HEADER: str(self.dp_rank)}
         self.url: str | None = answer["url"]
         self.overlap_blocks: int = answer["overlap_blocks"]
         self.request_blocks: int = answer["request_blocks"]

@@ -31,7 +31,7 @@ REFUSAL_CHARS_MAX = 500
 #: Statuses below 500 with which an engine refuses for now, so that another engine may accept: timeout, too many.
 _BUSY_STATUSES = (408, 429)
 
-#: Selects the data-parallel rank in vLLM. Engines without data parallelism ignore it.
+#: Selects the data-parallel rank in vLLM, which refuses a number that it does not have.
 RANK_HEADER = "X-data-parallel-rank"
 
 _DONE = b"[DONE]"
@@ -149,12 +149,15 @@ class EngineStream:
 
     @classmethod
     async def open(
-        cls, http: aiohttp.ClientSession, worker_id: int, dp_rank: int, url: str | None, body: bytes
+        cls, http: aiohttp.ClientSession, worker_id: int, rank_headers: Mapping[str, str], url: str | None, body: bytes
     ) -> EngineStream:
-        """Send a request to an engine. Raises EngineFailed, or EngineRefused if every engine would refuse it."""
+        """Send a request to an engine. rank_headers: see Booking.
+
+        Raises EngineFailed, or EngineRefused if every engine would refuse it.
+        """
         if url is None:
             raise EngineFailed(f"worker {worker_id} was removed from the registry", worker_id=worker_id)
-        headers = {"Content-Type": "application/json", RANK_HEADER: str(dp_rank)}
+        headers = {"Content-Type": "application/json", **rank_headers}
         add_trace_context(headers)
         try:
             response = await http.post(f"{url.rstrip('/')}/v1/completions", data=body, headers=headers)

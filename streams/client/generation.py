@@ -100,7 +100,7 @@ class Generation:
                 booking = self.booking
                 try:
                     self._stream = await EngineStream.open(
-                        self._http, booking.worker_id, booking.dp_rank, booking.url, self._body
+                        self._http, booking.worker_id, booking.rank_headers, booking.url, self._body
                     )
                 except EngineFailed as exc:
                     await self._try_another(exc)
@@ -289,7 +289,7 @@ class Generation:
         try:
             async with asyncio.timeout(options.stall_timeout_s):
                 self._stream = await EngineStream.open(
-                    self._http, booking.worker_id, booking.dp_rank, booking.url, with_prompt(fields, token_ids)
+                    self._http, booking.worker_id, booking.rank_headers, booking.url, with_prompt(fields, token_ids)
                 )
         except EngineRefused as exc:
             raise EngineFailed(str(exc), **exc.detail) from exc

@@ -108,12 +108,14 @@ class KvRouterClient(KvRouter):
         connections_max: int = CONNECTIONS_MAX,
         waiting_max: int = WAITING_MAX,
         queue_timeout_s: float = QUEUE_TIMEOUT_S,
+        no_worker_timeout_s: float | None = None,
     ) -> None:
         """urls: addresses of routers, such as http://127.0.0.1:8000. token: sent as a bearer token; a function is
         called for each request, so that it may read a file that changes. ssl: for https, in place of the system's
-        authorities. Raises InvalidRequest for an address that is not a URL.
+        authorities. no_worker_timeout_s: how long a call is repeated that no worker may serve at the moment; None for
+        retry_timeout_s. Raises InvalidRequest for an address that is not a URL.
         """
-        super().__init__(engine, retry_timeout_s)
+        super().__init__(engine, retry_timeout_s, no_worker_timeout_s)
         given_urls = [urls] if isinstance(urls, str) else list(urls)
         if not 0 < len(given_urls) <= URLS_MAX:
             raise InvalidRequest(f"{len(given_urls)} router addresses; give 1 to {URLS_MAX}")

@@ -145,12 +145,17 @@ class WorkerRemoved:
     seen_sequence: int | None = None
 
 
+#: The lease of a heartbeat that says that the rank takes no requests: its engine has exited or sleeps, or is fed no
+#: longer. The rank is silent until a heartbeat has a longer one, whatever else is published.
+ENDED_LEASE_MS = 1
+
+
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
     """The bridge is still feeding this rank; the batch's sequence is the last one that it published.
 
     bridge: the bridge's name, shown to people. lease_ms: a rank that is not heard from for longer than this is silent,
-    and ineligible until it is heard from again.
+    and ineligible until it is heard from again. See ENDED_LEASE_MS.
     """
 
     bridge: str

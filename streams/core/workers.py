@@ -20,11 +20,17 @@ CPU_CLASS = "cpu"
 #: Ranks that a worker may have. The largest deployments run a few hundred, so that a greater number is a mistake.
 DP_SIZE_MAX = 4096
 
+#: The greatest number of a worker's first rank: more ranks than any deployment has.
+DP_START_MAX = 65_536
+
 #: LoRA adapters that a worker may list, and the characters of a name. Engines that swap adapters serve some hundred.
 #: The list is part of every renewal of the worker's lease.
 LORA_NAMES_MAX = 1024
 LORA_NAME_CHARS_MAX = 512
 
+
+#: Further names of a model that a worker may have.
+ALIASES_MAX = 64
 
 #: The longest time for which one record makes routers avoid a worker. What fails for longer is removed by other means.
 AVOID_MS_MAX = 600_000
@@ -66,6 +72,8 @@ class BridgeLease:
 class Worker:
     """One engine.
 
+    dp_start: the number of the first rank, as the engine counts them. aliases: further names under which it serves the
+    model. max_model_len: tokens of the longest request that it takes, if known.
     kv_total_blocks: capacity of each rank's cache, if known. lora_names: the LoRA adapters that it serves; None if they
     are not listed, so that it may serve any. lease: its bridge's, if it has a bridge.
     """
@@ -75,12 +83,15 @@ class Worker:
     model: str
     block_size: int
     dp_size: int = 1
+    dp_start: int = 0
     role: Role = Role.BOTH
     state: WorkerState = WorkerState.ACTIVE
     kv_total_blocks: int | None = None
     max_requests: int | None = None
     device_class: str = "cuda"
     taints: tuple[str, ...] = ()
+    aliases: tuple[str, ...] = ()
+    max_model_len: int | None = None
     lora_names: tuple[str, ...] | None = None
     events_endpoint: str | None = None
     replay_endpoint: str | None = None
@@ -92,8 +103,17 @@ class Worker:
             raise InvalidRequest(f"worker {self.worker_id}: block_size is {self.block_size}, but must be at least 1")
         if not 1 <= self.dp_size <= DP_SIZE_MAX:
             raise InvalidRequest(f"worker {self.worker_id}: dp_size is {self.dp_size}, but must be 1 to {DP_SIZE_MAX}")
+        if not 0 <= self.dp_start <= DP_START_MAX:
+            raise InvalidRequest(
+                f"worker {self.worker_id}: dp_start is {self.dp_start}, but must be 0 to {DP_START_MAX}"
+            )
         if not self.model:
             raise InvalidRequest(f"worker {self.worker_id}: model is empty")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Every name under which the engine serves the model."""
+        return (self.model, *self.aliases)
 
     def may_serve(self, lora_name: str | None) -> bool:
         """Whether requests for an adapter may go to this worker. None and "" stand for the model itself."""
@@ -101,7 +121,7 @@ class Worker:
 
     def ranks(self) -> Iterator[RankId]:
         """The worker's ranks, in order."""
-        return (RankId(self.worker_id, DpRank(rank)) for rank in range(self.dp_size))
+        return (RankId(self.worker_id, DpRank(self.dp_start + n)) for n in range(self.dp_size))
 
 
 #: Every field of a worker except those that the renewal of a lease changes.

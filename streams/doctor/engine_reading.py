@@ -17,7 +17,7 @@ import zmq.asyncio
 from streams.core.workers import Worker
 from streams.doctor.http_reading import HttpReading, call
 from streams.doctor.observations import EngineSeen, SocketSeen
-from streams.engines.address import rank_endpoints
+from streams.engines.address import BIND, rank_endpoints
 from streams.engines.connection import Change, EventConnection
 from streams.engines.metrics import parse_block_size, tokens_processed
 from streams.engines.replay import ReplaySilent, replay
@@ -109,13 +109,16 @@ def _tokens(answer: HttpReading, worker: Worker) -> float:
     if not answer.ok:
         return 0.0
     with suppress(BadRecord):
-        return sum(tokens_processed(answer.body, dp_size=worker.dp_size).values())
+        return sum(tokens_processed(answer.body, dp_size=worker.dp_size, dp_start=worker.dp_start).values())
     return 0.0
 
 
 def _of_ranks(worker: Worker, endpoint: str | None) -> list[str]:
-    """The ZMQ addresses of all ranks. Events over HTTP have none: reading them would take them from the bridge."""
-    if endpoint is None or endpoint.startswith(("http://", "https://")):
+    """The ZMQ addresses of all ranks. Events over HTTP have none: reading them would take them from the bridge.
+
+    An address at which the bridge listens has no other listener.
+    """
+    if endpoint is None or endpoint.startswith(("http://", "https://", BIND)):
         return []
     return rank_endpoints(endpoint, worker.dp_size)
 

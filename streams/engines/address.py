@@ -15,13 +15,28 @@ from urllib.parse import urlsplit, urlunsplit
 import xxhash
 
 from streams.core.ids import U64_MASK, WorkerId
-from streams.core.workers import DP_SIZE_MAX, LORA_NAME_CHARS_MAX, LORA_NAMES_MAX, Role
+from streams.core.workers import DP_SIZE_MAX, DP_START_MAX, LORA_NAME_CHARS_MAX, LORA_NAMES_MAX, Role
 from streams.engines.dialects.interface import Dialect
 from streams.engines.dialects.registry import DEFAULT_DIALECT, DIALECTS
 from streams.errors import KvStreamsError, SettingsError
 
 _PARTS = frozenset(
-    {"id", "url", "events", "replay", "dp", "model", "metrics", "dialect", "role", "device_class", "taints", "lora"}
+    {
+        "id",
+        "url",
+        "events",
+        "replay",
+        "dp",
+        "dp_start",
+        "model",
+        "metrics",
+        "key",
+        "dialect",
+        "role",
+        "device_class",
+        "taints",
+        "lora",
+    }
 )
 _REQUIRED = frozenset({"id", "url"})
 
@@ -29,15 +44,24 @@ _REQUIRED = frozenset({"id", "url"})
 _SCHEMES = {
     "url": (("http", "https"), "http://HOST:PORT"),
     "metrics": (("http", "https"), "http://HOST:PORT/metrics"),
-    "events": (("tcp", "ipc", "http", "https"), "tcp://HOST:PORT, or http://HOST:PORT/kv_cache_events"),
+    "events": (
+        ("tcp", "ipc", "http", "https"),
+        "tcp://HOST:PORT, bind:tcp://ADDRESS:PORT, or http://HOST:PORT/kv_cache_events",
+    ),
     "replay": (("tcp", "ipc"), "tcp://HOST:PORT"),
 }
+
+#: The schemes of an address at which the bridge listens.
+_BOUND_SCHEMES = ("tcp", "ipc")
 
 #: What separates taints, and names of adapters, in `--engine`, whose parts are separated by commas.
 _SEPARATOR = "+"
 
 #: The beginning of an address on the loopback interface, without the port.
 _LOOPBACK = re.compile(r"^(\w+:)//(?:localhost|127\.0\.0\.1|\[::1\]):", re.IGNORECASE)
+
+#: How an address of events begins at which the bridge listens, for an engine that connects.
+BIND = "bind:"
 
 #: What a template has in place of an engine's host.
 HOST = "{host}"
@@ -47,10 +71,12 @@ HOST = "{host}"
 class EngineAddress:
     """Where one engine is, which dialect it speaks, and how it is registered.
 
-    events, replay: ZMQ addresses of rank 0; rank n listens n ports above, as in vLLM. events may also be an HTTP URL,
-    which is polled for all ranks, or None for an engine that publishes none. model: None to ask the engine. metrics:
-    the URL of its Prometheus page, if that is not /metrics of `url`. role, device_class, taints: None to leave what the
-    registry has, or the default. lora_names: the adapters that it serves, None if they are not listed.
+    events, replay: ZMQ addresses of the first rank; the nth rank after it has those n ports above, as in vLLM. events
+    may also begin with `bind:`, for an engine that connects to the bridge, or be an HTTP URL, which is polled for all
+    ranks, or None for an engine that publishes none. dp_start: the number of the first rank; None to learn it from the
+    engine. model: None to ask the engine. metrics: the URL of its Prometheus page, if that is not /metrics of `url`.
+    key_file: with the key that its HTTP server requires. role, device_class, taints: None to leave what the registry
+    has, or the default. lora_names: the adapters that it serves, None to take those that it lists.
     """
 
     worker_id: WorkerId
@@ -58,8 +84,10 @@ class EngineAddress:
     events: str | None
     replay: str | None = None
     dp_size: int = 1
+    dp_start: int | None = None
     model: str | None = None
     metrics: str | None = None
+    key_file: str | None = None
     dialect: Dialect = DEFAULT_DIALECT
     role: Role | None = None
     device_class: str | None = None
@@ -80,7 +108,8 @@ class EngineAddress:
 def engine_address(text: str) -> EngineAddress:
     """Parse `id=1,url=…[,events=…][,replay=…][,dp=…][,model=…][,metrics=…][,dialect=…][,role=…][,device_class=…]`.
 
-    `taints=a+b` and `lora=a+b` are also parts. Raises SettingsError that names the part that cannot be used.
+    `dp_start=…`, `key=…`, `taints=a+b` and `lora=a+b` are also parts. Raises SettingsError that names the part that
+    cannot be used.
     """
     where = f"--engine {text!r}"
     return address_of(_parts_of(text, where), where)
@@ -110,25 +139,32 @@ def address_of(parts: Mapping[str, str], where: str) -> EngineAddress:
         raise SettingsError(f"{where}: replay without events", remedy="Add events=tcp://HOST:PORT")
     try:
         worker_id, dp_size = int(parts["id"]), int(parts.get("dp", "1"))
+        dp_start = int(parts["dp_start"]) if parts.get("dp_start") else None
     except ValueError as exc:
-        raise SettingsError(f"{where}: id and dp must be whole numbers") from exc
+        raise SettingsError(f"{where}: id, dp and dp_start must be whole numbers") from exc
     if not 0 <= worker_id <= U64_MASK or not 1 <= dp_size <= DP_SIZE_MAX:
         raise SettingsError(f"{where}: id must be 0 to 2^64-1, dp 1 to {DP_SIZE_MAX}")
+    if dp_start is not None and not 0 <= dp_start <= DP_START_MAX:
+        raise SettingsError(f"{where}: dp_start must be 0 to {DP_START_MAX}")
     _check_urls(where, parts)
-    return EngineAddress(
+    engine = EngineAddress(
         worker_id=WorkerId(worker_id),
         url=parts["url"].rstrip("/"),
         events=parts.get("events") or None,
         replay=parts.get("replay") or None,
         dp_size=dp_size,
+        dp_start=dp_start,
         model=parts.get("model") or None,
         metrics=parts.get("metrics") or None,
+        key_file=parts.get("key") or None,
         dialect=_dialect(where, parts.get("dialect")),
         role=_role(where, parts.get("role")),
         device_class=parts.get("device_class") or None,
         taints=tuple(filter(None, parts["taints"].split(_SEPARATOR))) if "taints" in parts else None,
         lora_names=_lora_names(where, parts.get("lora")),
     )
+    _check_ports(where, engine)
+    return engine
 
 
 def is_polled(engine: EngineAddress) -> bool:
@@ -177,6 +213,8 @@ def port_above(endpoint: str, offset: int) -> str:
     """
     if offset == 0:
         return endpoint
+    if endpoint.startswith(BIND):
+        return BIND + port_above(endpoint.removeprefix(BIND), offset)
     parts = urlsplit(endpoint)
     if parts.scheme != "tcp":
         return f"{endpoint}_{offset}"
@@ -208,7 +246,7 @@ def needs_lookup(engine: EngineAddress) -> bool:
 def _has_name(endpoint: str) -> bool:
     parts = urlsplit(endpoint)
     if parts.scheme != "tcp":
-        return False  # a local socket, or a page that is polled over HTTP
+        return False  # a local socket, one at which the bridge listens, or a page that is polled over HTTP
     try:
         ip_address((parts.hostname or "").partition("%")[0])
     except ValueError:
@@ -255,8 +293,10 @@ def _check_urls(where: str, parts: Mapping[str, str]) -> None:
         if not value:
             continue
         try:
-            url = urlsplit(value)
-            fits = url.scheme in schemes and (url.scheme == "ipc" or bool(url.hostname))
+            is_bound = name == "events" and value.startswith(BIND)
+            url = urlsplit(value.removeprefix(BIND) if is_bound else value)
+            fits = url.scheme in (_BOUND_SCHEMES if is_bound else schemes)
+            fits = fits and (url.scheme == "ipc" or bool(url.hostname))
             # ZMQ has no default port. `url.port` raises ValueError for a port that is not a number.
             fits = fits and (url.port is not None or url.scheme != "tcp")
         except ValueError:
@@ -265,6 +305,20 @@ def _check_urls(where: str, parts: Mapping[str, str]) -> None:
             raise SettingsError(f"{where}: {name} is {value!r}", remedy=f"It must look like {example}")
     if parts.get("replay") and urlsplit(parts.get("events", "")).scheme in ("http", "https"):
         raise SettingsError(f"{where}: events that are polled have no replay socket", remedy="Remove replay=")
+
+
+def _check_ports(where: str, engine: EngineAddress) -> None:
+    """Raise SettingsError if a rank would have its replays where another one has its events."""
+    if engine.events is None or engine.replay is None:
+        return
+    events = set(rank_endpoints(engine.events.removeprefix(BIND), engine.dp_size))
+    both = sorted(events.intersection(rank_endpoints(engine.replay, engine.dp_size)))
+    if both:
+        raise SettingsError(
+            f"{where}: {both[0]} would be the address of one rank's events and of another one's replays",
+            remedy=f"{engine.dp_size} ranks use {engine.dp_size} ports from each address on. Choose addresses that are "
+            "further apart, for the engine as well",
+        )
 
 
 def check_distinct(engines: Sequence[EngineAddress]) -> None:

@@ -12,10 +12,12 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from streams.core.events import BEFORE_FIRST, BlocksStored, FeedState
 from streams.engines.dead_letters import of_frames, of_payload
 from streams.engines.dialects.interface import DecodedBatch, Decoder, Dialect, UnusableEvent, undecodable
+from streams.engines.engine_ranks import Naming, RanksMoved
 from streams.engines.feed_counters import FeedCounters
 from streams.engines.feed_machine import FeedMachine, LiveBatchPublished
 from streams.engines.gap_filling import Digests
@@ -50,8 +52,12 @@ class BatchPublisher:
         counters: FeedCounters,
         machine: FeedMachine,
         feed_state: Callable[[], FeedState],
+        socket: int,
     ) -> None:
-        """address: of the engine's events. feed_state: returns what a record states about the feed."""
+        """address: of the engine's events. feed_state: returns what a record states about the feed. socket: which of
+        the engine's sockets is the rank's.
+        """
+        self._socket = socket
         self._wiring = wiring
         self._address = address
         self._writer = writer
@@ -70,6 +76,10 @@ class BatchPublisher:
         self._wrong_block_size_reported = False  # whether this incarnation has a dead letter for that reason
         self._unsent_since_s: float | None = None  # since when a record has waited for space in Kafka's client
         self._letters_logged = Repetitions()  # by reason
+        self._is_asleep = False
+        #: Whether the engine has slept, and no batch has arrived since. It drops its cache, and reports that with its
+        #: next batch.
+        self.may_lack_clear = False
 
     def new_decoder(self) -> Decoder:
         """Return a decoder for an incarnation of the engine."""
@@ -95,6 +105,11 @@ class BatchPublisher:
         self._note_block_size(None)
         self._wrong_block_size_reported = False
 
+    def note_sleep(self, sleeps: bool) -> None:
+        """Note whether the engine sleeps."""
+        self._is_asleep = sleeps
+        self.may_lack_clear = self.may_lack_clear or sleeps
+
     # -- batches in order (gap_filling.BatchSink) ----------------------------------------------------------------------
 
     async def publish(self, batch: Batch, arrived_at_s: float | None = None) -> None:
@@ -109,8 +124,10 @@ class BatchPublisher:
     def publish_now(self, batch: Batch, arrived_at_s: float | None) -> None:
         """Decode and publish the next batch, when it may be written. arrived_at_s: see BatchSink."""
         self.missing_events.on_event()
+        decoded = self._of_this_rank(decode_payload(self.decoder, batch.payload))
         digest = self._digests.add(batch)
-        decoded = decode_payload(self.decoder, batch.payload)
+        if not self._is_asleep:
+            self.may_lack_clear = False
         if arrived_at_s is not None and decoded.emitted_at_ms:
             self._machine.handle(LiveBatchPublished(decoded.emitted_at_ms / 1000, arrived_at_s))
         self._writer.feed = self._feed_state()
@@ -136,6 +153,33 @@ class BatchPublisher:
             self._note_block_size(self._block_size)
         if unusable:
             self._note_unusable(batch, digest, unusable)
+
+    def _of_this_rank(self, decoded: DecodedBatch) -> DecodedBatch:
+        """Return a batch if it is about this rank; otherwise one without its events, of which it is not known whose.
+
+        Raises RanksMoved if the engine's sockets have other ranks than assumed.
+        """
+        if decoded.dp_rank is None:
+            return decoded
+        ranks, rank = self._wiring.ranks, self._writer.rank
+        was_contradicted = ranks.are_contradicted
+        match ranks.on_batch(self._socket, decoded.dp_rank):
+            case Naming.FITS:
+                return decoded
+            case Naming.MOVED:
+                raise RanksMoved(f"{self._address} has the batches of rank {decoded.dp_rank}, not of {rank.dp_rank}")
+            case Naming.CONTRADICTS:
+                if not was_contradicted:
+                    log.warning(
+                        "worker %d: it is not known which rank the events of %s are about: a batch names rank %d, and "
+                        "rank %d was expected. No answer about this engine is exact. Each rank needs an event socket "
+                        "of its own; check events, dp and dp_start of its --engine",
+                        rank.worker_id,
+                        self._address,
+                        decoded.dp_rank,
+                        rank.dp_rank,
+                    )
+                return replace(decoded, events=(), is_incomplete=True)
 
     def on_batches_lost(self) -> None:
         """Note that the ledger lacks what the lost batches contained."""

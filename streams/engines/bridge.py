@@ -19,7 +19,7 @@ from functools import partial
 import aiohttp
 
 from streams.core.events import ResyncRequest
-from streams.core.ids import DpRank, RankId, WorkerId
+from streams.core.ids import RankId, WorkerId
 from streams.core.workers import Worker
 from streams.cxl.pool_registry import PoolDirectory
 from streams.engines.address import EngineAddress
@@ -214,8 +214,8 @@ class Bridge:
         # Another bridge would take a smaller number than it has read from this process for an operator's record.
         self._renewals = max(self._renewals, bridged.lease_handle.lease.renewal + 1)
         self._refused.pop(worker_id, None)
-        for dp_rank in range(bridged.engine.dp_size):
-            self.counters.release(RankId(worker_id, DpRank(dp_rank)))
+        for socket in range(bridged.engine.dp_size):
+            self.counters.release(RankId(worker_id, bridged.ranks.of(socket)))
         del self._engines[worker_id]
 
     def _parts(self, http: aiohttp.ClientSession) -> BridgeParts:

@@ -11,7 +11,8 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from typing import cast
 
 import aiohttp
@@ -25,16 +26,21 @@ from streams.engines.address import EngineAddress, needs_lookup
 from streams.engines.batch_publishing import FULL_S
 from streams.engines.block_size import EngineBlockSize
 from streams.engines.cxl_names import PooledRows
+from streams.engines.engine_http import engine_session
+from streams.engines.engine_ranks import EngineRanks, RanksMoved
 from streams.engines.eventless_feed import EventlessFeed
 from streams.engines.feed import RankFeed
 from streams.engines.feed_counters import FeedCounters, RankCounters
 from streams.engines.feed_machine import RETRY_S
-from streams.engines.lease import EngineLease
+from streams.engines.lease import EngineLease, LeasePhase
 from streams.engines.lease_handle import LeaseHandle, LeaseLost
+from streams.engines.metrics import parse_block_size, ranks_on_page
+from streams.engines.model_list import ModelEntry, model_entries, names_of
 from streams.engines.polling import polled
-from streams.engines.process_start import ListedModel, ModelChanged, listed_models, read_models
+from streams.engines.process_start import ListedModel, ModelChanged, read_models, refuses_connections
 from streams.engines.recovery import RecoveredRank
-from streams.engines.scraping import Scraper, reported_block_size
+from streams.engines.registration import Registration
+from streams.engines.scraping import Scraper, first_page
 from streams.engines.shared_calls import SharedCalls
 from streams.engines.socket_watch import SocketWatch
 from streams.engines.wiring import EngineWiring
@@ -100,6 +106,7 @@ class BridgedEngine:
         """renewal: see EngineLease."""
         self.engine = engine
         self._parts = parts
+        self._http = engine_session(parts.http, engine)
         self._settings = parts.settings
         self._kafka = parts.kafka
         # A context has one thread for the network, which waits for each name to be resolved. So an engine with a name
@@ -108,6 +115,8 @@ class BridgedEngine:
         self._own_context = zmq.asyncio.Context() if needs_lookup(engine) else None
         self._context = self._own_context or parts.context
         self.lease_handle = self._lease_handle(renewal)
+        #: Which rank each of the engine's sockets has.
+        self.ranks = EngineRanks(engine.dp_size, engine.dp_start)
         self._feeds: dict[RankId, RankFeed] = {}
         self._eventless: EventlessFeed | None = None
         self._unpublished = Outage()
@@ -145,6 +154,7 @@ class BridgedEngine:
     def release(self) -> None:
         """Give the lease up, and free the sockets. The engine's task has ended."""
         self.lease_handle.release()
+        self._http.detach()  # the connections are the bridge's
         if self._own_context is not None:
             self._own_context.destroy(linger=0)
 
@@ -164,7 +174,7 @@ class BridgedEngine:
 
         Whatever the engine sends, or does not send, ends nothing but this round; the other engines' tasks continue.
         """
-        model = self.engine.model or await _await_model(self._parts.http, self.engine)
+        model = self.engine.model or await self._listed_model()
         while True:
             other = await self._run_model(model)
             now_s = time.monotonic()
@@ -182,36 +192,21 @@ class BridgedEngine:
 
     async def _run_model(self, model: str) -> str:
         """Register and feed the engine under a model, until it serves another one; return that."""
-        engine, http, lease_handle = self.engine, self._parts.http, self.lease_handle
-        served = ListedModel(http, engine.worker_id, engine.models_url, model, is_set=engine.model is not None)
+        engine, http, lease_handle = self.engine, self._http, self.lease_handle
         block_size = EngineBlockSize(self._settings.block_size_of(model))
-        block_size.on_page(await reported_block_size(http, engine.metrics_url))
+        registration = Registration(engine, model, block_size, self.ranks, lease_handle.lease)
+        served = ListedModel(
+            http, engine.worker_id, engine.models_url, model, registration.on_list, is_set=engine.model is not None
+        )
+        page = await first_page(http, engine.metrics_url)
+        block_size.on_page(parse_block_size(page))
+        self.ranks.on_page(ranks_on_page(page))
         await self._claim_model(model, block_size)
-        registration, fixed = self._registration(model), _fixed_fields(engine)
-        registers = False  # whether the lease's registration is of this model
-
-        def register() -> None:
-            """Register the engine with the size that its blocks have."""
-            nonlocal registers
-            own = replace(registration, block_size=block_size.size)
-            if not registers or own.block_size != lease_handle.lease.wanted_block_size:
-                if block_size.is_wrong:
-                    log.warning("%s", _wrong_block_size(engine, model, block_size))
-                registers = True
-                lease_handle.lease.want(own, fixed)
-
-        def on_page(size: int | None) -> None:
-            block_size.on_page(size)
-            register()
-
-        def on_stored(size: int | None) -> None:
-            if size is None:
-                block_size.on_incarnation(page_is_read=self._settings.metrics_interval_s > 0)
-            else:
-                block_size.on_stored(size)
-            register()
-
-        register()
+        other = await served.ask_once()
+        if other is not None:
+            return other
+        await self._accepts_requests()
+        registration.renew()
         # A bridge that holds the lease already writes the registration now. At its next tick, the records of another
         # model's blocks might precede it, and routers would take the blocks for those of the model of before.
         lease_handle.tick()
@@ -230,17 +225,22 @@ class BridgedEngine:
                 lease_handle,
                 term,
                 self._parts.epoch_of,
-                on_page,
-                on_stored,
+                registration.on_page_block_size,
+                partial(registration.on_stored_block_size, page_is_read=self._settings.metrics_interval_s > 0),
                 self._parts.receive_hwm,
                 self._read_pooled,
                 self._parts.in_flight,
                 self._parts.watch,
+                ranks=self.ranks,
             )
             try:
                 await self._feed(wiring, served)
             except* ModelChanged as changed:
                 other = cast(ModelChanged, _first(changed)).model
+            except* RanksMoved as moved:
+                log.warning("worker %d: %s. Its feeds start again with these ranks", engine.worker_id, _first(moved))
+                registration.renew()
+                lease_handle.tick()
             except* LeaseLost as lost:
                 log.warning("worker %d: %s", engine.worker_id, _first(lost))
             except* (KvStreamsError, KafkaException, BufferError) as refused:
@@ -251,6 +251,26 @@ class BridgedEngine:
                 await asyncio.sleep(RETRY_S)
             if other is not None:
                 return other
+
+    async def _listed_model(self) -> str:
+        """Return the engine's model: that of its names which the registry has, so that their order does not matter."""
+        entries = await _await_list(self._http, self.engine)
+        lease = self.lease_handle.lease
+        while lease.phase is LeasePhase.READING:  # nothing could be registered before
+            await asyncio.sleep(FULL_S)
+        first, registered = entries[0].name, lease.registered_model
+        return registered if registered in names_of(entries, first) else first
+
+    async def _accepts_requests(self) -> None:
+        """Wait while a worker that is not registered yet refuses connections: as soon as it is, it gets requests.
+
+        A registered worker's feeds find that out, and state it.
+        """
+        lease, url, outage = self.lease_handle.lease, self.engine.models_url, Outage()
+        while lease.registered_model is None and await refuses_connections(self._http, url):
+            if outage.failed(time.monotonic()) is not None:
+                log.info("worker %d: it is registered once %s accepts connections", self.engine.worker_id, url)
+            await asyncio.sleep(RETRY_S)
 
     async def _held(self, served: ListedModel) -> tuple[int, str | None]:
         """Wait until this bridge holds the lease, or the engine serves another model.
@@ -316,10 +336,12 @@ class BridgedEngine:
         self, wiring: EngineWiring, recovered_ranks: Mapping[int, RecoveredRank], served: ListedModel
     ) -> None:
         worker_id = wiring.engine.worker_id
+        numbers = [self.ranks.of(socket) for socket in range(wiring.engine.dp_size)]
         feeds = [
-            RankFeed(wiring, dp_rank, recovered_ranks.get(dp_rank), self._counters_of(worker_id, dp_rank), served)
-            for dp_rank in range(wiring.engine.dp_size)
+            RankFeed(wiring, socket, recovered_ranks.get(dp_rank), self._counters_of(worker_id, dp_rank), served)
+            for socket, dp_rank in enumerate(numbers)
         ]
+        feed_of = dict(zip(numbers, feeds, strict=True))
         try:
             async with asyncio.TaskGroup() as tasks:
                 for feed in feeds:
@@ -330,8 +352,14 @@ class BridgedEngine:
                     for feed in feeds:
                         feed.note_start_on_page(started)
 
-                scraper = Scraper(wiring, lambda dp_rank: feeds[dp_rank].note_requests_running(), note_start)
+                scraper = Scraper(
+                    wiring,
+                    lambda dp_rank: feed_of[dp_rank].note_requests_running(),
+                    note_start,
+                    lambda dp_rank, sleeps: feed_of[dp_rank].note_sleep(sleeps),
+                )
                 tasks.create_task(scraper.run())
+                tasks.create_task(served.follow())
         except* ModelChanged as changed:
             self.retire(str(_first(changed)))  # until the new model is registered, which may take until Kafka answers
             raise
@@ -346,8 +374,9 @@ class BridgedEngine:
 
         Each time the metrics show another process, the engine is asked for its model.
         """
-        counters = [self._counters_of(wiring.engine.worker_id, dp_rank) for dp_rank in range(wiring.engine.dp_size)]
-        self._eventless = EventlessFeed(wiring, recovered_ranks, counters)
+        numbers = [self.ranks.of(number) for number in range(wiring.engine.dp_size)]
+        counters = [self._counters_of(wiring.engine.worker_id, dp_rank) for dp_rank in numbers]
+        self._eventless = eventless = EventlessFeed(wiring, recovered_ranks, counters)
         known_start: Incarnation | None = None
         checking: asyncio.Task[None] | None = None
 
@@ -367,16 +396,17 @@ class BridgedEngine:
                         checking.cancel()
                     known_start, checking = started, tasks.create_task(check_model())
 
-                tasks.create_task(self._eventless.run())
-                tasks.create_task(Scraper(wiring, on_start=note_start).run())
+                tasks.create_task(eventless.run())
+                tasks.create_task(Scraper(wiring, on_start=note_start, on_sleep=eventless.note_sleep).run())
+                tasks.create_task(served.follow())
         except* ModelChanged as changed:
             self.retire(str(_first(changed)))
             raise
         finally:
             self._eventless = None
 
-    def _counters_of(self, worker_id: WorkerId, dp_rank: int) -> FeedCounters:
-        return self._parts.counters.of(RankId(worker_id, DpRank(dp_rank)))
+    def _counters_of(self, worker_id: WorkerId, dp_rank: DpRank) -> FeedCounters:
+        return self._parts.counters.of(RankId(worker_id, dp_rank))
 
     async def _recover(self, worker_id: WorkerId) -> dict[int, RecoveredRank]:
         """Read the state of a worker's ranks from Kafka, once Kafka has what this process published about them."""
@@ -412,42 +442,13 @@ class BridgedEngine:
 
         return LeaseHandle(EngineLease(self._parts.name, self._settings.bridge_lease_s, renewal), write)
 
-    def _registration(self, model: str) -> Worker:
-        engine = self.engine
-        set_here = {name: getattr(engine, name) for name in _fixed_fields(engine)}
-        return Worker(
-            worker_id=engine.worker_id,
-            url=engine.url,
-            model=model,
-            block_size=self._settings.block_size_of(model),
-            dp_size=engine.dp_size,
-            events_endpoint=engine.events,
-            replay_endpoint=engine.replay,
-            lora_names=engine.lora_names,
-            registered_at_ms=time.time_ns() // 1_000_000,
-            **set_here,
-        )
 
-
-def _fixed_fields(engine: EngineAddress) -> tuple[str, ...]:
-    """Return the names of the registration's fields that the operator has set at this bridge."""
-    return tuple(name for name in ("role", "device_class", "taints") if getattr(engine, name) is not None)
-
-
-def _wrong_block_size(engine: EngineAddress, model: str, block_size: EngineBlockSize) -> str:
-    return (
-        f"worker {engine.worker_id}: the engine at {engine.url} has blocks of {block_size.size} tokens, but this scope "
-        f"has blocks of {block_size.scope} for {model}. The engine gets no requests. Restart it with "
-        f"--block-size {block_size.scope}, or set block_size or model_block_sizes in every process of the scope"
-    )
-
-
-async def _await_model(http: aiohttp.ClientSession, engine: EngineAddress) -> str:
-    """Ask an engine which model it serves, until it answers."""
+async def _await_list(http: aiohttp.ClientSession, engine: EngineAddress) -> tuple[ModelEntry, ...]:
+    """Ask an engine which models it serves, until it answers."""
     outage = Outage()
     while True:
         try:
-            model = first_model(await read_models(http, engine.models_url))
+            entries = model_entries(await read_models(http, engine.models_url))
         except Exception as exc:  # whatever an HTTP server sends, it must not end the bridge
             lasted_s = outage.failed(time.monotonic())
             if lasted_s is not None:
@@ -464,12 +465,12 @@ async def _await_model(http: aiohttp.ClientSession, engine: EngineAddress) -> st
         lasted_s = outage.answered(time.monotonic())
         if lasted_s is not None:
             log.info("worker %d: %s answers after %.0f s", engine.worker_id, engine.url, lasted_s)
-        return model
+        return entries
 
 
 def first_model(body: bytes) -> str:
     """Return the id of the first model in an answer of /v1/models. Raises KvStreamsError for any other answer."""
-    return listed_models(body)[0]
+    return model_entries(body)[0].name
 
 
 def _first(group: BaseExceptionGroup[Exception]) -> Exception:

@@ -6,6 +6,9 @@ may be published (feed).
 A batch carries a number but no incarnation. What shows to which process a batch belongs is the connection that it
 arrived through. ZMQ would reconnect a socket without notice, and batches of two processes would wait in one queue. So
 ZMQ does not reconnect: a socket has one connection, and another connection gets another socket.
+
+An engine may also connect itself, to an address at which the socket of its rank listens (`bind:`). Such a socket also
+has one connection: if it breaks, or a second publisher connects, it is closed, and publishers connect to the next one.
 """
 
 from __future__ import annotations
@@ -54,6 +57,12 @@ _NEVER_MS = 24 * 60 * 60 * 1000
 #: ZMQ's own heartbeats on the connection. They end a connection to a host that vanished, for which TCP takes minutes.
 PING_INTERVAL_S = 2.0
 PING_TIMEOUT_S = 6.0
+
+#: vLLM 0.32 listens only if its endpoint is `tcp://*:PORT`, `::` or ipc. With another host, also 0.0.0.0, it connects.
+NOTHING_LISTENS = (
+    "nothing listens there. If the engine runs, its endpoint may have an address in place of `*`: then vLLM connects "
+    "instead of listening. Use tcp://*:PORT in its kv-events-config, or events=bind:tcp://ADDRESS:PORT here"
+)
 
 _FAILURES = frozenset(
     {
@@ -104,14 +113,18 @@ class EventConnection:
         receive_hwm: Callable[[], int] = lambda: RECEIVE_HWM,
         on_message: Callable[[], None] = lambda: None,
         watch: SocketWatch | None = None,
+        *,
+        listens: bool = False,
     ) -> None:
         """receive_hwm: returns how many batches may wait in a socket that is opened now. on_message: called when a
         message has arrived and none waited before; it may take messages. watch: of all sockets of the bridge.
+        listens: whether the engine connects to the address.
         """
         self._receive_hwm = receive_hwm
         self._on_message = on_message
         self._watch = SocketWatch() if watch is None else watch
         self._context = context
+        self._listens = listens
         self._address = address
         # Not a socket of zmq.asyncio, which creates a future and three callbacks for each message.
         self._socket: zmq.Socket[bytes] | None = None
@@ -182,13 +195,20 @@ class EventConnection:
             if event["event"] == zmq.EVENT_CONNECTED:
                 self._reached = True
             elif event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                if self.completed_at_s is not None:
+                    self._check()
+                    return self._failed("a second publisher has connected; each rank needs a port of its own")
                 self.completed_at_s, self._pause_s = now_s, 0.0
                 return Change.COMPLETED
             elif event["event"] in _FAILURES:
                 self._check()  # messages may have come since the last poll of all sockets
                 return self._failed()
         if self.completed_at_s is None and now_s - self._opened_at_s >= CONNECT_TIMEOUT_S:
-            self.reason = f"nothing answers within {CONNECT_TIMEOUT_S:g} s"
+            self.reason = (
+                f"no publisher has connected within {CONNECT_TIMEOUT_S:g} s"
+                if self._listens
+                else f"nothing answers within {CONNECT_TIMEOUT_S:g} s"
+            )
             return Change.FAILED
         return None
 
@@ -215,16 +235,19 @@ class EventConnection:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _failed(self) -> Change:
+    def _failed(self, broke: str = "the connection broke") -> Change:
+        """broke: why a complete connection is closed."""
         if self.completed_at_s is not None:
-            self.completed_at_s, self.reason = None, "the connection broke"
+            self.completed_at_s, self.reason = None, broke
             self._pause_s = 0.0
             return Change.BROKEN
         if self._reached:
             # The peer closes the connection if it is not a ZMQ socket that publishes.
             self.reason = "it is not a socket that publishes; are the ports of events and replay swapped?"
+        elif self._listens:
+            self.reason = "what connected is not a socket that publishes"
         else:
-            self.reason = "nothing listens there"
+            self.reason = NOTHING_LISTENS
         return Change.FAILED
 
     def _open(self, now_s: float) -> None:
@@ -242,4 +265,4 @@ class EventConnection:
         self._monitor.connect(address)
         self.event = asyncio.ensure_future(self._monitor.recv_multipart())
         self._watch.add(socket.FD, self._on_readable)
-        socket.connect(self._address)
+        (socket.bind if self._listens else socket.connect)(self._address)

@@ -20,7 +20,7 @@ from streams.core.ids import DpRank, Incarnation, RankId
 from streams.engines.continuity import mint_incarnation
 from streams.engines.evidence import evidence_over_http
 from streams.engines.feed_counters import FeedCounters
-from streams.engines.heartbeats import Heartbeats
+from streams.engines.heartbeats import Heartbeats, Withheld
 from streams.engines.rank_writer import RankWriter
 from streams.engines.recovery import RecoveredRank
 from streams.engines.restatements import Restatements
@@ -48,14 +48,14 @@ class EventlessFeed:
             RankWriter(
                 wiring.settings,
                 wiring.kafka,
-                RankId(wiring.engine.worker_id, DpRank(dp_rank)),
+                RankId(wiring.engine.worker_id, wiring.ranks.of(number)),
                 wiring.model,
                 Incarnation(0),
                 False,
                 wiring.epoch_of,
                 wiring.in_flight,
             )
-            for dp_rank in range(wiring.engine.dp_size)
+            for number in range(wiring.engine.dp_size)
         ]
         self._heartbeats = [
             Heartbeats(wiring, writer, counter) for writer, counter in zip(self._writers, counters, strict=True)
@@ -75,6 +75,12 @@ class EventlessFeed:
                 await self._check()
                 await asyncio.sleep(CHECK_S)
 
+    def note_sleep(self, dp_rank: DpRank, sleeps: bool) -> None:
+        """Note whether a rank of the engine sleeps, by its metrics: then it takes no requests."""
+        for writer, heartbeats in zip(self._writers, self._heartbeats, strict=True):
+            if writer.rank.dp_rank == dp_rank:
+                (heartbeats.withhold if sleeps else heartbeats.admit)(Withheld.ASLEEP)
+
     def retire(self, reason: str) -> None:
         """Let the ranks get no requests from now on. The caller then ends the feed."""
         for heartbeats in self._heartbeats:
@@ -83,15 +89,17 @@ class EventlessFeed:
     def passes_on(self, now_s: float) -> bool:
         """Whether Kafka takes the ranks' records, and routers know the first one of each rank; see RankFeed."""
         return all(
-            not writer.records.is_late(now_s) and (number not in self._replaced or writer.records.is_read(now_s))
-            for number, writer in enumerate(self._writers)
+            not writer.records.is_late(now_s)
+            and (writer.rank.dp_rank not in self._replaced or writer.records.is_read(now_s))
+            for writer in self._writers
         )
 
     def restate(self, request: ResyncRequest) -> None:
         """Publish again that a rank may hold blocks that no event represents, which is all that is known of it."""
-        if request.rank.dp_rank >= len(self._writers) or not self._wiring.lease_handle.may_publish():
+        numbers, now_s = [writer.rank for writer in self._writers], time.monotonic()
+        if request.rank not in numbers or not self._wiring.lease_handle.may_publish():
             return
-        number, now_s = int(request.rank.dp_rank), time.monotonic()
+        number = numbers.index(request.rank)
         writer, restatements, counters = self._writers[number], self._restatements[number], self._counters[number]
         counters.resyncs_requested += 1
         if not (
@@ -110,6 +118,8 @@ class EventlessFeed:
     async def _check(self) -> None:
         evidence = await evidence_over_http(self._wiring, f"worker {self._wiring.engine.worker_id}")
         await self._wiring.lease_handle.allowed(self._wiring.term)
+        for heartbeats in self._heartbeats:
+            heartbeats.note_http(evidence)
         now_s, answered = time.monotonic(), self._answered
         self._answered = evidence.reachable
         if not evidence.reachable:
@@ -117,9 +127,6 @@ class EventlessFeed:
             if lasted_s is not None:
                 url = self._wiring.engine.metrics_url
                 log.warning("worker %d: %s does not answer%s", self._wiring.engine.worker_id, url, lasting(lasted_s))
-            if evidence.refused:
-                for heartbeats in self._heartbeats:
-                    heartbeats.engine_exited("its HTTP port refuses connections")
             return
         self._outage.answered(now_s)
         same_process = self._started is not None and evidence.started == self._started

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 
 import aiohttp
@@ -20,7 +21,7 @@ from streams.core.events import BEFORE_FIRST
 from streams.core.ids import RankId
 from streams.engines.continuity import Evidence, KnownIncarnation, ReplayCheck
 from streams.engines.feed_machine import Ask
-from streams.engines.process_start import read_process_start
+from streams.engines.process_start import read_process_start, refuses_connections
 from streams.engines.replay import check_last_batch
 from streams.engines.wiring import EngineWiring
 
@@ -32,11 +33,22 @@ _BEYOND_ALL = (1 << 63) - 1
 #: The HTTP server is given up after this time. Other evidence may arrive in the meantime.
 HTTP_TIMEOUT_S = 5.0
 
+#: While the replay socket does not answer, the HTTP server is asked again after this time.
+HTTP_AGAIN_S = 0.5
+
 
 class EvidenceReader:
     """Asks one engine on behalf of one of its ranks, one question at a time."""
 
-    def __init__(self, wiring: EngineWiring, replay_address: str | None, rank: RankId) -> None:
+    def __init__(
+        self,
+        wiring: EngineWiring,
+        replay_address: str | None,
+        rank: RankId,
+        on_http: Callable[[Evidence], None] = lambda _: None,
+    ) -> None:
+        """on_http: takes at once what the HTTP server shows; a replay socket may take seconds."""
+        self._on_http = on_http
         self._wiring = wiring
         self._replay_address = replay_address
         self._rank = rank
@@ -71,11 +83,11 @@ class EvidenceReader:
     async def _ask(self, question: Ask) -> tuple[Ask, Evidence]:
         known = question.known
         if self._replay_address is None:
-            return question, await evidence_over_http(self._wiring, f"rank {self._rank}")
+            return question, await self._over_http()
         if known is None or known.sequence == BEFORE_FIRST:
             return question, await self._signs_of_life()
         checking: asyncio.Task[ReplayCheck] | None = None
-        reading = asyncio.create_task(evidence_over_http(self._wiring, f"rank {self._rank}"))
+        reading = asyncio.create_task(self._over_http())
         try:
             if question.at_once:
                 checking = asyncio.create_task(self._check_replay(known))
@@ -87,7 +99,7 @@ class EvidenceReader:
             if question.is_answered_by(evidence):
                 return question, evidence
             checking = checking or asyncio.create_task(self._check_replay(known))
-            return question, replace(evidence, replay_check=await checking)
+            return question, await self._with_replay(evidence, checking)
         finally:
             reading.cancel()
             if checking is not None:
@@ -95,12 +107,31 @@ class EvidenceReader:
 
     async def _signs_of_life(self) -> Evidence:
         """Ask the HTTP server, and the replay socket if that does not answer."""
-        evidence = await evidence_over_http(self._wiring, f"rank {self._rank}")
+        evidence = await self._over_http()
         # An engine that refuses HTTP is still starting, or has exited. It must not get requests yet.
         if evidence.reachable or evidence.refused:
             return evidence
-        answer = await check_last_batch(self._wiring.context, self._replay_address, _BEYOND_ALL, 0)
-        return replace(evidence, replay_check=answer)
+        checking = asyncio.create_task(check_last_batch(self._wiring.context, self._replay_address, _BEYOND_ALL, 0))
+        try:
+            return await self._with_replay(evidence, checking)
+        finally:
+            checking.cancel()
+
+    async def _with_replay(self, evidence: Evidence, checking: asyncio.Task[ReplayCheck]) -> Evidence:
+        """Return evidence with what the replay socket shows.
+
+        The sockets of a process that ends close one after the other, so the HTTP server is asked again meanwhile.
+        """
+        while not (checking.done() or evidence.reachable or evidence.refused):
+            await asyncio.wait({checking}, timeout=HTTP_AGAIN_S)
+            if not checking.done():
+                evidence = await self._over_http()
+        return replace(evidence, replay_check=await checking)
+
+    async def _over_http(self) -> Evidence:
+        evidence = await evidence_over_http(self._wiring, f"rank {self._rank}")
+        self._on_http(evidence)
+        return evidence
 
     async def _check_replay(self, known: KnownIncarnation) -> ReplayCheck:
         return await check_last_batch(self._wiring.context, self._replay_address, known.sequence, known.digest)
@@ -113,7 +144,10 @@ async def evidence_over_http(wiring: EngineWiring, whose: str) -> Evidence:
         async with asyncio.timeout(HTTP_TIMEOUT_S):
             return await read_process_start(wiring.http, engine.metrics_url, engine.models_url)
     except aiohttp.ClientConnectorError as exc:
-        return Evidence(reachable=False, started=None, refused=exc.os_error.errno == errno.ECONNREFUSED)
+        refused = exc.os_error.errno == errno.ECONNREFUSED
+        if refused and engine.metrics is not None:  # the server of the metrics may be another one
+            refused = await refuses_connections(wiring.http, engine.models_url)
+        return Evidence(reachable=False, started=None, refused=refused)
     except (aiohttp.ClientError, TimeoutError):
         return Evidence(reachable=False, started=None)
     except Exception:  # whatever an HTTP server sends, it must not end the feed

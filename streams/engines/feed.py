@@ -25,7 +25,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from streams.core.events import BEFORE_FIRST, FeedState, ResyncRequest
-from streams.core.ids import DpRank, Incarnation, RankId
+from streams.core.ids import Incarnation, RankId
 from streams.engines.address import port_above
 from streams.engines.batch_publishing import BatchPublisher
 from streams.engines.connection import RECONNECT_S_MIN
@@ -47,7 +47,7 @@ from streams.engines.feed_machine import (
 )
 from streams.engines.feed_table import Action, Signal
 from streams.engines.gap_filling import ReplayFinding
-from streams.engines.heartbeats import Heartbeats
+from streams.engines.heartbeats import Heartbeats, Withheld
 from streams.engines.model_check import ModelCheck
 from streams.engines.process_start import ListedModel
 from streams.engines.rank_writer import RankWriter
@@ -77,12 +77,14 @@ class RankFeed:
     def __init__(
         self,
         wiring: EngineWiring,
-        dp_rank: int,
+        socket: int,
         recovered: RecoveredRank | None,
         counters: FeedCounters | None = None,
         served: ListedModel | None = None,
     ) -> None:
-        """recovered: the rank's state as read from Kafka. counters: the rank's counters, which outlive this feed.
+        """socket: which of the engine's sockets, in the order of their ports; `wiring.ranks` has its rank.
+
+        recovered: the rank's state as read from Kafka. counters: the rank's counters, which outlive this feed.
 
         served: whether the engine serves the model of this feed; it is not checked without it.
         """
@@ -91,9 +93,10 @@ class RankFeed:
         self._wiring = wiring
         self._recovered = recovered
         self._replaces_state = recovered is not None and not recovered.is_removed
-        self.rank = RankId(engine.worker_id, DpRank(dp_rank))
-        self._address = port_above(engine.events, dp_rank)
-        self._replay_address = port_above(engine.replay, dp_rank) if engine.replay else None
+        self._socket = socket
+        self.rank = RankId(engine.worker_id, wiring.ranks.of(socket))
+        self._address = port_above(engine.events, socket)
+        self._replay_address = port_above(engine.replay, socket) if engine.replay else None
         self.counters = FeedCounters() if counters is None else counters
         self._writer = RankWriter(
             wiring.settings,
@@ -109,17 +112,25 @@ class RankFeed:
         self._machine = FeedMachine(
             recovered.known_incarnation if recovered else None,
             share_of(self.rank),
-            is_of_another_model=recovered is not None and recovered.progress.model not in ("", wiring.model),
+            is_of_another=recovered is not None
+            and (recovered.progress.model not in ("", wiring.model) or wiring.ranks.is_moved(socket)),
         )
         self._heartbeats = Heartbeats(wiring, self._writer, self.counters)
         self._publisher = BatchPublisher(
-            wiring, self._address, self._writer, self._heartbeats, self.counters, self._machine, self._feed_state
+            wiring,
+            self._address,
+            self._writer,
+            self._heartbeats,
+            self.counters,
+            self._machine,
+            self._feed_state,
+            socket,
         )
         self._receiver = Receiver(
-            wiring, self._publisher, self._heartbeats, self.counters, self._machine, self._perform_at_once, dp_rank
+            wiring, self._publisher, self._heartbeats, self.counters, self._machine, self._perform_at_once, socket
         )
         self._restater = Restater(wiring, self._writer, self._publisher, self.counters)
-        self._evidence = EvidenceReader(wiring, self._replay_address, self.rank)
+        self._evidence = EvidenceReader(wiring, self._replay_address, self.rank, self._heartbeats.note_http)
         self._model_check = ModelCheck(served)
 
     def counts(self) -> Mapping[str, int]:
@@ -143,6 +154,15 @@ class RankFeed:
                 self.rank,
                 self._address,
             )
+
+    def note_sleep(self, sleeps: bool) -> None:
+        """Note whether the engine sleeps, by its metrics: then it takes no requests, and may have dropped its cache."""
+        self._publisher.note_sleep(sleeps)
+        if sleeps:
+            self._heartbeats.withhold(Withheld.ASLEEP)
+            self._heartbeats.show(self._feed_state())
+        else:
+            self._heartbeats.admit(Withheld.ASLEEP)
 
     def note_start_on_page(self, started: Incarnation) -> None:
         """Note when the engine's process started, as a page shows that was read to scrape metrics.
@@ -277,7 +297,9 @@ class RankFeed:
             order.answered_from_s,
             is_behind=order.is_behind(now_s),
             is_late=self._wiring.is_late(now_s),
-            is_model_unconfirmed=self._model_check.is_unconfirmed(now_s),
+            is_unconfirmed=self._model_check.is_unconfirmed(now_s)
+            or self._wiring.ranks.are_contradicted
+            or self._publisher.may_lack_clear,
         )
 
     # -- instructions --------------------------------------------------------------------------------------------------
@@ -312,8 +334,6 @@ class RankFeed:
                 self._model_check.start(waits=waits)
             case Action.NOTE_HEARD:
                 self._heartbeats.heard()
-            case Action.REPORT_EXIT:
-                self._heartbeats.engine_exited("its connection broke, and its HTTP port refuses connections")
             case ReportDecision(decision, evidence):
                 log.info("rank %s: %s: %s", self.rank, decision, evidence)
             case Action.REPORT_UNREACHABLE:
@@ -349,6 +369,7 @@ class RankFeed:
 
     def _expect_incarnation(self) -> None:
         """Start over with an empty order, and another decoder."""
+        self._wiring.ranks.begin(self._socket)
         self._receiver.begin()
         self._publisher.expect(self._receiver.order.digests)
         self._restater.begin()

@@ -189,15 +189,15 @@ Event = Occurred | MessagesWait | SocketEmptied | OtherBatch | LiveBatchPublishe
 class FeedMachine:
     """Decides what the feed of one rank does. Owner of everything below; all times are monotonic."""
 
-    def __init__(self, recovered: KnownIncarnation | None, share: float, *, is_of_another_model: bool = False) -> None:
+    def __init__(self, recovered: KnownIncarnation | None, share: float, *, is_of_another: bool = False) -> None:
         """recovered: the rank's incarnation as read from Kafka, None if it has none.
 
-        share: of each interval, after which the rank's periodic work is due. is_of_another_model: whether the
-        recovered incarnation was published under another model than that of this feed.
+        share: of each interval, after which the rank's periodic work is due. is_of_another: whether the recovered
+        incarnation was published under another model than that of this feed, or from the batches of another rank.
         """
         self._recovered = recovered
         self._share = share
-        self._is_of_another_model = is_of_another_model
+        self._is_of_another = is_of_another
         #: What has to be found out before live batches may be published.
         self.phase = FeedPhase.STARTING
         #: When the process of the incarnation started, by its metrics; None if that is not known.
@@ -267,14 +267,14 @@ class FeedMachine:
         return self.phase in MAY_REPLAY
 
     def feed_state(
-        self, now_s: float, answered_from_s: float, *, is_behind: bool, is_late: bool, is_model_unconfirmed: bool
+        self, now_s: float, answered_from_s: float, *, is_behind: bool, is_late: bool, is_unconfirmed: bool
     ) -> FeedState:
         """Return what the rank's records state about its feed at this moment.
 
         answered_from_s: when the last replay of this incarnation began that was answered completely. is_behind:
         whether batches exist, or may exist, that are not published in their order yet. is_late: whether events of the
-        engine may be late before they reach the socket. is_model_unconfirmed: whether the process may serve another
-        model.
+        engine may be late before they reach the socket. is_unconfirmed: whether the process may serve another model,
+        the rank may be another one, or the cache may have been dropped without an event.
         """
         since_s, is_feeding = self.messages_since_s, self.phase is FeedPhase.FEEDING
         if self.is_unexplained or is_behind or is_late:
@@ -283,7 +283,7 @@ class FeedMachine:
             return FeedState.CATCHING_UP
         if self._link.is_behind(now_s, answered_from_s):
             return FeedState.CATCHING_UP
-        if not is_feeding or self.connected_at_s is None or is_model_unconfirmed:
+        if not is_feeding or self.connected_at_s is None or is_unconfirmed:
             return FeedState.UNPROVEN
         is_caught_up = answered_from_s >= self.connected_at_s + SUBSCRIBED_AFTER_S
         return FeedState.LIVE if self.has_known_batch or is_caught_up else FeedState.UNPROVEN
@@ -417,8 +417,6 @@ class FeedMachine:
         instructions: list[Instruction] = []
         if evidence.shows_life:
             instructions.append(Action.NOTE_HEARD)
-        elif evidence.refused and phase is FeedPhase.RECONNECTING and self.connected_at_s is None:
-            instructions.append(Action.REPORT_EXIT)
         is_connected = self.connected_at_s is not None and answer.question.asked_at_s >= self.connected_at_s
         waited_long = self._have_waited_long(answer.now_s, known)
         alone = is_connected and waited_long
@@ -463,7 +461,7 @@ class FeedMachine:
         """Decide what evidence shows. alone: whether messages through this connection have waited long for it."""
         if self.phase is FeedPhase.STARTING:
             decision = decide_at_start(known, evidence, now_us, alone=alone)
-            if known is not None and isinstance(decision, SameIncarnation) and self._is_of_another_model:
+            if known is not None and isinstance(decision, SameIncarnation) and self._is_of_another:
                 # Only the beginning of an incarnation changes the rank's model, and empties it.
                 return NewIncarnation(mint_incarnation(known.incarnation, now_us))
             return decision

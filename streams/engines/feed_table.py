@@ -60,7 +60,7 @@ class Signal(enum.Enum):
 
 
 class Action(enum.Enum):
-    """What the machine changes, and lets the feed do, in the order of a rule. The last five are in no rule."""
+    """What the machine changes, and lets the feed do, in the order of a rule. The last four are in no rule."""
 
     PUBLISH = "publish the batch in its order"
     SKIP = "skip the batch"
@@ -80,7 +80,6 @@ class Action(enum.Enum):
     STOP_ASKING = "forget what was asked: its answer would show nothing any more"
     REPLAY = "request the batches after the last one from the replay socket"
     NOTE_HEARD = "note that the engine has answered something"
-    REPORT_EXIT = "report that the engine has exited, so that its rank gets no requests"
     REPORT_UNREACHABLE = "log that events arrive although the engine's HTTP server does not answer"
 
 

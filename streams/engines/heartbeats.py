@@ -7,10 +7,12 @@ and what a heartbeat does in the table (core.reducer).
 from __future__ import annotations
 
 import asyncio
+import enum
 import logging
 import time
 
-from streams.core.events import FeedState
+from streams.core.events import ENDED_LEASE_MS, FeedState
+from streams.engines.continuity import Evidence
 from streams.engines.feed_counters import FeedCounters
 from streams.engines.rank_writer import RankWriter
 from streams.engines.turns import next_turn, share_of
@@ -21,9 +23,12 @@ log = logging.getLogger(__name__)
 #: Heartbeats per lease: two may be lost or late before the rank becomes silent.
 HEARTBEATS_PER_LEASE = 3
 
-#: The lease in the heartbeat that reports that the engine has exited. It is so short that the owner's next maintenance
-#: tick marks the rank as silent.
-ENDED_ENGINE_LEASE_MS = 1
+
+class Withheld(enum.Enum):
+    """Why a rank gets no requests although its engine may be heard from."""
+
+    NO_HTTP = "its HTTP port refuses connections"
+    ASLEEP = "it sleeps, by its metrics"
 
 
 class Heartbeats:
@@ -35,6 +40,7 @@ class Heartbeats:
         self._counters = counters
         self._lease_s = wiring.settings.bridge_lease_s
         self._heard_at_s = float("-inf")
+        self._withheld: set[Withheld] = set()
         self._ended = False  # whether the engine was reported to have exited, and has not been heard from since
         self._end_shown = True  # whether Kafka's client has the heartbeat that says so
         #: Whether the rank has an incarnation; before that there is nothing to state.
@@ -43,7 +49,30 @@ class Heartbeats:
     def heard(self) -> None:
         """Note that the engine sent or answered something."""
         self._heard_at_s = time.monotonic()
-        if self._ended:
+        if self._ended and not self._withheld:
+            self._ended = False
+            self._renew_if_due()
+
+    def note_http(self, evidence: Evidence) -> None:
+        """Take what the engine's HTTP server shows. Where it refuses connections, no request can be served."""
+        if evidence.refused:
+            self.withhold(Withheld.NO_HTTP)
+        elif evidence.reachable:
+            self.admit(Withheld.NO_HTTP)
+
+    def withhold(self, why: Withheld) -> None:
+        """Let the rank get no requests, whatever is heard from its engine, until `admit`."""
+        if why not in self._withheld:
+            self._withheld.add(why)
+            self.engine_exited(why.value)
+
+    def admit(self, why: Withheld) -> None:
+        """Let the rank get requests again, if there is no other reason and its engine is heard from."""
+        if why not in self._withheld:
+            return
+        self._withheld.discard(why)
+        if self._ended and not self._withheld and self._is_heard:
+            log.info("rank %s gets requests again: no longer: %s", self._writer.rank, why.value)
             self._ended = False
             self._renew_if_due()
 
@@ -57,8 +86,10 @@ class Heartbeats:
             self.engine_exited("its connection broke, and nothing has been heard from it for a lease")
 
     def renew(self) -> None:
-        """Publish a heartbeat now."""
-        self._publish(round(self._lease_s * 1000))
+        """Publish a heartbeat now; its lease has ended already if the rank gets no requests."""
+        if self._withheld:
+            self._ended = True
+        self._publish(ENDED_LEASE_MS if self._withheld else round(self._lease_s * 1000))
 
     async def run(self) -> None:
         """Publish heartbeats until cancelled."""
@@ -68,28 +99,30 @@ class Heartbeats:
             await asyncio.sleep(next_turn(now_s, interval_s, share) - now_s)
             self._renew_if_due()
             if self._ended and not self._end_shown and self._wiring.lease_handle.may_publish():
-                self._end_shown = self._publish(ENDED_ENGINE_LEASE_MS)
+                self._end_shown = self._publish(ENDED_LEASE_MS)
 
     def engine_exited(self, reason: str) -> None:
-        """Make the rank silent at once. It is renewed as soon as the engine is heard from again."""
+        """Make the rank silent at once, until the engine is heard from again and may get requests."""
         if self.begun and not self._ended and self._wiring.lease_handle.may_publish():
-            log.warning("rank %s: the engine has exited: %s", self._writer.rank, reason)
+            log.warning("rank %s gets no requests: %s", self._writer.rank, reason)
             self._ended = True
-            self._end_shown = self._publish(ENDED_ENGINE_LEASE_MS)
+            self._end_shown = self._publish(ENDED_LEASE_MS)
 
     @property
     def _is_heard(self) -> bool:
         return time.monotonic() - self._heard_at_s < self._lease_s
 
     def _renew_if_due(self) -> None:
-        if self.begun and self._is_heard and not self._ended and self._wiring.lease_handle.may_publish():
+        """Publish a heartbeat if the engine is heard from; one that sleeps stays in the index, and gets no requests."""
+        may_state = self._withheld or not self._ended
+        if self.begun and self._is_heard and may_state and self._wiring.lease_handle.may_publish():
             self.renew()
 
     def retire(self, reason: str) -> None:
         """Make the rank silent at once and for good, if this bridge may still publish."""
         if self.begun and self._wiring.lease_handle.may_publish():
             log.info("rank %s is fed no longer: %s", self._writer.rank, reason)
-            self._publish(ENDED_ENGINE_LEASE_MS)
+            self._publish(ENDED_LEASE_MS)
 
     def _publish(self, lease_ms: int) -> bool:
         """Publish a heartbeat, and return True, unless a batch waits for Kafka; that shows life as well."""

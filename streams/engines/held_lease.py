@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 from confluent_kafka import OFFSET_END, Consumer, KafkaException, TopicPartition
 
-from streams.core.events import ResyncRequest
+from streams.core.events import ENDED_LEASE_MS, ResyncRequest
 from streams.core.ids import RankId
 from streams.errors import BadRecord, KvStreamsError
 from streams.kafka.clients import assign, partition_of, reader, require_topic, worker_key
@@ -27,9 +27,6 @@ log = logging.getLogger(__name__)
 
 #: Heartbeats per lease: two may be lost or late before the rank becomes silent.
 HEARTBEATS_PER_LEASE = 3
-
-#: The lease in the heartbeat that says that the engine has ended.
-ENDED_LEASE_MS = 1
 
 #: How long one read of requests waits; the end of the lease is noticed after at most this time.
 _POLL_S = 0.1

@@ -111,9 +111,9 @@ class EngineLease:
             self._renew_at_s = float("-inf")
 
     @property
-    def wanted_block_size(self) -> int | None:
-        """The block size of the registration that this bridge writes; None before `want`."""
-        return None if self._own is None else self._own.block_size
+    def registered_model(self) -> str | None:
+        """The model that the registry has for the worker; None if it has none, or has not been read to its end."""
+        return None if self._base is None else self._base.model
 
     # -- records of the log --------------------------------------------------------------------------------------------
 
@@ -255,6 +255,7 @@ def _addressed(registered: Worker | None, own: Worker, fixed: tuple[str, ...]) -
         model=own.model,
         block_size=own.block_size,
         dp_size=own.dp_size,
+        dp_start=own.dp_start,
         events_endpoint=own.events_endpoint,
         replay_endpoint=own.replay_endpoint,
         lora_names=registered.lora_names if own.lora_names is None else own.lora_names,

@@ -75,14 +75,18 @@ _NAMES: Mapping[str, tuple[_Reading, ...]] = {
 _BLOCK_SIZE_LABELS = {"vllm:cache_config_info": "block_size", "sglang:cache_config_info": "page_size"}
 _BLOCK_SIZE_PREFIXES = tuple(name.encode() for name in _BLOCK_SIZE_LABELS)
 
+#: vLLM's gauge of whether an engine sleeps: its sample with sleep_state="awake" is 0 while it does.
+_SLEEP_STATE = "vllm:engine_sleep_state"
+
 _PREFERENCE = {name: position for position, name in enumerate(_NAMES)}
 _PREFIXES = tuple(_NAMES)
+_RANK_PREFIXES = tuple(name.encode() for name in _NAMES)
 
 
-def parse_metrics(page: bytes, *, dp_size: int, block_size: int) -> dict[DpRank, WorkerMetrics]:
-    """Return the gauges of each of an engine's ranks that the page reports.
+def parse_metrics(page: bytes, *, dp_size: int, block_size: int, dp_start: int = 0) -> dict[DpRank, WorkerMetrics]:
+    """Return the gauges of each of an engine's ranks that the page reports. dp_start: the first of its ranks.
 
-    A sample without a rank label belongs to rank 0. If the engine has one rank only, every sample belongs to rank 0. A
+    A sample without a rank label belongs to the first rank, and so does every sample of an engine with one rank only. A
     gauge that is not reported is 0. If one rank has several samples (of tensor-parallel ranks, of models), the greatest
     is used. Raises BadRecord: not_text, bad_page, bad_number, no_metrics.
     """
@@ -96,7 +100,7 @@ def parse_metrics(page: bytes, *, dp_size: int, block_size: int) -> dict[DpRank,
     try:
         for family in text_string_to_metric_families(relevant + "\n"):
             for sample in family.samples:
-                rank = _rank_of(sample.labels, dp_size)
+                rank = _rank_of(sample.labels, dp_size, dp_start)
                 if rank is None:
                     continue
                 for reading in _NAMES.get(sample.name, ()):
@@ -122,7 +126,7 @@ _TOKEN_COUNTERS = tuple(
 )
 
 
-def tokens_processed(page: bytes, *, dp_size: int) -> dict[DpRank, float]:
+def tokens_processed(page: bytes, *, dp_size: int, dp_start: int = 0) -> dict[DpRank, float]:
     """Return how many tokens each rank has processed since its engine started; empty if the page does not report it.
 
     Raises BadRecord: bad_page.
@@ -133,7 +137,7 @@ def tokens_processed(page: bytes, *, dp_size: int) -> dict[DpRank, float]:
     try:
         for family in text_string_to_metric_families(relevant + "\n"):
             for sample in family.samples:
-                rank = _rank_of(sample.labels, dp_size)
+                rank = _rank_of(sample.labels, dp_size, dp_start)
                 if rank is not None and sample.name in _TOKEN_COUNTERS:
                     tokens[rank] = tokens.get(rank, 0.0) + sample.value
     except ValueError as exc:
@@ -155,12 +159,41 @@ def parse_block_size(page: bytes) -> int | None:
     return None
 
 
-def _rank_of(labels: Mapping[str, str], dp_size: int) -> DpRank | None:
-    """Return the rank of a sample; None for a rank outside of the engine's dp_size."""
+def parse_sleep(page: bytes, *, dp_size: int, dp_start: int = 0) -> dict[DpRank, bool]:
+    """Return of each rank whether it sleeps, as far as the page reports it. Raises BadRecord: bad_page."""
+    text = page.decode(errors="replace")
+    relevant = "\n".join(line for line in text.split("\n") if line.startswith(_SLEEP_STATE))
+    sleeps: dict[DpRank, bool] = {}
+    try:
+        for family in text_string_to_metric_families(relevant + "\n"):
+            for sample in family.samples:
+                rank = _rank_of(sample.labels, dp_size, dp_start)
+                if rank is not None and sample.name == _SLEEP_STATE and sample.labels.get("sleep_state") == "awake":
+                    sleeps[rank] = sleeps.get(rank, False) or sample.value == 0.0
+    except ValueError as exc:
+        raise BadRecord("bad_page", f"a line is not a Prometheus sample: {exc}") from exc
+    return sleeps
+
+
+def ranks_on_page(page: bytes) -> frozenset[int]:
+    """Return the ranks that a page names; empty if it names none, or is no Prometheus text."""
+    relevant = b"\n".join(line for line in page.split(b"\n") if line.startswith(_RANK_PREFIXES))
+    named: set[str] = set()
+    try:
+        for family in text_string_to_metric_families(relevant.decode(errors="replace") + "\n"):
+            for sample in family.samples:
+                named.update(sample.labels[label] for label in _RANK_LABELS if sample.labels.get(label))
+    except ValueError:
+        pass  # `parse_metrics` reports a page that is not Prometheus text
+    return frozenset(int(text) for text in named if text.isascii() and text.isdigit() and len(text) <= 9)
+
+
+def _rank_of(labels: Mapping[str, str], dp_size: int, dp_start: int) -> DpRank | None:
+    """Return the rank of a sample; None for a rank that the engine does not have."""
     if dp_size == 1:
-        return DpRank(0)
-    named = next((labels[label] for label in _RANK_LABELS if labels.get(label)), "0")
-    if not named.isascii() or not named.isdigit() or len(named) > 9 or int(named) >= dp_size:
+        return DpRank(dp_start)
+    named = next((labels[label] for label in _RANK_LABELS if labels.get(label)), str(dp_start))
+    if not named.isascii() or not named.isdigit() or len(named) > 9 or not 0 <= int(named) - dp_start < dp_size:
         return None
     return DpRank(int(named))
 

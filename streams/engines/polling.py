@@ -34,6 +34,7 @@ import zmq.asyncio
 
 from streams.engines.address import EngineAddress, is_polled, port_above
 from streams.engines.dialects.trtllm import events_of, rank_of_event
+from streams.engines.engine_ranks import EngineRanks
 from streams.engines.link_delay import LATE_S
 from streams.engines.process_start import read_body
 from streams.engines.replay import SEQUENCE
@@ -75,7 +76,7 @@ async def polled(wiring: EngineWiring) -> AsyncIterator[EngineWiring]:
         yield wiring
         return
     with tempfile.TemporaryDirectory(prefix="kvstreams-") as folder:
-        poller = Poller(wiring.http, wiring.context, engine, Path(folder))
+        poller = Poller(wiring.http, wiring.context, engine, Path(folder), wiring.ranks)
         polling = asyncio.create_task(poller.run())
         try:
             yield replace(wiring, engine=replace(engine, events=poller.address), is_late=poller.answers.are_late)
@@ -128,7 +129,12 @@ class Poller:
     """Polls one engine, and publishes its events on one socket per rank. All methods run on the loop."""
 
     def __init__(
-        self, http: aiohttp.ClientSession, context: zmq.asyncio.Context, engine: EngineAddress, folder: Path
+        self,
+        http: aiohttp.ClientSession,
+        context: zmq.asyncio.Context,
+        engine: EngineAddress,
+        folder: Path,
+        ranks: EngineRanks | None = None,
     ) -> None:
         """folder: of the sockets; only this user may have access to it."""
         self.address = f"ipc://{folder / 'events'}"
@@ -138,7 +144,9 @@ class Poller:
         assert engine.events is not None  # otherwise it is not polled
         self._url = engine.events
         self._sockets: list[_Publisher] = []
+        self._ranks = EngineRanks(engine.dp_size, engine.dp_start) if ranks is None else ranks
         self._last: dict[int, int] = {}  # by rank, the number of its last event
+        self._rank_without_socket: int | None = None  # the first one that was logged
         self._outage = Outage()
         self.answers = Answers()
 
@@ -211,8 +219,19 @@ class Poller:
 
     async def _publish(self, dp_rank: int, batches: Sequence[tuple[int, bytes]]) -> None:
         """Publish batches of one rank, with their numbers."""
-        if dp_rank >= len(self._sockets):
-            log.debug("worker %d: an event names rank %d", self._engine.worker_id, dp_rank)
+        socket = self._ranks.socket_of(dp_rank)
+        if socket is None or (len(self._sockets) == 1 and self._last.keys() - {dp_rank}):
+            if self._rank_without_socket is None:
+                self._rank_without_socket = dp_rank
+                log.warning(
+                    "worker %d: %s has events of rank %d, which are skipped: the engine is said to have %d ranks, "
+                    "from %d on. Correct dp and dp_start of its --engine",
+                    self._engine.worker_id,
+                    self._url,
+                    dp_rank,
+                    self._engine.dp_size,
+                    self._ranks.start,
+                )
             return
         for number, payload in batches:
             if number <= self._last.get(dp_rank, -1):
@@ -222,7 +241,7 @@ class Poller:
                 self._open()
                 await self._await_subscribers()
             self._last[dp_rank] = number
-            await self._sockets[dp_rank].socket.send_multipart([b"", SEQUENCE.pack(number), payload])
+            await self._sockets[socket].socket.send_multipart([b"", SEQUENCE.pack(number), payload])
 
 
 def numbered(events: Sequence[Any]) -> Mapping[int, list[tuple[int, bytes]]]:

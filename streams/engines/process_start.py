@@ -11,15 +11,17 @@ asked for its models.
 from __future__ import annotations
 
 import asyncio
-import json
+import errno
 import logging
 import re
 import time
+from collections.abc import Callable
 
 import aiohttp
 
 from streams.core.ids import Incarnation, WorkerId
 from streams.engines.continuity import Evidence
+from streams.engines.model_list import ListedFacts, ModelEntry, facts_of, model_entries
 from streams.errors import KvStreamsError
 
 log = logging.getLogger(__name__)
@@ -34,6 +36,9 @@ MODELS_BYTES_MAX = 1024 * 1024
 MODELS_TIMEOUT_S = 5.0
 MODELS_RETRY_S = 1.0
 
+#: The list is read at this interval while the engine is fed: adapters come and go without a restart.
+LIST_CHECK_S = 10.0
+
 #: A feed is not live for at most this long because /v1/models does not answer. It is as long as batches wait for
 #: evidence about their process: an engine without HTTP is fed from its events alone then.
 MODEL_WAIT_S = 10.0
@@ -43,7 +48,7 @@ NAMES_LOGGED_MAX = 5
 
 _START_TIME = re.compile(r"^process_start_time_seconds(?:\{[^}]*\})?\s+(\S+)", re.MULTILINE)
 
-_OK, _CLIENT_ERRORS = 200, range(400, 500)
+_OK, _CLIENT_ERRORS, _KEY_REQUIRED = 200, range(400, 500), (401, 403)
 
 
 async def read_process_start(http: aiohttp.ClientSession, metrics_url: str, models_url: str) -> Evidence:
@@ -58,6 +63,17 @@ async def read_process_start(http: aiohttp.ClientSession, metrics_url: str, mode
             return Evidence(reachable=False, started=None)
     async with http.get(models_url) as response:
         return Evidence(reachable=response.status == _OK, started=None)
+
+
+async def refuses_connections(http: aiohttp.ClientSession, url: str) -> bool:
+    """Whether nothing listens at an address, as while a process starts, and after it has ended."""
+    try:
+        async with http.get(url):
+            return False
+    except aiohttp.ClientConnectorError as exc:
+        return exc.os_error.errno == errno.ECONNREFUSED
+    except (aiohttp.ClientError, TimeoutError):
+        return False
 
 
 async def read_body(response: aiohttp.ClientResponse, bytes_max: int) -> bytes:
@@ -79,31 +95,22 @@ def parse_process_start(page: str) -> Evidence:
         return Evidence(True, None)
 
 
+class KeyRequired(KvStreamsError):
+    """The engine's HTTP server does not answer without its key, or with this one."""
+
+    code = "key_required"
+
+
 async def read_models(http: aiohttp.ClientSession, url: str) -> bytes:
-    """Read an engine's /v1/models. Raises ClientError, TimeoutError."""
+    """Read an engine's /v1/models. Raises ClientError, TimeoutError, KeyRequired."""
     async with http.get(url) as response:
+        if response.status in _KEY_REQUIRED:
+            raise KeyRequired(
+                f"it answers {response.status}, so it requires an API key, or another one",
+                remedy="Add key=FILE to its --engine",
+            )
         response.raise_for_status()
         return await read_body(response, MODELS_BYTES_MAX)
-
-
-def listed_models(body: bytes) -> tuple[str, ...]:
-    """Return the ids in an answer of /v1/models; the first is the engine's model, its adapters are among the others.
-
-    Raises KvStreamsError for an answer whose first id cannot be used.
-    """
-    try:
-        answer = json.loads(body)
-    except (ValueError, RecursionError) as exc:
-        raise KvStreamsError("the answer is not JSON") from exc
-    models = answer.get("data") if isinstance(answer, dict) else None
-    names = (
-        [model.get("id") if isinstance(model, dict) else None for model in models] if isinstance(models, list) else []
-    )
-    if not names or not isinstance(names[0], str) or not names[0]:
-        raise KvStreamsError("the answer names no model")
-    if not names[0].isprintable():
-        raise KvStreamsError(f"the answer names the model {names[0]!r}, which contains control characters")
-    return tuple(name for name in names if isinstance(name, str))
 
 
 class ModelChanged(KvStreamsError):
@@ -124,16 +131,28 @@ class ListedModel:
     """
 
     def __init__(
-        self, http: aiohttp.ClientSession, worker_id: WorkerId, models_url: str, model: str, *, is_set: bool
+        self,
+        http: aiohttp.ClientSession,
+        worker_id: WorkerId,
+        models_url: str,
+        model: str,
+        on_list: Callable[[ListedFacts], None] = lambda _: None,
+        *,
+        is_set: bool,
     ) -> None:
-        """is_set: whether the operator has set the model; otherwise it is from the engine's list."""
+        """on_list: takes what each list says about the model. is_set: whether the operator has set the model; otherwise
+        it is from the engine's list.
+        """
         self._http = http
+        self._on_list = on_list
         self._worker_id = worker_id
         self._url = models_url
         self._model = model
         self._is_set = is_set
         self._was_listed = not is_set
-        #: Whether the engine's last list lacks the model that the operator has set, and an earlier one had it.
+        self._is_refused = False  # whether the list was last refused for want of a key
+        #: Whether the engine's last list lacks the model that the operator has set, or requires another key, and an
+        #: earlier list had the model.
         self.is_missing = False
 
     @property
@@ -158,26 +177,49 @@ class ListedModel:
                     return other
             await asyncio.sleep(MODELS_RETRY_S)
 
+    async def follow(self) -> None:
+        """Read the list again and again, so that its names, adapters and lengths are followed; until cancelled."""
+        while True:
+            await asyncio.sleep(LIST_CHECK_S)
+            await self._read()
+
     async def ask_once(self) -> str | None:
         """Return the name of the model that the engine serves instead; None if there is none, or no answer."""
-        names = None if self._is_set else await self._read()
-        return None if names is None else self._replacement(names)
+        names = await self._read()
+        return None if names is None or self._is_set else self._replacement(names)
 
     async def _read(self) -> tuple[str, ...] | None:
         """Return the names that the engine lists, None if they cannot be read."""
         try:
             async with asyncio.timeout(MODELS_TIMEOUT_S):
-                return listed_models(await read_models(self._http, self._url))
+                return self._names(model_entries(await read_models(self._http, self._url)))
+        except KeyRequired as exc:
+            self._note_refused(exc)
+            return None
         except Exception:  # whatever an HTTP server sends, it must not end the feed
             log.debug("worker %d: %s cannot be read", self._worker_id, self._url, exc_info=True)
             return None
+
+    def _names(self, entries: tuple[ModelEntry, ...]) -> tuple[str, ...]:
+        """Return the names in a list, and report what it says about the model."""
+        names = tuple(entry.name for entry in entries)
+        if self._model in names:
+            self._on_list(facts_of(entries, self._model))
+        return names
+
+    def _note_refused(self, refused: KeyRequired) -> None:
+        """Note that the list is there and cannot be read: another process may have another key, and another model."""
+        if not self._is_refused:
+            self._is_refused = True
+            log.warning("worker %d: it is not known what %s lists: %s", self._worker_id, self._url, refused)
+        self.is_missing = self.is_missing or self._was_listed
 
     def _replacement(self, names: tuple[str, ...]) -> str | None:
         """Return the model that takes the place of this one, None if none does; note whether this one is missing."""
         if self._model in names:
             if self.is_missing:
                 log.info("worker %d: %s lists %s again", self._worker_id, self._url, self._model)
-            self._was_listed, self.is_missing = True, False
+            self._was_listed, self.is_missing, self._is_refused = True, False, False
             return None
         if not self._is_set:
             return names[0]

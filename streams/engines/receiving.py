@@ -17,8 +17,8 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any, assert_never
 
-from streams.core.ids import DpRank, RankId
-from streams.engines.address import port_above
+from streams.core.ids import RankId
+from streams.engines.address import BIND, port_above
 from streams.engines.batch_publishing import BatchPublisher
 from streams.engines.connection import Change, EventConnection
 from streams.engines.feed_counters import FeedCounters
@@ -57,9 +57,11 @@ class Receiver:
         counters: FeedCounters,
         machine: FeedMachine,
         perform: Callable[[Instruction], None],
-        dp_rank: int,
+        socket: int,
     ) -> None:
-        """perform: performs an instruction that is not about a message, and for which nothing is waited."""
+        """perform: performs an instruction that is not about a message, and for which nothing is waited. socket: which
+        of the engine's sockets is the rank's.
+        """
         assert wiring.engine.events is not None  # an engine without events has another feed (eventless_feed)
         self._wiring = wiring
         self._publisher = publisher
@@ -67,12 +69,17 @@ class Receiver:
         self._counters = counters
         self._machine = machine
         self._perform = perform
-        self._rank = RankId(wiring.engine.worker_id, DpRank(dp_rank))
-        self._address = port_above(wiring.engine.events, dp_rank)
-        self._replay_address = port_above(wiring.engine.replay, dp_rank) if wiring.engine.replay else None
+        self._rank = RankId(wiring.engine.worker_id, wiring.ranks.of(socket))
+        self._address = port_above(wiring.engine.events, socket)
+        self._replay_address = port_above(wiring.engine.replay, socket) if wiring.engine.replay else None
         self._outage, self._replay_outage = Outage(), Outage()
         self.connection = EventConnection(
-            wiring.context, self._address, wiring.receive_hwm, self._on_message, wiring.watch
+            wiring.context,
+            self._address.removeprefix(BIND),
+            wiring.receive_hwm,
+            self._on_message,
+            wiring.watch,
+            listens=self._address.startswith(BIND),
         )
         #: The order of the incarnation's batches; `begin` replaces it.
         self.order = self._new_order()

@@ -18,7 +18,7 @@ from confluent_kafka import KafkaError, KafkaException, Message
 
 from streams.core.engine_metrics import METRICS_TTL_MS_MAX, MetricsReport, WorkerMetrics
 from streams.core.ids import DpRank, Incarnation, RankId
-from streams.engines.metrics import parse_block_size, parse_metrics, tokens_processed
+from streams.engines.metrics import parse_block_size, parse_metrics, parse_sleep, tokens_processed
 from streams.engines.process_start import PAGE_BYTES_MAX, parse_process_start, read_body
 from streams.engines.turns import next_turn, share_of
 from streams.engines.wiring import EngineWiring
@@ -64,16 +64,20 @@ class Scraper:
         wiring: EngineWiring,
         on_requests: Callable[[DpRank], None] = lambda _: None,
         on_start: Callable[[Incarnation], None] = lambda _: None,
+        on_sleep: Callable[[DpRank, bool], None] = lambda _rank, _sleeps: None,
     ) -> None:
         """on_requests: called for each rank whose requests were running, or tokens were processed, since the last page.
 
         The page may be read when no request happens to be running, so counters of tokens are compared as well.
-        on_start: called with the start time of the engine's process, if the page has it.
+        on_start: called with the start time of the engine's process, if the page has it. on_sleep: called for each rank
+        with whether it sleeps, as of each page.
         """
+        self._on_sleep = on_sleep
         self._on_start = on_start
         self._wiring = wiring
         self._interval_s = wiring.settings.metrics_interval_s
         self._ttl_ms = min(METRICS_TTL_MS_MAX, round((INTERVALS_KEPT * self._interval_s + SCRAPE_TIMEOUT_S) * 1000))
+        self._dp_start = wiring.ranks.start
         self._topic = topics(wiring.settings).worker_metrics.name
         self._on_requests = on_requests
         self._outage = Outage()
@@ -100,12 +104,14 @@ class Scraper:
             page = await _fetch(self._wiring.http, engine.metrics_url)
             block_size = settings.block_size_of(self._wiring.model)
             if len(page) > PAGE_BYTES_AT_ONCE:
-                parsed = await asyncio.to_thread(_parsed, page, engine.dp_size, block_size)
+                parsed = await asyncio.to_thread(_parsed, page, engine.dp_size, self._dp_start, block_size)
             else:
-                parsed = _parsed(page, engine.dp_size, block_size)
+                parsed = _parsed(page, engine.dp_size, self._dp_start, block_size)
             self._wiring.on_page_block_size(parsed.block_size)
             if parsed.started is not None:
                 self._on_start(parsed.started)
+            for dp_rank, sleeps in parsed.sleeps.items():
+                self._on_sleep(dp_rank, sleeps)
             if parsed.error is not None:
                 raise parsed.error
             ranks, tokens = parsed.ranks, parsed.tokens
@@ -165,33 +171,37 @@ class Scraper:
 class _Page:
     """What a page says. block_size: of the engine. started: when its process started.
 
-    tokens: processed, by rank. error: why ranks and tokens cannot be used.
+    tokens: processed, by rank. sleeps: whether each rank sleeps; a rank that the page says nothing about is awake.
+    error: why ranks and tokens cannot be used.
     """
 
     block_size: int | None
     started: Incarnation | None
     ranks: Mapping[DpRank, WorkerMetrics] = field(default_factory=dict)
     tokens: Mapping[DpRank, float] = field(default_factory=dict)
+    sleeps: Mapping[DpRank, bool] = field(default_factory=dict)
     error: BadRecord | None = None
 
 
-def _parsed(page: bytes, dp_size: int, block_size: int) -> _Page:
+def _parsed(page: bytes, dp_size: int, dp_start: int, block_size: int) -> _Page:
     """Parse a page. block_size: the scope's, in tokens."""
     parsed = _Page(parse_block_size(page), parse_process_start(page.decode(errors="replace")).started)
     try:
-        parsed.ranks = parse_metrics(page, dp_size=dp_size, block_size=block_size)
-        parsed.tokens = tokens_processed(page, dp_size=dp_size)
+        sleeps = parse_sleep(page, dp_size=dp_size, dp_start=dp_start)
+        parsed.sleeps = {DpRank(dp_start + n): sleeps.get(DpRank(dp_start + n), False) for n in range(dp_size)}
+        parsed.ranks = parse_metrics(page, dp_size=dp_size, block_size=block_size, dp_start=dp_start)
+        parsed.tokens = tokens_processed(page, dp_size=dp_size, dp_start=dp_start)
     except BadRecord as exc:
         parsed.error = exc
     return parsed
 
 
-async def reported_block_size(http: aiohttp.ClientSession, url: str) -> int | None:
-    """Return the number of tokens per block on an engine's page; None if the page cannot be read or reports none."""
+async def first_page(http: aiohttp.ClientSession, url: str) -> bytes:
+    """Return an engine's page as it is before the engine is fed; an empty one if it cannot be read."""
     try:
-        return parse_block_size(await _fetch(http, url))
+        return await _fetch(http, url)
     except (aiohttp.ClientError, TimeoutError, BadRecord):
-        return None
+        return b""
 
 
 async def _fetch(http: aiohttp.ClientSession, url: str) -> bytes:

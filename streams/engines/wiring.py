@@ -17,6 +17,7 @@ from streams.core.ids import RankId, WorkerId
 from streams.engines.address import EngineAddress
 from streams.engines.connection import RECEIVE_HWM
 from streams.engines.cxl_names import PooledRows
+from streams.engines.engine_ranks import EngineRanks
 from streams.engines.lease_handle import LeaseHandle
 from streams.engines.socket_watch import SocketWatch
 from streams.settings import BridgeSettings
@@ -44,7 +45,8 @@ class EngineWiring:
     on_stored_block_size: takes it from an event that stores blocks. It is called with None when a rank begins another
     incarnation. receive_hwm: returns how many batches may wait in one rank's socket. read_pooled: reads a worker's rows
     from the agents' table of pooled blocks, by rank. in_flight: see RankRecords. watch: of all event sockets.
-    is_late: whether events of the engine may be late before they reach the sockets, at a monotonic time.
+    is_late: whether events of the engine may be late before they reach the sockets, at a monotonic time. ranks: of its
+    sockets.
     """
 
     settings: BridgeSettings
@@ -63,3 +65,4 @@ class EngineWiring:
     in_flight: Counter[WorkerId] = field(default_factory=Counter)
     watch: SocketWatch = field(default_factory=SocketWatch)
     is_late: Callable[[float], bool] = _never
+    ranks: EngineRanks = field(default_factory=EngineRanks)

@@ -44,9 +44,10 @@ class Fleet:
         self._pools: list[frozenset[int]] | None = None  # the members of each pool; None if they are not known
         self._incarnations: dict[int, int] = {}
         self._clock = clock
-        self._engines: dict[str, list[str]] = {}
-        self._created_s: dict[str, int] = {}
-        self._adapters: dict[str, str] = {}  # the model of each LoRA adapter
+        self._engines: dict[str, list[str]] = {}  # of engines that may get requests, by every name of their model
+        self._models: dict[str, str] = {}  # the model of each name, of all registered workers
+        self._adapters: dict[str, str] = {}  # the model of each LoRA adapter, likewise
+        self._page: list[dict[str, Any]] = []
         self._roles: dict[str, ModelRoles] = {}
         #: Mode of the router that answered last; "" if it does not say.
         self.router_mode = ""
@@ -92,21 +93,26 @@ class Fleet:
     def _take(self, workers: list[dict[str, Any]]) -> None:
         engines: dict[str, list[str]] = {}
         roles: dict[str, ModelRoles] = {}
-        created: dict[str, int] = {}
+        models: dict[str, str] = {}
         adapters: dict[str, str] = {}
+        page = ModelsPage()
         for worker in sorted(workers, key=lambda worker: str(worker["model"])):
-            model = worker["model"]
-            created[model] = min(created.get(model, 1 << 62), worker["registered_at_ms"] // 1000)
+            model, names = worker["model"], (worker["model"], *worker.get("aliases", ()))
             for adapter in worker.get("lora_names") or ():
                 adapters.setdefault(adapter, model)
+            for name in names:
+                models.setdefault(name, model)
             if worker["url"] and worker["state"] == "active" and len(worker["silent_dp_ranks"]) < worker["dp_size"]:
-                engines.setdefault(model, []).append(worker["url"].rstrip("/"))
-                known = roles.get(model) or ModelRoles(block_size=worker["block_size"])
-                roles[model] = known.including(worker["worker_id"], worker["role"])
-        self._engines, self._created_s, self._roles = engines, created, roles
+                page.add(worker)
+                for name in names:
+                    engines.setdefault(name, []).append(worker["url"].rstrip("/"))
+                    known = roles.get(name) or ModelRoles(block_size=worker["block_size"])
+                    roles[name] = known.including(worker["worker_id"], worker["role"])
+        models |= {worker["model"]: worker["model"] for worker in workers}
+        self._engines, self._roles, self._models, self._page = engines, roles, models, page.rows()
         incarnations = {worker["worker_id"]: worker.get("incarnation") for worker in workers}
         self._incarnations = {worker_id: number for worker_id, number in incarnations.items() if number is not None}
-        self._adapters = {adapter: model for adapter, model in adapters.items() if adapter not in created}
+        self._adapters = {adapter: model for adapter, model in adapters.items() if adapter not in models}
 
     def not_ready(self) -> str | None:
         """Return why the front cannot serve, or None if it can."""
@@ -121,16 +127,15 @@ class Fleet:
     def resolve(self, name: str | None) -> tuple[str | None, str | None]:
         """Return the model and the LoRA adapter that a request's `model` stands for; an adapter is named like a model.
 
-        A name that is not registered is a model's, so that the router says that it is not served.
+        Of several names of a model, that of its registration is returned. A name that is not registered is a model's,
+        so that the router says that it is not served.
         """
         model = self._adapters.get(name or "")
-        return (name, None) if model is None else (model, name)
+        return (self._models.get(name or "", name), None) if model is None else (model, name)
 
     def engine(self, model: str | None) -> str | None:
         """Return the URL of an engine that serves a model, each in turn. Without a model: if there is only one."""
-        if model is None and len(self._engines) == 1:
-            (model,) = self._engines
-        urls = self._engines.get(model or "")
+        urls = self._engines.get(model or self._only_model)
         if not urls:
             return None
         self._turn += 1
@@ -138,9 +143,13 @@ class Fleet:
 
     def roles(self, model: str | None) -> ModelRoles | None:
         """Return which roles the engines of a model have. Without a model: if there is only one."""
-        if model is None and len(self._roles) == 1:
-            (model,) = self._roles
-        return self._roles.get(model or "")
+        return self._roles.get(model or self._only_model)
+
+    @property
+    def _only_model(self) -> str:
+        """The model whose engines may get requests, if there is only one; otherwise an empty text."""
+        models = {self._models[name] for name in self._engines}
+        return models.pop() if len(models) == 1 else ""
 
     def share_pool(self, worker_ids: Sequence[int]) -> bool:
         """Whether any of these workers is a member of a CXL pool with other workers, or may be."""
@@ -152,22 +161,44 @@ class Fleet:
         return self._incarnations.get(worker_id)
 
     def page(self) -> dict[str, Any]:
-        """Return the page of `GET /v1/models`."""
-        rows = [
-            {
-                "id": model,
-                "object": "model",
-                "created": created_s,
-                "owned_by": "kvstreams",
-                "root": model,
-                "parent": None,
-            }
-            for model, created_s in sorted(self._created_s.items())
+        """Return the page of `GET /v1/models`: what can be served now."""
+        return {"object": "list", "data": self._page}
+
+
+class ModelsPage:
+    """The rows of `GET /v1/models`, from workers whose engines may get requests."""
+
+    def __init__(self) -> None:
+        self._rows: dict[str, dict[str, Any]] = {}
+        self._adapters: dict[str, str] = {}  # the model of each
+
+    def add(self, worker: dict[str, Any]) -> None:
+        """Add a worker's model under all its names, with the greatest length that all of its engines take."""
+        model, length = worker["model"], worker.get("max_model_len")
+        for name in (model, *worker.get("aliases", ())):
+            row = self._rows.setdefault(name, _row(name, model, 1 << 62))
+            row["created"] = min(row["created"], worker["registered_at_ms"] // 1000)
+            if length is not None:
+                row["max_model_len"] = min(row.get("max_model_len", length), length)
+        for adapter in worker.get("lora_names") or ():
+            self._adapters.setdefault(adapter, model)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return the models by name, then their adapters."""
+        of_adapters = [
+            {**self._rows[model], "id": adapter, "root": adapter, "parent": model}
+            for adapter, model in sorted(self._adapters.items(), key=lambda pair: (pair[1], pair[0]))
+            if adapter not in self._rows
         ]
-        rows += [
-            {**row, "id": adapter, "root": adapter, "parent": row["id"]}
-            for row in list(rows)
-            for adapter, model in sorted(self._adapters.items())
-            if model == row["id"]
-        ]
-        return {"object": "list", "data": rows}
+        return [*(row for _, row in sorted(self._rows.items())), *of_adapters]
+
+
+def _row(name: str, model: str, created_s: int) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": created_s,
+        "owned_by": "kvstreams",
+        "root": model,
+        "parent": None,
+    }

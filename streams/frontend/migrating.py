@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 import orjson
 
 from streams.client.booking import Booking
-from streams.client.engine import END_TIMEOUT_S, RANK_HEADER
+from streams.client.engine import END_TIMEOUT_S
 from streams.client.failed_engines import BROKE_ENGINES, Failing
 from streams.client.migration import (
     ChooseWorker,
@@ -351,7 +351,7 @@ class StreamMigrator:
     async def _post_one(
         self, url: str, kind: Kind, body: bytes, booking: Booking, headers: Mapping[str, str], timeout_s: float
     ) -> HttpAnswer:
-        sent = {**headers, **self._spans.context(), RANK_HEADER: str(booking.dp_rank)}
+        sent = {**headers, **self._spans.context(), **booking.rank_headers}
         return await self._http.request("POST", url, kind, sent, body, timeout_s)
 
     def _count(self, relay: StreamRelay) -> None:

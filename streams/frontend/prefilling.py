@@ -15,7 +15,6 @@ from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, TypeVar, cast
 
 from streams.client.booking import Booking
-from streams.client.engine import RANK_HEADER
 from streams.client.failed_engines import Failing
 from streams.client.http import KvRouterClient
 from streams.client.payloads import RouteOptions
@@ -234,7 +233,7 @@ class Prefilling:
     async def _compute(self, prefill: Booking, path: str, body: bytes, headers: Mapping[str, str]) -> bytes | None:
         """Let a prefill worker compute a prompt; returns its answer, None if it failed. The booking ends with it."""
         assert prefill.url is not None
-        headers = {**headers, "Accept": "application/json", RANK_HEADER: str(prefill.dp_rank)}
+        headers = {**headers, "Accept": "application/json", **prefill.rank_headers}
         timeout_s = self._settings.front_silence_timeout_s
         try:
             response = await self._http.request("POST", prefill.url, path, headers, body, timeout_s, is_short=True)

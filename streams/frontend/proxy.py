@@ -19,7 +19,6 @@ from typing import Any, cast
 from aiohttp import web
 
 from streams.client.booking import Booking
-from streams.client.engine import RANK_HEADER
 from streams.client.failed_engines import BROKE_ENGINES, Failing, how_failed
 from streams.client.http import KvRouterClient
 from streams.client.payloads import RouteOptions
@@ -338,7 +337,7 @@ class Proxy:
                 return asking_for_ids(body) if asks_for_ids else body
 
             return await self._migrator.post(booking, request.kind, asking, sent, timeout_s)
-        to_engine = {**sent, RANK_HEADER: str(booking.dp_rank)}
+        to_engine = {**sent, **booking.rank_headers}
         return await self._http.request("POST", booking.url, request.kind, to_engine, body, timeout_s)
 
     async def _page(self, exchange: Exchange, answer: HttpAnswer, request_id: str) -> web.StreamResponse | _Refusal:

@@ -129,6 +129,7 @@ class Front:
             token=self._secrets.token if self._secrets.has_token else None,
             waiting_max=settings.router_queue_requests_max,
             queue_timeout_s=settings.router_queue_timeout_s,
+            no_worker_timeout_s=settings.front_no_worker_wait_s,
         )
         cache_bytes = settings.front_tokenizer_cache_mb << 20
         self.tokenizing = Tokenizing(options.tokenizers, settings.front_tokenizer_processes, cache_bytes)

@@ -213,6 +213,7 @@ _WORKER = RecordShape(
         role=by_value(Role),
         state=by_value(WorkerState),
         taints=TEXTS,
+        aliases=TEXTS,
         lora_names=optional(TEXTS),
         lease=optional(Shape(BridgeLease, check=_check_lease).nested()),
     ),

@@ -1,0 +1,1 @@
+"""Inputs on which a wrong answer was once seen, and others of their kinds; each module names its kind."""

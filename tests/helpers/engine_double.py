@@ -36,16 +36,23 @@ class EngineDouble:
     """One engine process.
 
     reports_start: whether /metrics contains the start time. kept: how many batches the replay buffer holds. prefix: the
-    frames before the sequence number in a replay's answers. model: the model that /v1/models names.
+    frames before the sequence number in a replay's answers. model: the model that /v1/models names. ports: of HTTP,
+    events and replays; free ones for None.
     """
 
     def __init__(
-        self, *, reports_start: bool = True, kept: int = 10_000, prefix: tuple[bytes, ...] = (b"",), model: str = "m"
+        self,
+        *,
+        reports_start: bool = True,
+        kept: int = 10_000,
+        prefix: tuple[bytes, ...] = (b"",),
+        model: str = "m",
+        ports: tuple[int | None, int | None, int | None] = (None, None, None),
     ) -> None:
         self.reports_start = reports_start
         self.model = model
         self._prefix = list(prefix)
-        self._ports = [free_port() for _ in range(3)]
+        self._ports = [free_port() if port is None else port for port in ports]
         self.url, self.events, self.replay = (
             f"{scheme}://127.0.0.1:{port}" for scheme, port in zip(("http", "tcp", "tcp"), self._ports, strict=True)
         )
@@ -60,6 +67,8 @@ class EngineDouble:
         self.answers = threading.Event()  # while it is not set, /metrics does not answer
         self.answers.set()
         self.status = 200  # of all answers over HTTP
+        self.key: str | None = None  # without which /v1 answers 401
+        self.keys_seen: set[tuple[str, str | None]] = set()  # the paths that were asked for, and with which header
         self.models_body = json.dumps({"data": [{"id": model}]})  # the answer of /v1/models
         self._replays = threading.Event()
         self._replays.set()
@@ -225,13 +234,17 @@ def offload_placeholder(engine_hash: int) -> dict[str, Any]:
 def _serve(engine: EngineDouble, port: int) -> http.server.ThreadingHTTPServer:
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            if self.path == "/v1/models":
+            status, sent = engine.status, self.headers.get("Authorization")
+            engine.keys_seen.add((self.path, sent))
+            if engine.key is not None and self.path.startswith("/v1/") and sent != f"Bearer {engine.key}":
+                status, body = 401, json.dumps({"error": "Unauthorized"})
+            elif self.path == "/v1/models":
                 body = engine.models_body
             else:
                 engine.answers.wait()
                 start = f"process_start_time_seconds {engine.started_s}" if engine.reports_start else "up 1"
                 body = f"# TYPE x gauge\n{start}\n{engine.gauges}"
-            self.send_response(engine.status)
+            self.send_response(status)
             self.send_header("Content-Type", "application/json" if self.path == "/v1/models" else "text/plain")
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()

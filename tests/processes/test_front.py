@@ -65,7 +65,7 @@ async def test_a_stream_and_its_request_pass_through_unchanged(backend: Backend)
         (received,) = engine.received
         assert received["traceparent"] == headers["traceparent"]
         assert received["X-Request-Id"] == "mine"
-        assert received["X-data-parallel-rank"] == "0"
+        assert "X-data-parallel-rank" not in received  # the engine has one rank, and may know it by any number
         assert "the client's own" not in str(received) and "Cookie" not in received
 
 

@@ -12,6 +12,7 @@ import pytest
 from streams.core.events import FeedState
 from streams.core.ids import Epoch, Incarnation
 from streams.core.reducer.ordering import Progress
+from streams.core.workers import Worker
 from streams.engines import batch_publishing
 from streams.engines import bridged_engine as bridged_engine_module
 from streams.engines.acknowledgements import Acknowledgements
@@ -63,6 +64,7 @@ def test_an_engine_that_is_taken_over_and_not_reached_is_not_fed() -> None:
     """Nothing says that the former feed's last state is out of date, so the pulse must."""
 
     async def act(engine: EngineUnderTest) -> None:
+        engine.bridged.lease_handle.on_record(Worker(RANK.worker_id, url, "m", 16))
         engine.table.is_read.set()
         await engine.until(lambda: engine.table.is_asked, "the table to be read")
         for _ in range(100):

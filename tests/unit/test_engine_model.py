@@ -4,39 +4,40 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import threading
-from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from itertools import dropwhile
 
 import pytest
 
-from streams.core.events import BEFORE_FIRST, EngineBatch, EngineEvents, FeedState, Heartbeat
+from streams.core.events import BEFORE_FIRST, ENDED_LEASE_MS, EngineBatch, FeedState, Heartbeat
 from streams.core.ids import Epoch, Incarnation
 from streams.core.reducer.ordering import Progress
 from streams.core.workers import BridgeLease, Worker
 from streams.engines import bridged_engine as bridged_engine_module
 from streams.engines import feed_machine, process_start
 from streams.engines.address import EngineAddress
-from streams.engines.heartbeats import ENDED_ENGINE_LEASE_MS
 from streams.engines.ledger import Ledger
 from streams.engines.recovery import RecoveredRank
 from streams.kafka.records import decode_batch, decode_worker, encode_worker
 from tests.helpers import bridged_engine
 from tests.helpers.bridged_engine import RANK, EngineUnderTest
 from tests.helpers.engine_double import EngineDouble
+from tests.helpers.fed_engine import (
+    NONE_YET,
+    batches_of,
+    bridging,
+    fed_with_a_batch,
+    is_live,
+    registered,
+    stores,
+    warnings_of,
+)
 
 LIVE, UNPROVEN = FeedState.LIVE, FeedState.UNPROVEN
 
 #: Time in which a feed that is not live for a wrong reason, or is live by mistake, would show it.
 SETTLED_S = 1.5
-
-#: Ample for a subscription to reach the engine.
-SUBSCRIBED_S = 0.7
-
-#: Before every incarnation of a test.
-NONE_YET = Incarnation(0)
 
 
 class ModelsDouble(EngineDouble):
@@ -69,67 +70,6 @@ class ModelsDouble(EngineDouble):
 def address_of(engine: EngineDouble) -> EngineAddress:
     """Without a model, which the bridge reads from /v1/models then."""
     return replace(bridged_engine.address_of(engine), model=None)
-
-
-def bridging(
-    address: EngineAddress, act: Callable[[EngineUnderTest], Awaitable[None]], *recovered: RecoveredRank
-) -> list[EngineBatch]:
-    """Run an engine of a bridge while `act` runs, with a Kafka that takes all records; return those of its ranks."""
-    batches: list[EngineBatch] = []
-
-    async def acknowledged(engine: EngineUnderTest) -> None:
-        async def acknowledge() -> None:
-            while True:
-                engine.producer.acknowledge()
-                await asyncio.sleep(0.01)
-
-        engine.table.is_read.set()
-        engine.table.apply_from(engine.producer)
-        acknowledging = asyncio.create_task(acknowledge())
-        try:
-            await act(engine)
-        finally:
-            acknowledging.cancel()
-        batches.extend(batches_of(engine))
-
-    bridged_engine.bridging(address, acknowledged, *recovered)
-    return batches
-
-
-def batches_of(engine: EngineUnderTest) -> list[EngineBatch]:
-    """Every record of kv-events, in order."""
-    return [decode_batch(value) for value in engine.producer.values("kv-events")]
-
-
-def registered(engine: EngineUnderTest) -> list[str]:
-    """The models under which the engine was registered, in order, without repetitions."""
-    return list(dict.fromkeys(decode_worker(value).model for value in engine.producer.values("workers")))
-
-
-def is_live(engine: EngineUnderTest, model: str, after: Incarnation = NONE_YET) -> bool:
-    """Whether the last record says that the feed is live, under this model, in an incarnation after this one."""
-    batches = batches_of(engine)
-    last = batches[-1] if batches else None
-    return last is not None and (last.model, last.feed) == (model, LIVE) and last.incarnation > after
-
-
-async def fed_with_a_batch(engine: EngineUnderTest, double: EngineDouble, model: str) -> Incarnation:
-    """Wait until the feed is live and has published a batch; return the incarnation."""
-    await engine.until(lambda: bool(batches_of(engine)), "the feed")
-    await asyncio.sleep(SUBSCRIBED_S)
-    double.store(1)
-    await engine.until(lambda: stores(batches_of(engine)[-1]) and is_live(engine, model), "the first batch")
-    return batches_of(engine)[-1].incarnation
-
-
-def stores(batch: EngineBatch) -> bool:
-    return isinstance(batch.body, EngineEvents) and bool(batch.body.events)
-
-
-def warnings_of(caplog: pytest.LogCaptureFixture, part: str) -> list[str]:
-    """The warnings that contain this text."""
-    lines = [each.getMessage() for each in caplog.records if each.levelno == logging.WARNING]
-    return [line for line in lines if part in line]
 
 
 @pytest.mark.parametrize("dp_size", [1, 2])
@@ -167,7 +107,7 @@ def test_an_engine_that_is_restarted_with_another_model_is_registered_and_fed_un
         last = [batch for batch in ranks if batch.incarnation == ranks[-1].incarnation]
         assert (last[0].sequence, {batch.model for batch in last}) == (BEFORE_FIRST, {"b"})
     of_before = [batch.body for batch in new if batch.model == "a"]
-    assert isinstance(of_before[-1], Heartbeat) and of_before[-1].lease_ms == ENDED_ENGINE_LEASE_MS
+    assert isinstance(of_before[-1], Heartbeat) and of_before[-1].lease_ms == ENDED_LEASE_MS
     assert len(warnings_of(caplog, "it serves b, not a")) == 1
 
 

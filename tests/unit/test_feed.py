@@ -14,6 +14,7 @@ from confluent_kafka import KafkaException
 from streams.core.cxl_memory import CxlMemoryState
 from streams.core.events import (
     BEFORE_FIRST,
+    ENDED_LEASE_MS,
     EngineBatch,
     EngineEvents,
     FeedState,
@@ -28,7 +29,6 @@ from streams.engines import feed_machine, missing_events
 from streams.engines import ledger as ledger_module
 from streams.engines.address import EngineAddress
 from streams.engines.cxl_names import PooledRows
-from streams.engines.heartbeats import ENDED_ENGINE_LEASE_MS
 from streams.engines.ledger import Ledger
 from streams.engines.rank_writer import RankWriter
 from streams.engines.recovery import RecoveredRank
@@ -241,7 +241,7 @@ def test_a_feed_that_ends_sends_its_last_batch_and_then_the_end() -> None:
             await fed.feed.finish()
             fed.feed.retire("its source no longer has it")
             assert fed.numbers() == [0, 1]
-            assert fed.batches[-1].body == Heartbeat("test", ENDED_ENGINE_LEASE_MS)
+            assert fed.batches[-1].body == Heartbeat("test", ENDED_LEASE_MS)
 
         feeding(address_of(engine), act, acknowledged_after_s=0.3)
 
@@ -256,7 +256,7 @@ def test_an_engine_that_exits_while_a_batch_waits_is_silent_once_the_batch_is_se
             heartbeats = fed.feed._heartbeats
             heartbeats.heard = lambda: None  # type: ignore[method-assign] # the engine's double still answers
             heartbeats.engine_exited("a test")
-            ended = Heartbeat("test", ENDED_ENGINE_LEASE_MS)
+            ended = Heartbeat("test", ENDED_LEASE_MS)
             assert all(batch.body != ended for batch in fed.batches)
             await fed.until(lambda: fed.batches[-1].body == ended, "the end of the lease")
             assert fed.numbers() == [0, 1]

@@ -146,8 +146,6 @@ class Shell:
                 case Action.DROP:
                     assert self.held
                     self.held = False
-                case Action.REPORT_EXIT:
-                    assert self.connected_at_s is None
                 case _:
                     pass
 
@@ -237,7 +235,7 @@ class Shell:
         assert not machine.takes_live or (self.connected_at_s is not None and self.identified)
         assert not self.held or self.waits
         state = machine.feed_state(
-            self.now_s, self.answered_from_s, is_behind=False, is_late=False, is_model_unconfirmed=False
+            self.now_s, self.answered_from_s, is_behind=False, is_late=False, is_unconfirmed=False
         )
         if state is FeedState.LIVE:
             assert machine.takes_live and self.connected_at_s is not None
@@ -515,7 +513,7 @@ def test_messages_that_wait_in_the_socket_make_the_feed_late() -> None:
 
     def state() -> FeedState:
         return shell.machine.feed_state(
-            shell.now_s, float("-inf"), is_behind=False, is_late=False, is_model_unconfirmed=False
+            shell.now_s, float("-inf"), is_behind=False, is_late=False, is_unconfirmed=False
         )
 
     assert state() is FeedState.LIVE

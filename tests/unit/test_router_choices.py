@@ -663,9 +663,9 @@ def test_every_filter_of_a_request_counts(field: str, value: Any, filtered: str)
 
 
 def test_all_filters_are_tested() -> None:
-    """A filter that is new has a row in the test above; the model and its block size come from the view."""
+    """A filter that is new has a row in the test above; the other ones come from the view."""
     tested = {"worker_id", "dp_rank", "allowed", "excluded", "phase", "required_taints", "lora_name"}
-    assert {*WorkerFilter._fields} == tested | {"model", "block_size"}
+    assert {*WorkerFilter._fields} == tested | {"model", "block_size", "lists_lora"}
     assert worker_filter(parse_route(orjson.dumps({"token_ids": TOKENS}))) is UNFILTERED
 
 

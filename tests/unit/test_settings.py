@@ -92,6 +92,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "drain_timeout_s": (0.1, 3600.0),
     "front_requests_max": (1, NUMBER_MAX),
     "front_attempts_max": (1, 64),
+    "front_no_worker_wait_s": (0.0, 3600.0),
     "front_silence_timeout_s": (0.1, 86_400.0),
     "front_answer_timeout_s": (0.1, 86_400.0),
     "front_client_timeout_s": (0.1, 86_400.0),

@@ -64,7 +64,7 @@ def test_one_event_and_a_list_of_events_are_payloads(payload: Any) -> None:
     assert isinstance(found, BlocksStored)
     assert (found.parent, found.engine.tolist(), found.tier) == (None, [1, 2, 3], Tier.DEVICE)
     assert chain_hashes(found.local.tolist(), None) == chain(TOKENS)
-    assert (batch.dp_rank, batch.n_unindexed, batch.unusable) == (0, 0, ())
+    assert (batch.dp_rank, batch.n_unindexed, batch.unusable) == (None, 0, ())
 
 
 def test_hashes_of_both_cache_managers_are_names() -> None:

@@ -233,8 +233,8 @@ def test_adapters_that_the_same_workers_serve_share_one_list_of_ranks(clock: Clo
     only_first = view.fleet.eligible(WorkerFilter("m", lora_name="a"))
     assert only_first == (rank(1),)
     assert view.fleet.eligible(WorkerFilter("m", lora_name="x")) is only_first
-    both = view.fleet.eligible(WorkerFilter("m", lora_name="b"))
-    assert both == (rank(1), rank(2)) and view.fleet.eligible(WorkerFilter("m", lora_name="c")) is both
+    only_second = view.fleet.eligible(WorkerFilter("m", lora_name="b"))
+    assert only_second == (rank(2),) and view.fleet.eligible(WorkerFilter("m", lora_name="c")) is only_second
 
 
 def test_the_blocks_that_busy_thresholds_compare_with_follow_reports_and_the_registry(clock: Clock) -> None:

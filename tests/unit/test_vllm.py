@@ -115,9 +115,9 @@ def test_every_form_of_a_batch_is_read(form: str) -> None:
 
 
 @pytest.mark.parametrize("outer", [[1.5, []], [1.5, [], None], {"ts": 1.5, "events": []}])
-def test_a_batch_without_a_rank_belongs_to_rank_0(outer: Any) -> None:
-    """Engines without data parallelism leave the rank out."""
-    assert decode_payload(msgpack.packb(outer), BLOCK) == DecodedBatch(1500, 0, (), 0)
+def test_a_batch_without_a_rank_names_none(outer: Any) -> None:
+    """Engines without data parallelism leave the rank out; then it is that of the socket."""
+    assert decode_payload(msgpack.packb(outer), BLOCK) == DecodedBatch(1500, None, (), 0)
 
 
 def test_a_short_event_of_an_older_vllm_is_read() -> None:
@@ -863,7 +863,7 @@ def test_any_message_is_a_batch_that_can_be_published_or_a_dead_letter(outer: An
     changes = tuple(
         out for event in payload.events if not isinstance(event, CxlStateChanged) for out in ledger.apply(event)
     )
-    rank = RankId(WorkerId(1), DpRank(payload.dp_rank))
+    rank = RankId(WorkerId(1), DpRank(payload.dp_rank or 0))
     body = EngineEvents(changes)
     batch = EngineBatch(rank, "m", BLOCK, Incarnation(1), 0, 0, payload.emitted_at_ms, body, payload.n_unindexed)
     back = decode_batch(encode_batch(batch))

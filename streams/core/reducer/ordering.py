@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, replace
 
-from streams.core.events import BEFORE_FIRST, EngineBatch, FeedState
+from streams.core.events import BEFORE_FIRST, ENDED_LEASE_MS, EngineBatch, FeedState
 from streams.core.ids import Epoch, Incarnation, RankId
 
 
@@ -102,6 +102,7 @@ def judge(progress: Progress, batch: EngineBatch) -> Judgement:
         progress.n_unknown_removals,
         progress.lease_ms,
         feed=batch.feed,
+        silent=progress.lease_ms == ENDED_LEASE_MS,
     )
     return Judgement(Verdict.GAP if gap else Verdict.APPLIED, after, begins)
 
@@ -152,8 +153,9 @@ def renew(progress: Progress, batch: EngineBatch, lease_ms: int) -> Judgement:
         progress, begins = fenced
         if begins:
             progress = replace(progress, model=batch.model, block_size=batch.block_size)
-    if progress.silent or progress.lease_ms != lease_ms or progress.feed is not batch.feed:
-        progress = replace(progress, lease_ms=lease_ms, silent=False, feed=batch.feed)
+    silent = lease_ms == ENDED_LEASE_MS
+    if progress.silent is not silent or progress.lease_ms != lease_ms or progress.feed is not batch.feed:
+        progress = replace(progress, lease_ms=lease_ms, silent=silent, feed=batch.feed)
     missing = batch.sequence > (BEFORE_FIRST if returned else progress.sequence)
     if not missing or progress.health is Health.DEGRADED:  # every heartbeat shows the same gap; it is counted once
         return Judgement(Verdict.RENEWED, progress, begins)
@@ -182,8 +184,9 @@ def judge_chunk(progress: Progress, batch: EngineBatch) -> Judgement:
     elif batch.sequence < progress.sequence:
         # It lacks batches that have been applied.
         return Judgement(Verdict.DUPLICATE, _unless_live(progress, batch))
-    if progress.silent or progress.feed is not batch.feed:
-        progress = replace(progress, silent=False, feed=batch.feed)
+    silent = progress.lease_ms == ENDED_LEASE_MS
+    if progress.silent is not silent or progress.feed is not batch.feed:
+        progress = replace(progress, silent=silent, feed=batch.feed)
     return Judgement(Verdict.PARKED, progress, begins)
 
 

@@ -28,7 +28,7 @@ class WorkerFilter(NamedTuple):
     """What a request requires of the ranks that it may go to. A field that is None requires nothing.
 
     block_size: of the request's blocks. Blocks of another size never match, whatever the rank holds. lora_name: the
-    adapter that the request names.
+    adapter that the request names. lists_lora: whether only workers that list it will do.
     """
 
     model: str
@@ -40,6 +40,7 @@ class WorkerFilter(NamedTuple):
     required_taints: frozenset[str] = frozenset()
     block_size: int | None = None
     lora_name: str | None = None
+    lists_lora: bool = False
 
     def shared(self) -> WorkerFilter:
         """The part that most requests have in common: without the ids of workers and ranks."""
@@ -168,7 +169,7 @@ class EligibleRanks:
 
 def first_refusal(worker: Worker, worker_filter: WorkerFilter) -> FilterReason | None:
     """Return the first filter that no rank of a worker passes, or None if its ranks are to be checked one by one."""
-    if worker.model != worker_filter.model:
+    if worker.model != worker_filter.model and worker_filter.model not in worker.aliases:
         return FilterReason.OTHER_MODEL
     if worker_filter.block_size is not None and worker.block_size != worker_filter.block_size:
         return FilterReason.WRONG_BLOCK_SIZE
@@ -184,6 +185,8 @@ def first_refusal(worker: Worker, worker_filter: WorkerFilter) -> FilterReason |
         return FilterReason.OTHER_ROLE
     if not worker_filter.required_taints.issubset(worker.taints):
         return FilterReason.TAINTS_MISSING
+    if worker_filter.lists_lora and worker.lora_names is None:
+        return FilterReason.LORA_MISSING
     return None if worker.may_serve(worker_filter.lora_name) else FilterReason.LORA_MISSING
 
 

@@ -82,7 +82,7 @@ class BatchBuilder:
         self.unusable.append(UnusableEvent(index, error, shown=shown))
         self.is_incomplete = True
 
-    def built(self, emitted_at_ms: int, dp_rank: int) -> DecodedBatch:
+    def built(self, emitted_at_ms: int, dp_rank: int | None) -> DecodedBatch:
         """Return the batch."""
         return DecodedBatch(
             emitted_at_ms,
@@ -96,9 +96,9 @@ class BatchBuilder:
         )
 
 
-def check_envelope(dp_rank: int, emitted_at_ms: int) -> None:
+def check_envelope(dp_rank: int | None, emitted_at_ms: int) -> None:
     """Raise BadRecord for a rank or a time that does not fit into a record."""
-    if not (0 <= dp_rank <= I32_MAX and abs(emitted_at_ms) <= I64_MAX):
+    if not (0 <= (dp_rank or 0) <= I32_MAX and abs(emitted_at_ms) <= I64_MAX):
         raise BadRecord("bad_event", "the rank or the time of the payload does not fit into a record")
 
 

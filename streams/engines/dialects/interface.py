@@ -135,8 +135,8 @@ class UnusableEvent:
 class DecodedBatch:
     """One payload, decoded. Each of its events is judged on its own.
 
-    emitted_at_ms: the engine's clock; 0 if the payload has no time. dp_rank: the rank that the payload names, 0 if it
-    names none. They become an Avro long and an Avro int, and a decoder refuses a payload whose values do not fit.
+    emitted_at_ms: the engine's clock; 0 if the payload has no time. dp_rank: the rank that the payload names, None if
+    it names none. They become an Avro long and an Avro int, and a decoder refuses a payload whose values do not fit.
     n_unindexed: blocks that the payload reports and that prefix matching cannot represent, or not exactly. The rank's
     answers are approximate because of them. not_indexed: everything that the payload reports and that is not indexed,
     or not exactly, by reason (NOT_INDEXED_REASONS): blocks, or events that name none.
@@ -146,7 +146,7 @@ class DecodedBatch:
     """
 
     emitted_at_ms: int
-    dp_rank: int
+    dp_rank: int | None
     events: tuple[EngineEvent, ...]
     n_unindexed: int = 0
     unusable: tuple[UnusableEvent, ...] = ()
@@ -158,7 +158,7 @@ class DecodedBatch:
 
 def undecodable(error: BadRecord, received_at_ms: int) -> DecodedBatch:
     """Return the batch of a payload that a decoder refused: it has no events, and all that it reported is lost."""
-    return DecodedBatch(received_at_ms, 0, (), unusable=(UnusableEvent(None, error),), is_incomplete=True)
+    return DecodedBatch(received_at_ms, None, (), unusable=(UnusableEvent(None, error),), is_incomplete=True)
 
 
 class Decoder(Protocol):

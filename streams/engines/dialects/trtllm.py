@@ -93,7 +93,7 @@ class TrtllmDecoder:
         """Decode one payload. Raises BadRecord if it cannot be divided into events."""
         raw_events = events_of(payload)
         ranks = [raw.get("attention_dp_rank") for raw in raw_events if isinstance(raw, dict)]
-        dp_rank = next((rank for rank in ranks if type(rank) is int), 0)
+        dp_rank = next((rank for rank in ranks if type(rank) is int), None)
         check_envelope(dp_rank, 0)
         batch = BatchBuilder()
         self._find_window(batch, raw_events)
@@ -145,7 +145,7 @@ class TrtllmDecoder:
         batch.events.append(AllBlocksCleared())
         batch.is_incomplete = False  # an empty cache is known, whatever was lost before
 
-    def _read(self, batch: BatchBuilder, raw: Any, dp_rank: int) -> None:
+    def _read(self, batch: BatchBuilder, raw: Any, dp_rank: int | None) -> None:
         data, window, rank = raw["data"], raw.get("window_size"), raw.get("attention_dp_rank")
         if rank is not None and rank != dp_rank:
             raise BadRecord("bad_event", "the event is of another rank than the first one of its payload")

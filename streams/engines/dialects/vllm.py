@@ -252,14 +252,14 @@ def _decode_opened(outer: Any, block_size: int, state: _State) -> DecodedBatch:
     return batch.built(emitted_at_ms, dp_rank)
 
 
-def opened(outer: Any) -> tuple[int, int, list[Any]]:
+def opened(outer: Any) -> tuple[int, int | None, list[Any]]:
     """Return a payload's time in ms, its rank and its events; raises BadRecord."""
     try:
         if isinstance(outer, dict):  # newer versions of vLLM write the batch itself as a map, too
             outer = [outer["ts"], outer["events"], outer.get("data_parallel_rank")]
         emitted_s, raw_events, *rest = outer
         emitted_at_ms = int(float(emitted_s) * 1000)
-        dp_rank = int(rest[0]) if rest and rest[0] is not None else 0
+        dp_rank = int(rest[0]) if rest and rest[0] is not None else None
     except FIELD_ERRORS as exc:
         raise BadRecord("bad_event", f"the payload is not an event batch ({type(exc).__name__})") from None
     check_envelope(dp_rank, emitted_at_ms)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from streams.engines.address import EngineTemplate, check_distinct, engine_address, engine_template
+from streams.engines.engine_http import read_key
 from streams.engines.sources.dns import DnsEngines
 from streams.engines.sources.file import EnginesFile
 from streams.engines.sources.interface import EngineSource, FixedEngines
@@ -33,6 +34,9 @@ def sources_of(
     if engines:
         addresses = [engine_address(text) for text in engines]
         check_distinct(addresses)
+        for address in addresses:
+            if address.key_file is not None:
+                read_key(address.key_file)
         sources.append(FixedEngines(addresses))
     if file:
         sources.append(EnginesFile(file))

@@ -65,7 +65,7 @@ def _eligible(view: View, filters: WorkerFilter, mode: RouterMode) -> Sequence[R
 
 
 def _no_eligible_worker(view: View, filters: WorkerFilter) -> NoEligibleWorker:
-    serving = sum(worker.model == filters.model for worker in view.fleet.workers.copy().values())
+    serving = sum(filters.model in worker.names for worker in view.fleet.workers.copy().values())
     if not serving:
         return NoEligibleWorker(
             "no worker is registered",

@@ -291,10 +291,11 @@ class Router:
             )
         if self.recorder is not None:
             self.recorder.note(prepared, decision, trust, chosen_trust)
+        worker = self.view.fleet.workers.get(chosen.rank.worker_id)
         return RouteAnswer(
             prepared.request_id,
             chosen.rank,
-            self._url_of(chosen.rank),
+            None if worker is None else worker.url,
             chosen.scores,
             prompt.request_blocks,
             chosen.cost,
@@ -305,6 +306,7 @@ class Router:
             candidates,
             pooled_blocks=chosen.cxl_accessible_scores,
             block_size=prompt.block_size if prepared.request.explain else None,
+            dp_size=None if worker is None else worker.dp_size,
         )
 
     def new_gate(self) -> Gate:
@@ -493,16 +495,18 @@ class Router:
             now = None if matches.refusal else matches.scores.scores.get(rank, 0)
             trust = trust if now == booking.overlap_blocks else FALLBACK
         trust = limited(trust, prepared.request)
+        worker = self.view.fleet.workers.get(rank.worker_id)
         return RouteAnswer(
             prepared.request_id,
             rank,
-            self._url_of(rank),
+            None if worker is None else worker.url,
             booking.overlap_blocks,
             booking.request_blocks,
             None,
             policy.mode,
             trust,
             trust,
+            dp_size=None if worker is None else worker.dp_size,
         )
 
     def _policy(self, request: RouteRequest) -> RoutePolicy:
@@ -525,10 +529,6 @@ class Router:
         # Load is part of the cost. While bookings are out of sync, this router has only its own part of the load.
         out_of_sync = trust.mode in (AnswerMode.EXACT, AnswerMode.APPROXIMATE) and not self.loads.in_sync
         return NOT_IN_SYNC if out_of_sync else trust
-
-    def _url_of(self, rank: RankId) -> str | None:
-        worker = self.view.fleet.workers.get(rank.worker_id)
-        return None if worker is None else worker.url
 
     # -- loads ---------------------------------------------------------------------------------------------------------
 
@@ -561,7 +561,7 @@ class Router:
         self.readiness.check()
         rank = rank_of(body)
         worker = self.registry.worker(rank.worker_id)
-        if rank.dp_rank >= worker.dp_size:
+        if not 0 <= rank.dp_rank - worker.dp_start < worker.dp_size:
             raise UnknownId(f"worker {rank.worker_id} has {worker.dp_size} ranks, and no rank {rank.dp_rank}")
         blocks = blocks_of(
             body.token_ids if packed is None else packed,

@@ -52,6 +52,7 @@ class RouteAnswerBody(TypedDict):
     request_id: str
     worker_id: int
     dp_rank: int
+    dp_size: int | None
     url: str | None
     overlap_blocks: int
     request_blocks: int
@@ -206,12 +207,15 @@ class WorkerAnswer(TypedDict):
     model: str
     block_size: int
     dp_size: int
+    dp_start: int
     role: Role
     state: WorkerState
     kv_total_blocks: int | None
     max_requests: int | None
     device_class: str
     taints: list[str]
+    aliases: list[str]
+    max_model_len: int | None
     lora_names: list[str] | None
     events_endpoint: str | None
     replay_endpoint: str | None

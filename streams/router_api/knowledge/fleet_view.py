@@ -11,7 +11,7 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from streams.core.block_facts.fact_sets import RankNumbering
 from streams.core.ids import DpRank, Incarnation, RankId, WorkerId
@@ -45,6 +45,7 @@ log = logging.getLogger(__name__)
 RENDER_PARITIES_MAX = 65_536
 
 _NO_WORKERS: frozenset[WorkerId] = frozenset()
+_NO_RANKS: Sequence[RankId] = ()
 
 
 @dataclass(slots=True)
@@ -53,6 +54,7 @@ class _Derived:
 
     numbers: RankNumbering | None = None
     models: frozenset[str] | None = None
+    models_by_alias: Mapping[str, str] = field(default_factory=dict)  # known once `models` is
     lists_adapters: bool | None = None  # whether any worker lists its LoRA adapters
 
 
@@ -238,15 +240,23 @@ class FleetView:
     # -- what decisions read -------------------------------------------------------------------------------------------
 
     def model_of(self, model: str | None) -> str:
-        """Return the given model, or the only one that is registered if none is given; raises UnknownModel."""
-        models = self._derived.models
+        """Return the model of the given name, or the only one that is registered if none is given.
+
+        Raises UnknownModel. A name that is one worker's model and another one's alias stands for itself.
+        """
+        derived = self._derived
+        models = derived.models
         if models is None:
             with self._lock:
-                models = self._derived.models = frozenset(worker.model for worker in self.workers.values())
+                workers = sorted(self.workers.values(), key=lambda worker: worker.model, reverse=True)
+                derived.models_by_alias = {alias: worker.model for worker in workers for alias in worker.aliases}
+                models = derived.models = frozenset(worker.model for worker in workers)
         if model is None and len(models) == 1:
             return next(iter(models))
         if model is None and models:
             raise UnknownModel("the request names no model, and several are served", models=sorted(models))
+        if model is not None and model not in models:
+            model = derived.models_by_alias.get(model, model)
         if model not in models and models:
             raise UnknownModel(f"no worker serves model {model!r}", models=sorted(models))
         return model or ""
@@ -281,12 +291,23 @@ class FleetView:
         if ranks is not None:
             return ranks
         with self._lock:
-            avoided = self._avoided_now()
-            ranks = self._table(worker_filter.shared(), avoided).narrowed(worker_filter)
-            if avoided and not ranks:  # avoiding a worker never refuses a request
-                ranks = self._table(worker_filter.shared(), _NO_WORKERS).narrowed(worker_filter)
+            avoided, shared, ranks = self._avoided_now(), worker_filter.shared(), _NO_RANKS
+            # A worker that lists no adapters may serve any; one that lists the adapter certainly does.
+            for lists_lora in (True, False) if shared.lora_name else (False,):
+                ranks = self._narrowed(worker_filter, shared._replace(lists_lora=lists_lora), avoided)
+                if ranks:
+                    break
             self._eligible.put(worker_filter, ranks)
             return ranks
+
+    def _narrowed(
+        self, worker_filter: WorkerFilter, shared: WorkerFilter, avoided: frozenset[WorkerId]
+    ) -> Sequence[RankId]:
+        """Return the ranks that pass shared filters and the ids of a request's. Called under the lock."""
+        ranks = self._table(shared, avoided).narrowed(worker_filter)
+        if avoided and not ranks:  # avoiding a worker never refuses a request
+            return self._table(shared, _NO_WORKERS).narrowed(worker_filter)
+        return ranks
 
     def _table(self, shared: WorkerFilter, avoided: frozenset[WorkerId]) -> EligibleRanks:
         """Return the ranks that pass shared filters, without those of avoided workers. Called under the lock."""

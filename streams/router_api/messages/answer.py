@@ -16,7 +16,8 @@ from streams.core.routing.trust import Trust
 class RouteAnswer(NamedTuple):
     """A chosen rank, and how far the choice can be trusted. It is a tuple because one is made for every request.
 
-    worker_url: the worker's URL in the registry; None if the worker of an existing booking was removed.
+    worker_url, dp_size: the worker's URL and number of ranks in the registry; None if the worker of an existing booking
+    was removed.
     overlap_blocks: leading blocks of the request that the rank holds. request_blocks: the request's length in blocks.
     cost: the cost of the chosen rank; None for a repeated request id, which gets the existing choice. router_mode: the
     mode that decided; for a repeated request id, the one that would. trust: the least
@@ -41,3 +42,4 @@ class RouteAnswer(NamedTuple):
     queued_ms: float | None = None
     pooled_blocks: int = 0
     block_size: int | None = None
+    dp_size: int | None = None

@@ -113,6 +113,7 @@ def answer_json(answer: RouteAnswer) -> dict[str, Any]:
         "request_id": answer.request_id,
         "worker_id": rank.worker_id,
         "dp_rank": rank.dp_rank,
+        "dp_size": answer.dp_size,
         "url": answer.worker_url,
         "overlap_blocks": answer.overlap_blocks,
         "request_blocks": answer.request_blocks,

@@ -20,7 +20,9 @@ from streams.core.ids import U32_MAX, U64_MASK, DpRank, HashArray, Incarnation, 
 from streams.core.routing.eligibility import WorkerFilter
 from streams.core.routing.selection import RouterMode
 from streams.core.workers import (
+    ALIASES_MAX,
     DP_SIZE_MAX,
+    DP_START_MAX,
     LORA_NAME_CHARS_MAX,
     LORA_NAMES_MAX,
     RenderOutcome,
@@ -187,11 +189,14 @@ class WorkerBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     model: _Name
     block_size: Annotated[int, msgspec.Meta(ge=1, le=COUNT_MAX)]
     dp_size: Annotated[int, msgspec.Meta(ge=1, le=DP_SIZE_MAX)] | msgspec.UnsetType = msgspec.UNSET
+    dp_start: Annotated[int, msgspec.Meta(ge=0, le=DP_START_MAX)] | msgspec.UnsetType = msgspec.UNSET
     role: Role | msgspec.UnsetType = msgspec.UNSET
     kv_total_blocks: Annotated[int, msgspec.Meta(ge=1, le=COUNT_MAX)] | msgspec.UnsetType | None = msgspec.UNSET
     max_requests: Annotated[int, msgspec.Meta(ge=1, le=COUNT_MAX)] | msgspec.UnsetType | None = msgspec.UNSET
     device_class: _Name | msgspec.UnsetType = msgspec.UNSET
     taints: Annotated[list[_Name], msgspec.Meta(max_length=TAINTS_MAX)] | msgspec.UnsetType = msgspec.UNSET
+    aliases: Annotated[list[_Name], msgspec.Meta(max_length=ALIASES_MAX)] | msgspec.UnsetType = msgspec.UNSET
+    max_model_len: Annotated[int, msgspec.Meta(ge=1, le=COUNT_MAX)] | msgspec.UnsetType | None = msgspec.UNSET
     lora_names: _LoraNames | msgspec.UnsetType | None = msgspec.UNSET
     events_endpoint: _Address | msgspec.UnsetType | None = msgspec.UNSET
     replay_endpoint: _Address | msgspec.UnsetType | None = msgspec.UNSET
@@ -347,7 +352,7 @@ def parse_worker(worker_id: WorkerId, body: bytes, registered_at_ms: int, known:
     parsed = decode_body(_worker_decoder, body)
     given = {name: getattr(parsed, name) for name in parsed.__struct_fields__}
     given = {name: value for name, value in given.items() if value is not msgspec.UNSET}
-    for name in ("taints", "lora_names"):
+    for name in ("taints", "aliases", "lora_names"):
         if given.get(name) is not None:
             given[name] = tuple(given[name])
     _check_url(parsed.url)

@@ -1,0 +1,111 @@
+"""Which rank each of an engine's event sockets has (pure).
+
+What lives here: the ranks' numbers, and what a batch that names another rank than expected means. What must not:
+sockets (connection), and what is done with such a batch (batch_publishing, bridged_engine).
+
+An engine numbers its ranks itself, and its batches and metrics name them. The order of its ports only suggests which
+rank a socket has, and the first rank may have any number: one engine of a larger deployment may have the ranks 8 to 15.
+An engine with one rank for us needs no number, so any that its batches name is right.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Collection
+
+from streams.core.ids import DpRank
+from streams.core.workers import DP_SIZE_MAX, DP_START_MAX
+from streams.errors import KvStreamsError
+
+
+class RanksMoved(KvStreamsError):
+    """A batch has shown that the engine's sockets have other ranks; its feeds must start again."""
+
+    code = "ranks_moved"
+
+
+class Naming(enum.Enum):
+    """What a batch shows by the rank that it names."""
+
+    FITS = "the socket has the rank"
+    MOVED = "the sockets have other ranks than assumed until now"
+    CONTRADICTS = "it cannot be known which rank the socket has"
+
+
+class EngineRanks:
+    """The ranks of one engine's sockets, for as long as the bridge has the engine."""
+
+    def __init__(self, dp_size: int = DP_SIZE_MAX, dp_start: int | None = None) -> None:
+        """dp_start: the number of the first rank; None to learn it from the engine."""
+        self._dp_size = dp_size
+        self._is_fixed = dp_start is not None
+        self.start = dp_start or 0
+        self._of_socket: dict[int, DpRank] = {}  # of sockets that do not have the rank that their port suggests
+        self._named: dict[int, DpRank] = {}  # by socket, what the batches of its process name
+        self._moved: set[int] = set()  # sockets whose batches have moved ranks
+        self._contradicted: set[int] = set()
+        self._is_new: set[int] = set()  # sockets whose ranks were moved, and that have not been fed since
+
+    def of(self, socket: int) -> DpRank:
+        """Return the rank of a socket; sockets are counted from 0, in the order of their ports."""
+        return self._of_socket.get(socket, DpRank(self.start + socket))
+
+    def socket_of(self, dp_rank: int) -> int | None:
+        """Return the socket of a rank of an engine that reports all ranks together, None if it has no such rank."""
+        socket = 0 if self._dp_size == 1 else dp_rank - self.start
+        return socket if 0 <= socket < self._dp_size else None
+
+    @property
+    def are_contradicted(self) -> bool:
+        """Whether it is not known of some batch which rank it is about."""
+        return bool(self._contradicted)
+
+    def is_moved(self, socket: int) -> bool:
+        """Whether the socket's rank was fed from another socket until now."""
+        return socket in self._is_new
+
+    def begin(self, socket: int) -> None:
+        """Note that a socket's rank begins or resumes an incarnation."""
+        self._named.pop(socket, None)
+        self._contradicted.discard(socket)
+        self._is_new.discard(socket)
+
+    def on_page(self, numbers: Collection[int]) -> None:
+        """Take the ranks that the engine's metrics page names, before anything is fed."""
+        if self._is_fixed or self._dp_size == 1 or self._named or len(numbers) != self._dp_size:
+            return
+        first = min(numbers)
+        if max(numbers) == first + self._dp_size - 1 and first <= DP_START_MAX:
+            self.start = first
+            self._of_socket.clear()
+
+    def on_batch(self, socket: int, named: int) -> Naming:
+        """Take the rank that a batch of a socket names."""
+        if self._named.get(socket) == named:
+            return Naming.FITS
+        dp_rank = DpRank(named)
+        if socket in self._named or dp_rank in self._named.values():
+            self._contradicted.add(socket)
+            return Naming.CONTRADICTS
+        if self._dp_size == 1 or self.of(socket) == dp_rank:
+            self._named[socket] = dp_rank
+            return Naming.FITS
+        if socket in self._moved or not self._move(socket, dp_rank):
+            self._contradicted.add(socket)
+            return Naming.CONTRADICTS
+        self._moved.add(socket)
+        self._named[socket] = dp_rank
+        self._is_new.update(range(self._dp_size))
+        return Naming.MOVED
+
+    def _move(self, socket: int, dp_rank: DpRank) -> bool:
+        """Give a socket the rank that its batch names; returns whether that is possible."""
+        other = next((n for n in range(self._dp_size) if self.of(n) == dp_rank), None)
+        if other is not None:
+            self._of_socket[other], self._of_socket[socket] = self.of(socket), dp_rank
+            return True
+        first = dp_rank - socket
+        if self._is_fixed or self._named or self._of_socket or not 0 <= first <= DP_START_MAX:
+            return False
+        self.start = first
+        return True
