@@ -251,9 +251,9 @@ async def test_without_token_ids_the_text_is_resumed_and_the_answer_says_so(
 @pytest.mark.parametrize(
     "part",
     [
-        {"type": "redacted_thinking", "data": "I cannot help with that."},
-        {"type": "summary_text", "text": "Yes."},
-        {"type": "document", "source": {"data": "Hm."}},
+        {"refusal": "I cannot help with that."},
+        {"text": "Yes."},
+        {"thinking": "Hm."},
     ],
 )
 async def test_a_stream_whose_prompt_is_known_in_part_moves_only_with_the_engines_ids(
