@@ -34,6 +34,7 @@ from streams.errors import (
 )
 from streams.frontend import metrics
 from streams.frontend.answers import StreamWatch, completion_tokens, error_event, may_be_served_elsewhere
+from streams.frontend.apis import APIS
 from streams.frontend.client_stream import ClientGone, ClientStream, FrontResponse
 from streams.frontend.cors import Cors
 from streams.frontend.disaggregation import decode_body
@@ -190,12 +191,16 @@ class Proxy:
         prompt = await self._tokenizing.prompt(request, body, model, engine, self._http, key)
         self.counts.tokenize_seconds.observe(time.perf_counter() - at_s)
         self.counts.prompt_tokens += len(prompt.tokens) // 4
-        if self._prefilling.splits(options.get("model")):
+        api = APIS[request.kind]
+        if not api.generates:
+            options.pop("expected_output_tokens", None)
+        if api.generates and self._prefilling.splits(options.get("model")):
             options["phase"] = "decode"
         at_s = time.perf_counter()
         with self._spans.child("route") as attributes:
             load = load_options(request, body, prompt)
-            booking = exchange.booking = await self._book(prompt.tokens, {**options, **load, **self._spans.context()})
+            routing = {**options, **load, **self._spans.context()}
+            booking = exchange.booking = await self._book(prompt.tokens, routing, may_wait=api.computes)
             booking.failures.identify = partial(request_digest, request.kind, body)
             attributes |= _booked(booking)
         self.counts.route_seconds.observe(time.perf_counter() - at_s)
@@ -205,7 +210,7 @@ class Proxy:
         known = None if prompt.source == NONE else prompt.tokens
         if booking.phase is not None:
             remote = await self._prefilling.begin(booking, request.kind, body, known, {**options, **load}, sent)
-        if self._settings.front_migration and request.stream:
+        if self._settings.front_migration and request.stream and api.migrates:
             exchange.migrating = MigratingStream(
                 request.kind, body, sent, model, prompt.tokens if prompt.whole else None
             )
@@ -235,8 +240,9 @@ class Proxy:
             raise EngineFailed(f"{BROKE_ENGINES}; {refusal}") from refusal
         raise refusal or EngineFailed("front_attempts_max is 0")
 
-    async def _book(self, tokens: bytes, options: dict[str, Any]) -> Booking:
-        if self._settings.front_queue:
+    async def _book(self, tokens: bytes, options: dict[str, Any], *, may_wait: bool) -> Booking:
+        """Book a rank. may_wait: in the router's queue, until one has room."""
+        if may_wait and self._settings.front_queue:
             options["queue"] = "on"
         try:
             try:
@@ -315,7 +321,7 @@ class Proxy:
             answer = await self._post(exchange, request, body, sent, timeout_s)
             if answer.status == 200 and answer.content_type == "text/event-stream":
                 return await self._stream(exchange, answer, request_id)
-            return await self._page(exchange, answer, request_id)
+            return await self._page(exchange, request, answer, request_id)
         except ENGINE_FAILURES as exc:
             reason = str(exc) or ("it was silent for too long" if isinstance(exc, TimeoutError) else type(exc).__name__)
             raise EngineFailed(
@@ -340,7 +346,9 @@ class Proxy:
         to_engine = {**sent, **booking.rank_headers}
         return await self._http.request("POST", booking.url, request.kind, to_engine, body, timeout_s)
 
-    async def _page(self, exchange: Exchange, answer: HttpAnswer, request_id: str) -> web.StreamResponse | _Refusal:
+    async def _page(
+        self, exchange: Exchange, request: FrontRequest, answer: HttpAnswer, request_id: str
+    ) -> web.StreamResponse | _Refusal:
         """Pass on an answer that is not a stream: whole, so that until then another engine can replace it."""
         assert exchange.booking is not None
         body = await _held(answer)
@@ -351,7 +359,8 @@ class Proxy:
         if answer.status == 200:
             exchange.booking.served()
         if len(body) <= HELD_BYTES_MAX:
-            exchange.n_tokens = completion_tokens(page.body) if answer.status == 200 else 0
+            if answer.status == 200 and APIS[request.kind].generates:
+                exchange.n_tokens = completion_tokens(page.body)
             exchange.outcome = metrics.COMPLETED
             return await self._whole(exchange, page, request_id)
         client = ClientStream(exchange, self._response(exchange, answer.status, page.headers, request_id))
@@ -501,9 +510,9 @@ class Proxy:
 
 def load_options(request: FrontRequest, body: bytes, prompt: Prompt) -> dict[str, Any]:
     """Return the fields of the route request that say what a request is beyond its tokens."""
-    part = request.part
+    part, api = request.part, APIS[request.kind]
     if prompt.source == NONE:
-        part, more_tokens = PromptPart.NONE, estimated_tokens(body) - 1
+        part, more_tokens = PromptPart.NONE, estimated_tokens(body) - 1 if api.computes else 0
     else:
         more_tokens = request.prompts.more_tokens(len(prompt.tokens) // 4)
     if part is PromptPart.WHOLE and not prompt.whole:
@@ -513,7 +522,7 @@ def load_options(request: FrontRequest, body: bytes, prompt: Prompt) -> dict[str
         options["prompt_part"] = part.value
     if more_tokens:
         options["more_tokens"] = more_tokens
-    if request.sequences > 1:
+    if request.sequences > 1 and api.generates:
         options["sequences"] = request.sequences
     return options
 

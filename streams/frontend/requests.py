@@ -73,10 +73,13 @@ _DEFAULTS = FrontSettings()
 
 
 class Kind(enum.StrEnum):
-    """The calls that generate, by their paths."""
+    """The calls of engines that the front serves, by their paths; `apis` has what they differ in."""
 
     COMPLETION = "/v1/completions"
     CHAT = "/v1/chat/completions"
+    EMBEDDINGS = "/v1/embeddings"
+    TOKENIZE = "/tokenize"
+    DETOKENIZE = "/detokenize"
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,7 +56,7 @@ log = logging.getLogger(__name__)
 CHECK_EXCHANGES_S = 1.0
 
 #: What a client may ask a front for, as an error says it.
-SERVED_CALLS = f"POST {Kind.CHAT.value}, POST {Kind.COMPLETION.value} and GET /v1/models"
+SERVED_CALLS = f"POST {', POST '.join(Kind)} and GET /v1/models"
 
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 

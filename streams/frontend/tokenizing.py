@@ -22,6 +22,7 @@ import orjson
 from streams.client.payloads import pack_tokens, unpack_tokens
 from streams.client.plain_http import PlainHttp
 from streams.errors import InvalidRequest, KvStreamsError, SettingsError
+from streams.frontend.apis import APIS
 from streams.frontend.conversation import NEWEST, Rule
 from streams.frontend.engine_tokens import LACKING, EngineTokens
 from streams.frontend.requests import FrontRequest, Kind
@@ -168,6 +169,8 @@ class Tokenizing:
         http: PlainHttp,
         key: str | None,
     ) -> Prompt | None:
+        if not APIS[request.kind].is_routed_by_prompt:
+            return None
         try:
             if request.has_token_ids:
                 if len(request.prompt) <= IDS_ON_LOOP_BYTES or not self._processes:

@@ -40,7 +40,7 @@ class Script:
 
     status: of the answer; other than 200, its body is `refusal`. breaks_at: bytes of the answer after which the
     connection is aborted. stalls_at: bytes after which nothing more comes. pause_s: between two pieces of the answer.
-    piece: bytes of a piece.
+    piece: bytes of a piece. page: a JSON answer, in place of a stream.
     """
 
     status: int = 200
@@ -50,6 +50,7 @@ class Script:
     pause_s: float = 0.0
     piece: int = 100
     answer: bytes = field(default_factory=answer_bytes)
+    page: bytes | None = None
 
 
 class ScriptedEngine:
@@ -81,6 +82,9 @@ class ScriptedEngine:
             if script.status != 200:
                 self.counts["ended"] += 1
                 return web.Response(body=script.refusal, status=script.status, content_type="application/json")
+            if script.page is not None:
+                self.counts["ended"] += 1
+                return web.Response(body=script.page, content_type="application/json")
             await response.prepare(http)
             sent = 0
             while sent < len(script.answer):

@@ -463,7 +463,7 @@ async def test_refusals_have_openais_shape(
     ("method", "path", "status", "code", "says"),
     [
         ("POST", "/v1/responses", 404, "not_found", "POST /v1/chat/completions"),
-        ("POST", "/v1/embeddings", 404, "not_found", "/v1/embeddings"),
+        ("POST", "/v1/rerank", 404, "not_found", "/v1/rerank"),
         ("GET", "/v1/responses/resp_1", 404, "not_found", "GET /v1/models"),
         ("POST", "/v1/audio/speech", 404, "not_found", "POST /v1/completions"),
         ("GET", "/", 404, "not_found", "POST /v1/completions"),
