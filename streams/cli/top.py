@@ -140,6 +140,7 @@ def _header(url: str, live: Mapping[str, Any]) -> list[Text]:
         ("imbalance", _number(_last(samples["imbalance"]), 2)),
         ("blocks", _number(router["index_blocks"])),
         ("dead letters", _number(router["dead_letters"])),
+        ("engines agreed", _agreed(router)),
     )
     modes = {mode: _mean(rates) or 0.0 for mode, rates in samples["modes"].items()}
     total = sum(modes.values())
@@ -151,6 +152,12 @@ def _header(url: str, live: Mapping[str, Any]) -> list[Text]:
         Text(f"lag {_lags(live['partitions'])}"),
         Text(""),
     ]
+
+
+def _agreed(router: Mapping[str, Any]) -> str:
+    """The share of exact answers whose overlap the engine found, and how many contradict; none of earlier versions."""
+    share, n_over = router.get("agreed_share"), router.get("audited", {}).get("over", 0)
+    return "-" if share is None else f"{100 * share:.1f} %" + f" ({n_over:,} over)" * bool(n_over)
 
 
 def _lags(partitions: Sequence[Mapping[str, Any]]) -> str:

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from streams.client.engine import RANK_HEADER
 from streams.client.failed_engines import FailedEngines, Failing, RequestFailures
-from streams.client.payloads import given, pack_tokens
+from streams.client.payloads import PromptUsage, given, pack_tokens, prompt_usage
 from streams.client.reports import BookingKey, OutstandingReport
 from streams.errors import KvStreamsError
 
@@ -69,6 +69,7 @@ class Booking:
 
     def _take(self, answer: dict[str, Any]) -> None:
         self.answer = answer
+        self._usage: PromptUsage | None = None
         self.request_id: str = answer["request_id"]
         self._key = key_of(self._request)
         self.worker_id: int = answer["worker_id"]
@@ -96,7 +97,16 @@ class Booking:
         """Report that the prompt is computed, in the background; only the first call does anything."""
         if not self._prefill_reported and not self._ended:
             self._prefill_reported = True
-            self._client.report(self._key, OutstandingReport(prefill_complete=True))
+            self._client.report(self._key, OutstandingReport(prefill_complete=True, usage=self._usage))
+
+    def note_usage(self, usage: Any, *, is_cached_here: bool = True) -> None:
+        """Note the usage of the engine's answer, which the next report has: the router compares it with its overlap.
+
+        is_cached_here: False if cached tokens are not those of the booked rank's own cache.
+        """
+        found = prompt_usage(usage)
+        if found is not None and (self._usage is None or found.cached_tokens is not None):
+            self._usage = found if is_cached_here else PromptUsage(found.prompt_tokens)
 
     def output(self, output_tokens: int) -> None:
         """Report how many tokens the answer has so far, in the background."""
@@ -107,7 +117,7 @@ class Booking:
         """Report that the request has ended, in the background; only the first call does anything."""
         if not self._ended:
             self._ended = True
-            self._client.report(self._key, OutstandingReport(free=True))
+            self._client.report(self._key, OutstandingReport(free=True, usage=self._usage))
 
     def close(self) -> None:
         """Do what `end` does."""

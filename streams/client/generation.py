@@ -41,6 +41,9 @@ from streams.errors import EngineFailed, EngineRefused, KvStreamsError
 #: Tokens of an answer between two reports of its length. Each report also renews the booking.
 OUTPUT_REPORT_TOKENS = 64
 
+#: How long a booking waits for the engine's usage after the last token.
+USAGE_TIMEOUT_S = 1.0
+
 #: What makes an engine report what it found of a resumed prompt with its first tokens.
 _REPORTING_USAGE = {"include_usage": True, "continuous_usage_stats": True}
 
@@ -193,7 +196,10 @@ class Generation:
         booking.answered(self.output_tokens - self._resumed_tokens)
         if chunk["finish_reason"] is not None:
             booking.served()
-            booking.end()
+            if self._stream is None:
+                self.close()
+            else:  # the usage follows the last token, and the caller may not ask for what follows
+                self._loop.call_later(USAGE_TIMEOUT_S, booking.end)
         elif self.output_tokens - self._reported_tokens >= OUTPUT_REPORT_TOKENS:
             self._reported_tokens = self.output_tokens
             booking.output(self.output_tokens - self._resumed_tokens)
@@ -239,6 +245,7 @@ class Generation:
     def _note_usage(self, stream: EngineStream) -> None:
         """Note what the last engine found of the prompt, if it said so."""
         if stream.usage is not None and self._migration is not None:
+            self.booking.note_usage(stream.usage)
             computed = prompt_computed(stream.usage, self._heard_s)
             stream.usage = None
             if computed is not None:

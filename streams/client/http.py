@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import re
 import ssl as tls
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 from urllib.parse import quote, urlencode, urlsplit
 
@@ -209,28 +209,38 @@ class KvRouterClient(KvRouter):
         return await self._round("POST", call, attempt, None, body, headers, wait_s)
 
     async def _send_report(self, key: BookingKey, report: OutstandingReport) -> None:
+        usage = {} if report.usage is None else report.usage._asdict()
+        found = {name: str(value) for name, value in usage.items() if value is not None}
         if report.free:
-            await self._repeated("DELETE", key, "", report.router)
+            await self._repeated("DELETE", key, "", report.router, query=found)
             return
         if report.prefill_complete:
-            await self._repeated("POST", key, "/prefill-complete", report.router)
+            await self._repeated("POST", key, "/prefill-complete", report.router, query=found)
         if report.output_tokens:
             body = orjson.dumps({"output_tokens": report.output_tokens})
             await self._repeated("POST", key, "/output", report.router, body)
 
     async def _repeated(
-        self, method: str, key: BookingKey, call: str, router: int | None, body: bytes | None = None
+        self,
+        method: str,
+        key: BookingKey,
+        call: str,
+        router: int | None,
+        body: bytes | None = None,
+        query: Mapping[str, str] | None = None,
     ) -> None:
         """Make a call on a booking until a router accepts it, for at most REPORT_TIMEOUT_S."""
         attempt = Attempt()
         attempt.router = router
         path = f"/loads/{quote(key.request_id, safe='')}{call}"
-        query = None if key.phase is None else {"phase": key.phase}
+        parameters = {**({} if key.phase is None else {"phase": key.phase}), **(query or {})} or None
         loop = asyncio.get_running_loop()
         until_s = loop.time() + REPORT_TIMEOUT_S
         while True:
             try:
-                await self._round(method, path, attempt, query, body, {} if body is None else {"Content-Type": JSON})
+                await self._round(
+                    method, path, attempt, parameters, body, {} if body is None else {"Content-Type": JSON}
+                )
                 return
             except CallRefused as exc:
                 if loop.time() >= until_s:

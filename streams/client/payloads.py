@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from array import array
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, NamedTuple, TypedDict, TypeGuard
 
 import orjson
 
@@ -19,6 +19,9 @@ from streams.errors import InvalidRequest
 #: Characters of a query with which tokens are sent packed. A server accepts lines of about 8 KiB; a longer query, such
 #: as one with hundreds of worker ids, becomes a JSON body.
 QUERY_CHARS_MAX = 4096
+
+#: The greatest number of tokens that a router takes in a report.
+COUNT_MAX = 2**31 - 1
 
 #: What `stop_conditions` may contain; each is a field of a completion under the same name.
 STOP_CONDITIONS = ("max_tokens", "min_tokens", "ignore_eos", "stop", "stop_token_ids")
@@ -166,9 +169,38 @@ def completion_fields(
     return body
 
 
+class PromptUsage(NamedTuple):
+    """What an engine's usage says of a prompt: its tokens, and those that came from its cache; None if not reported."""
+
+    prompt_tokens: int
+    cached_tokens: int | None = None
+
+
+def prompt_usage(usage: Any) -> PromptUsage | None:
+    """Read the usage of an answer, as completions, chats and responses have it; None if it is none of these."""
+    if not isinstance(usage, Mapping):
+        return None
+    for tokens, details in (("prompt_tokens", "prompt_tokens_details"), ("input_tokens", "input_tokens_details")):
+        n_prompt, more = usage.get(tokens), usage.get(details)
+        if is_count(n_prompt) and "cache_read_input_tokens" not in usage:
+            cached = more.get("cached_tokens") if isinstance(more, Mapping) else None
+            return PromptUsage(n_prompt, cached if is_count(cached) and cached <= n_prompt else None)
+    return None
+
+
+def is_count(value: Any) -> TypeGuard[int]:
+    """Whether a value of JSON is a number of tokens."""
+    return type(value) is int and 0 <= value <= COUNT_MAX
+
+
 def with_prompt(fields: Mapping[str, Any], prompt: Sequence[int]) -> bytes:
-    """Return the body of a completion that streams token ids. Raises InvalidRequest if a field is not JSON."""
+    """Return the body of a completion that streams token ids, with its usage at the end.
+
+    Raises InvalidRequest if a field is not JSON.
+    """
+    options = {**(fields.get("stream_options") or {}), "include_usage": True}
+    own = {"prompt": prompt, "stream": True, "return_token_ids": True, "stream_options": options}
     try:
-        return orjson.dumps({**fields, "prompt": prompt, "stream": True, "return_token_ids": True})
+        return orjson.dumps({**fields, **own})
     except TypeError as exc:
         raise InvalidRequest(f"a field of the completion is not JSON: {exc}") from exc

@@ -498,6 +498,12 @@ class HttpAnswer:
                 break
         return b"".join(parts)
 
+    def unread(self, data: bytes) -> None:
+        """Give bytes back that were read last, so that they are read again."""
+        if data:
+            self._pieces.insert(0, data)
+            self._n_waiting += len(data)
+
     async def pump(self, take: Callable[[bytes], bool]) -> None:
         """Call `take` with the bytes that have arrived and with all that arrive, until it returns False, or the end.
 

@@ -195,10 +195,11 @@ class KvPushRouter(KvRouter):
 
 def _apply(router: Router, key: BookingKey, report: OutstandingReport) -> None:
     """Apply a report to the router's loads; Kafka gets it in the background."""
+    found = report.usage or (None, None)
     if report.free:
-        router.report_phase(key.request_id, BookingPhase.FREE, key.phase)
+        router.report_phase(key.request_id, BookingPhase.FREE, key.phase, *found)
         return
     if report.prefill_complete:
-        router.report_phase(key.request_id, BookingPhase.PREFILL, key.phase)
+        router.report_phase(key.request_id, BookingPhase.PREFILL, key.phase, *found)
     if report.output_tokens:
         router.report_output(key.request_id, report.output_tokens, key.phase)

@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from streams.client.payloads import PromptUsage
 from streams.errors import KvStreamsError
 
 log = logging.getLogger(__name__)
@@ -31,12 +32,16 @@ _LOG_INTERVAL_S = 10.0
 
 @dataclass(slots=True)
 class OutstandingReport:
-    """What is to be reported of one request. router: the one that answered the request, which is tried first."""
+    """What is to be reported of one request. router: the one that answered the request, which is tried first.
+
+    usage: what the engine says of the prompt, sent with the end of the prefill or of the request.
+    """
 
     router: int | None = None
     prefill_complete: bool = False
     output_tokens: int = 0
     free: bool = False
+    usage: PromptUsage | None = None
 
     def merge(self, other: OutstandingReport) -> None:
         """Add what `other` reports."""
@@ -44,6 +49,7 @@ class OutstandingReport:
         self.prefill_complete |= other.prefill_complete
         self.output_tokens = max(self.output_tokens, other.output_tokens)
         self.free |= other.free
+        self.usage = other.usage or self.usage
 
 
 class BookingKey(NamedTuple):

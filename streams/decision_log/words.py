@@ -40,6 +40,7 @@ REASONS: Mapping[str, str] = MappingProxyType(
         DegradedReason.POOLED_OWNER_SILENT: "the agent that owns pooled blocks was silent",
         DegradedReason.POOLED_OWNER_BEHIND: "the table of pooled blocks was behind its events",
         DegradedReason.POOLED_RANK_UNKNOWN: "evictions of a rank with blocks in a pool may have been missing",
+        DegradedReason.AUDIT_DISAGREES: "a rank's engine had found fewer cached blocks than the index had",
         DegradedReason.BOOKINGS_NOT_IN_SYNC: "Kafka did not answer, so routers lacked each other's bookings",
     }
 )

@@ -102,5 +102,5 @@ def _differing(workers: list[dict[str, Any]]) -> dict[int, tuple[str, int]]:
 
 def _degraded(live: dict[str, Any]) -> frozenset[tuple[str, int]]:
     return frozenset(
-        (str(row["reason"]), int(row["worker_id"])) for row in live["workers"] if row["state"] == "degraded"
+        (str(row["reason"]), int(row["worker_id"])) for row in live["workers"] if row["reason"] is not None
     )

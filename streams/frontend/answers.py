@@ -130,14 +130,6 @@ def usage_tokens(usage: Any) -> int:
     return tokens if isinstance(tokens, int) else 0
 
 
-def completion_tokens(body: bytes) -> int:
-    """Return the number of tokens of an answer that was not streamed, by its usage; 0 if it has none."""
-    try:
-        return usage_tokens(orjson.loads(body)["usage"])
-    except (orjson.JSONDecodeError, KeyError, TypeError):
-        return 0
-
-
 def error_page(status: int, message: str, code: str | None = None) -> dict[str, Any]:
     """Return an error in OpenAI's shape, with the types that vLLM uses."""
     return {"error": {"message": message, "type": _type_of(status), "param": None, "code": code or status}}

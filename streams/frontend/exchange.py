@@ -16,6 +16,7 @@ from streams.client.booking import Booking
 from streams.frontend import metrics
 from streams.frontend.requests import Kind
 from streams.frontend.resuming import StreamRelay
+from streams.frontend.tokenizing import Prompt
 
 
 class MigratingStream:
@@ -50,6 +51,8 @@ class Exchange:
     needed to resume its stream at another engine, None if it does not migrate. resumed_tokens: of the answer, those
     that the booking counts as its prompt.
     prefilled_on: the prefill worker, if its prompt is computed on one. answering: whether the client gets an answer.
+    model, prompt: what the request was routed by. usage: what the engine that answered last reports; None if nothing.
+    hides_usage: the client of a stream did not ask for it.
     """
 
     http: web.Request
@@ -64,3 +67,7 @@ class Exchange:
     resumed_tokens: int = 0
     prefilled_on: str | None = None
     answering: bool = False
+    model: str | None = None
+    prompt: Prompt | None = None
+    usage: dict[str, Any] | None = None
+    hides_usage: bool = False

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from streams.client.migration import Failure
 from streams.core.workers import RenderOutcome
 from streams.frontend.disaggregation import Split
+from streams.frontend.render_audit import MODELS_MAX, RenderAudit, Rendering
 from streams.frontend.tokenizing import SOURCES
 from streams.process.metrics import Distribution, Label, Metric, counter, gauge, histogram
 
@@ -54,6 +55,7 @@ class FrontCounts:
     reports_lost: int = 0
     failures_reported: int = 0
     render_probes: Counter[RenderOutcome] = field(default_factory=Counter)
+    renders: RenderAudit = field(default_factory=RenderAudit)
     tokenize_seconds: Distribution = field(default_factory=lambda: Distribution(*_SECONDS))
     route_seconds: Distribution = field(default_factory=lambda: Distribution(*_SECONDS))
     first_token_seconds: Distribution = field(default_factory=lambda: Distribution(*_SECONDS))
@@ -151,6 +153,21 @@ FRONT_METRICS: tuple[Metric[FrontCounts], ...] = (
         "Probes of whether an engine makes the same tokens as this front, by their outcomes.",
         lambda counts: {outcome.value: counts.render_probes[outcome] for outcome in RenderOutcome},
         Label("outcome", tuple(outcome.value for outcome in RenderOutcome)),
+    ),
+    counter(
+        "kvstreams_front_prompts_audited_total",
+        "Prompts that the front or an engine's `/tokenize` rendered, by what the engine that answered reports of them: "
+        "the same tokens (`equal`), as many without saying which (`same_length`), another number (`other_length`), or "
+        "as many others (`other_tokens`). Token ids are only known of streams with `front_migration`",
+        lambda counts: {rendering.value: counts.renders.renderings[rendering] for rendering in Rendering},
+        Label("outcome", tuple(rendering.value for rendering in Rendering)),
+    ),
+    counter(
+        "kvstreams_front_prompts_rendered_otherwise_total",
+        "Those of them that differ, by model and version of the engine, which is empty if the engine does not say.",
+        lambda counts: dict(counts.renders.different),
+        Label("model", values_max=MODELS_MAX),
+        Label("engine_version", values_max=MODELS_MAX),
     ),
     histogram(
         "kvstreams_front_tokenize_seconds", "Time to tokenize a prompt.", read=lambda counts: counts.tokenize_seconds

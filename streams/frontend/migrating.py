@@ -61,7 +61,7 @@ TOKENIZING_ATTEMPTS_MAX = 3
 WITHOUT_IDS_MAX = 4096
 
 #: Statuses with which an engine refuses a request that has a field it does not know.
-_UNKNOWN_FIELD = (400, 422)
+UNKNOWN_FIELD = (400, 422)
 
 #: Fields with which the engine's prompt is another one than the front's.
 _CHANGE_THE_PROMPT = tuple(name for name, effect in FIELDS.items() if effect is Effect.OTHER_PROMPT)
@@ -341,7 +341,7 @@ class StreamMigrator:
         url = booking.url.rstrip("/")
         asks = url not in self._without_ids
         answer = await self._post_one(url, kind, body(asks), booking, headers, timeout_s)
-        if asks and answer.status in _UNKNOWN_FIELD:
+        if asks and answer.status in UNKNOWN_FIELD:
             answer.close()
             answer = await self._post_one(url, kind, body(False), booking, headers, timeout_s)
             if answer.status == 200 and len(self._without_ids) < WITHOUT_IDS_MAX:

@@ -41,6 +41,7 @@ from streams.frontend.disaggregation import (
 from streams.frontend.fleet import Fleet
 from streams.frontend.metrics import FrontCounts
 from streams.frontend.migrating import ENGINE_FAILURES
+from streams.frontend.usage import usage_of_page
 from streams.settings import FrontSettings, KvTransfer
 
 log = logging.getLogger(__name__)
@@ -245,6 +246,8 @@ class Prefilling:
             log.debug("the prefill of worker %d failed: %r", prefill.worker_id, exc)
             prefill.note_failure(Failing.UNREACHABLE if isinstance(exc, ConnectFailed) else Failing.BROKE)
             return None
+        else:
+            prefill.note_usage(usage_of_page(answer))
         finally:
             prefill.end()
         if may_be_served_elsewhere(response.status):

@@ -33,8 +33,9 @@ from streams.errors import (
     Unauthorized,
 )
 from streams.frontend import metrics
-from streams.frontend.answers import StreamWatch, completion_tokens, error_event, may_be_served_elsewhere
+from streams.frontend.answers import StreamWatch, error_event, may_be_served_elsewhere, usage_tokens
 from streams.frontend.apis import APIS
+from streams.frontend.auditing import Auditing
 from streams.frontend.client_stream import ClientGone, ClientStream, FrontResponse
 from streams.frontend.cors import Cors
 from streams.frontend.disaggregation import decode_body
@@ -45,6 +46,7 @@ from streams.frontend.migrating import (
     CONNECT_TIMEOUT_S,
     ENGINE_FAILURES,
     OUTPUT_REPORT_TOKENS,
+    UNKNOWN_FIELD,
     StreamMigrator,
 )
 from streams.frontend.prefilling import PrefillFailed, Prefilling, RemotePrefill
@@ -53,13 +55,21 @@ from streams.frontend.requests import (
     DETAILS,
     REQUEST_ID,
     FrontRequest,
+    Kind,
     client_headers,
     engine_headers,
     route_options,
 )
-from streams.frontend.resuming import asking_for_ids
 from streams.frontend.spans import Attributes, Spans
 from streams.frontend.tokenizing import NONE, Prompt, Tokenizing
+from streams.frontend.usage import (
+    USAGE_FIELD,
+    UsageWatch,
+    usage_fields,
+    usage_of_page,
+    usage_options,
+    with_fields,
+)
 from streams.security.tokens import Grant
 from streams.settings import FrontSettings
 
@@ -76,6 +86,9 @@ HEALTH_TIMEOUT_S = 2.0
 
 #: The longest time between two reports of an answer's length, which renew the booking.
 OUTPUT_REPORT_S = 60.0
+
+#: Calls whose streams report their usage if they are asked for it; those of the others do so by themselves.
+_WITH_OPTIONS = (Kind.CHAT, Kind.COMPLETION)
 
 #: Returns the API key for the engines of a model, None if they need none.
 KeyOf = Callable[[str | None], str | None]
@@ -117,11 +130,13 @@ class Proxy:
         self.cors = Cors(settings.front_cors_origins)
         self._http = PlainHttp(keepalive_s=KEEPALIVE_S, connect_timeout_s=CONNECT_TIMEOUT_S, keeps_spares=True)
         self._prefilling = Prefilling(settings, router, fleet, counts, self._http)
+        self.auditing = Auditing(self._http, key_of, counts.renders)
         self._live: set[Exchange] = set()
         self._migrator = StreamMigrator(settings, tokenizing, fleet, counts, spans, self._http)
 
     async def close(self) -> None:
         """Close all connections to engines."""
+        await self.auditing.close()
         self._http.close()
 
     def __len__(self) -> int:
@@ -168,6 +183,7 @@ class Proxy:
                 exchange.outcome = metrics.FAILED if isinstance(exc, EngineFailed) else metrics.REFUSED
             raise
         finally:
+            self.auditing.ended(exchange)
             if exchange.booking is not None:
                 exchange.booking.end()
             self._live.discard(exchange)
@@ -189,6 +205,7 @@ class Proxy:
         at_s = time.perf_counter()  # the loop's time stands still while the loop tokenizes
         engine = self._fleet.engine(model)
         prompt = await self._tokenizing.prompt(request, body, model, engine, self._http, key)
+        exchange.model, exchange.prompt = model, prompt
         self.counts.tokenize_seconds.observe(time.perf_counter() - at_s)
         self.counts.prompt_tokens += len(prompt.tokens) // 4
         api = APIS[request.kind]
@@ -334,17 +351,31 @@ class Proxy:
     async def _post(
         self, exchange: Exchange, request: FrontRequest, body: bytes, sent: Mapping[str, str], timeout_s: float
     ) -> HttpAnswer:
-        """Send the request to the engine that is booked. A stream that may migrate is asked for token ids as well."""
+        """Send the request to the engine that is booked.
+
+        A stream is asked for its usage as well, and for token ids if it may migrate.
+        """
         booking = exchange.booking
         assert booking is not None and booking.url is not None
+        more = usage_fields(usage_options(body)) if request.stream and request.kind in _WITH_OPTIONS else {}
+        exchange.hides_usage = bool(more)
         if exchange.migrating is not None:
+            more["return_token_ids"] = True
 
             def asking(asks_for_ids: bool) -> bytes:
-                return asking_for_ids(body) if asks_for_ids else body
+                return with_fields(body, more) if asks_for_ids else body
 
             return await self._migrator.post(booking, request.kind, asking, sent, timeout_s)
         to_engine = {**sent, **booking.rank_headers}
-        return await self._http.request("POST", booking.url, request.kind, to_engine, body, timeout_s)
+        asked = with_fields(body, more)
+        answer = await self._http.request("POST", booking.url, request.kind, to_engine, asked, timeout_s)
+        if more and answer.status in UNKNOWN_FIELD:
+            refusal = bytes(await _held(answer))
+            if USAGE_FIELD in refusal:
+                answer.close()
+                return await self._http.request("POST", booking.url, request.kind, to_engine, body, timeout_s)
+            answer.unread(refusal)  # it is about the client's request
+        return answer
 
     async def _page(
         self, exchange: Exchange, request: FrontRequest, answer: HttpAnswer, request_id: str
@@ -360,7 +391,8 @@ class Proxy:
             exchange.booking.served()
         if len(body) <= HELD_BYTES_MAX:
             if answer.status == 200 and APIS[request.kind].generates:
-                exchange.n_tokens = completion_tokens(page.body)
+                exchange.usage = usage_of_page(page.body)
+                exchange.n_tokens = usage_tokens(exchange.usage)
             exchange.outcome = metrics.COMPLETED
             return await self._whole(exchange, page, request_id)
         client = ClientStream(exchange, self._response(exchange, answer.status, page.headers, request_id))
@@ -371,6 +403,7 @@ class Proxy:
         """Pass on a stream. It begins with the first token, so that until then another engine can replace it."""
         loop, booking, watch = asyncio.get_running_loop(), exchange.booking, StreamWatch()
         assert booking is not None
+        usage = UsageWatch(hides=exchange.hides_usage) if exchange.migrating is None else None
         head = bytearray()
         # What can be made before the first token has no part in the time until it is passed on.
         headers = client_headers(answer.headers)
@@ -380,8 +413,9 @@ class Proxy:
 
         def take(received: bytes) -> bool:
             """Hold bytes back until the first token, and send it in the step of the loop in which it arrives."""
-            head.extend(received)
-            watch.feed(received)
+            shown = received if usage is None else usage.feed(received)
+            head.extend(shown)
+            watch.feed(shown)
             if watch.has_token and begins_at_once and not _may_be_replaced(watch):
                 client.write(bytes(head))
             return not watch.has_token
@@ -389,6 +423,8 @@ class Proxy:
         try:
             while not watch.has_token and not answer.at_eof:
                 await answer.pump(take)
+            if not watch.has_token and usage is not None:
+                take(usage.rest())
             if not watch.has_token:
                 raise EngineFailed(
                     f"the engine of worker {booking.worker_id} ended its answer before the first token",
@@ -408,7 +444,7 @@ class Proxy:
             return await self._carry(exchange, exchange.migrating, answer, client, bytes(head))
         if not begins_at_once:
             await client.begin(bytes(head))
-        return await self._copy(exchange, answer, client, watch)
+        return await self._copy(exchange, answer, client, watch, usage)
 
     async def _carry(
         self, exchange: Exchange, stream: MigratingStream, answer: HttpAnswer, client: ClientStream, data: bytes
@@ -417,21 +453,28 @@ class Proxy:
         await client.begin()
         with_figures = DETAILS in exchange.http.headers
         await self._migrator.carry(exchange, stream, answer, data, client, with_figures=with_figures)
+        exchange.usage = None if stream.relay is None else stream.relay.usage
         return client.response
 
     async def _copy(
-        self, exchange: Exchange, answer: HttpAnswer, client: ClientStream, watch: StreamWatch | None
+        self,
+        exchange: Exchange,
+        answer: HttpAnswer,
+        client: ClientStream,
+        watch: StreamWatch | None,
+        usage: UsageWatch | None = None,
     ) -> web.StreamResponse:
-        """Copy the rest of an answer as it comes. The client has its beginning, which `watch` has seen."""
+        """Copy the rest of an answer as it comes. The client has its beginning, which `watch` and `usage` have seen."""
         loop, booking = asyncio.get_running_loop(), exchange.booking
         assert booking is not None
         reported_events = 0
 
         def take(received: bytes) -> bool:
             """Pass bytes on; returns whether the client keeps up."""
-            keeps_up = client.write(received)
+            shown = received if usage is None else usage.feed(received)
+            keeps_up = not shown or client.write(shown)
             if watch is not None:
-                watch.feed(received)
+                watch.feed(shown)
                 note_tokens(watch)
             return keeps_up
 
@@ -454,7 +497,9 @@ class Proxy:
                 await answer.pump(take)
             except ENGINE_FAILURES as exc:
                 return await self._broken(exchange, client, watch, exc)
-        await client.end()
+        if usage is not None:
+            exchange.usage = usage.usage
+        await client.end(b"" if usage is None else usage.rest())
         if watch is not None:
             exchange.n_tokens = watch.n_tokens
             error = watch.error_status or watch.last_error()

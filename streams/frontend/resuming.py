@@ -1,8 +1,8 @@
 """A stream of which parts come from several engines: their events in, one client's events out (pure).
 
-What lives here: the field that asks engines for token ids, and its removal from what the client sees; the request that
-resumes an answer; and the form in which the rest of it reaches the client. What must not: HTTP, clocks, and the
-decision to move, which is the migration's (streams.client.migration).
+What lives here: the removal of token ids and usage that the client has not asked for; the request that resumes an
+answer; and the form in which the rest of it reaches the client. What must not: HTTP, clocks, and the decision to move,
+which is the migration's (streams.client.migration).
 
 The first engine's events keep their form. An answer resumes at `/v1/completions`, so for a chat its events become
 chunks of a chat again, with the id of the first ones and without another role.
@@ -44,9 +44,6 @@ MESSAGE_CHARS_MAX = 500
 
 #: What makes an engine report what it found of a resumed prompt with its first tokens, before it may fail as well.
 REPORTING_USAGE = {"include_usage": True, "continuous_usage_stats": True}
-
-#: What makes an engine report token ids.
-_ASKS_FOR_IDS = b'"return_token_ids":true'
 
 #: Fields that all chunks of an answer share; resumed ones repeat those of the first engine.
 _FRAME = ("id", "object", "created", "model", "system_fingerprint", "service_tier")
@@ -161,13 +158,6 @@ def answer_options(kind: Kind, body: bytes) -> AnswerOptions:
     )
 
 
-def asking_for_ids(body: bytes) -> bytes:
-    """Return a request that asks for token ids too. Its bytes stay; of a repeated field, the last one counts."""
-    end = body.rindex(b"}")
-    comma = b"" if body[:end].rstrip().endswith(b"{") else b","
-    return body[:end] + comma + _ASKS_FOR_IDS + body[end:]
-
-
 def resumed_request(body: Mapping[str, Any], token_ids: Sequence[int], resume: Resume, *, asks_for_ids: bool) -> bytes:
     """Return the completion that goes on with a request's answer. token_ids: the prompt and the tokens that are kept.
 
@@ -188,7 +178,8 @@ class StreamRelay:
 
     finished: the finish reason was passed on. done: the engine's mark of the end came. refusal: the message of an error
     event, which is withheld, since another engine may go on. by_text: an engine reported text without token ids.
-    prompt_ids: the prompt as the first engine had it, None if it did not report it. n_tokens: passed on so far; without
+    prompt_ids: the prompt as the first engine had it, None if it did not report it. usage: of the last engine, None if
+    it did not report it. n_tokens: passed on so far; without
     ids, events are counted.
     """
 
@@ -209,6 +200,7 @@ class StreamRelay:
         self.refusal: str | None = None
         self.by_text = False
         self.prompt_ids: array[int] | None = None
+        self.usage: dict[str, Any] | None = None
         self._n_events = 0
         self._n_ids = 0  # that the client has, or would have if it wanted them
         self._rest = b""
@@ -306,7 +298,11 @@ class StreamRelay:
         usage = page.get("usage")
         if usage:
             self._n_events = max(self._n_events, usage_tokens(usage))
-            self._usage_sent = self._usage_sent or not page["choices"]
+            if not page["choices"]:
+                self.usage = usage
+                if not self.options.wants_usage:
+                    return
+                self._usage_sent = True
         out.append(_event(page))
 
     def _without(self, fields: dict[str, Any], name: str) -> Any:
@@ -319,6 +315,7 @@ class StreamRelay:
         if usage and not self._is_computed:
             self._computed(usage, at_s)
         if usage and not page["choices"]:
+            self.usage = usage
             if self.options.wants_usage:
                 out.append(_event({**self._frame, "choices": [], "usage": self._summed(usage)}))
                 self._usage_sent = True
@@ -382,6 +379,7 @@ class StreamRelay:
         """Expect the events of the next engine."""
         self._resume = resume
         self._rest = b""
+        self.usage = None
         self.done, self.refusal, self._is_computed = False, None, False
         self._known = KnownPart(self.migration.shown, resume.skip_characters, ids_matter=self.options.wants_ids)
 

@@ -144,6 +144,7 @@ class Front:
             settings, self.router, self.tokenizing, self.fleet, self._secrets.key_of, self.counts, self._spans
         )
         self.parity = ParityProbes(self.router, self.tokenizing, self._secrets.key_of, self.counts)
+        self.proxy.auditing.on_different = self.parity.check_again
         self.connections = Connections(
             settings.connections_max, settings.first_request_timeout_s, uses_tls=access.scheme == "https"
         )

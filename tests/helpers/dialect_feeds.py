@@ -66,7 +66,7 @@ class NotesDecoder:
         return stored
 
 
-NOTES = Dialect("notes", counts_copies=False, decoder=NotesDecoder)
+NOTES = Dialect("notes", counts_copies=False, computed_tokens_min=1, decoder=NotesDecoder)
 
 
 def note(*notes: list[Any]) -> bytes:

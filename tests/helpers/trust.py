@@ -15,18 +15,26 @@ from dataclasses import dataclass, field
 from http.client import HTTPException
 from typing import Any
 
+from streams.core.events import EngineBatch, Heartbeat
+from streams.core.ids import DpRank, Incarnation, RankId, WorkerId
+from streams.kafka.clients import partition_of, producer, worker_key
+from streams.kafka.records import encode_batch
 from streams.lab.processes import Child, Children
-from streams.lab.stack import RouterProcess, Stack
+from streams.lab.stack import RouterProcess, Stack, get_json
 from streams.process.waiting import wait_for
 from streams.settings import as_environ
+from streams.topics import topics
 from tests.helpers.api import Answer, Api
-from tests.helpers.engine_double import EngineDouble
+from tests.helpers.engine_double import BLOCK_SIZE, EngineDouble
 
 #: Time between two requests of a watcher.
 WATCH_EVERY_S = 0.01
 
 #: How long a test waits for something that takes well under a second on a quiet machine.
 PATIENCE_S = 30.0
+
+#: Longer than any test, so that a forged heartbeat does not make the rank silent.
+LEASE_MS = 60_000
 
 _names = itertools.count(1)
 
@@ -161,3 +169,33 @@ def engine_option(worker_id: int, engine: EngineDouble, **more: str) -> str:
     """An engine as the option `--engine` has it; `more` adds parts or replaces them, and "" removes one."""
     parts = {"id": str(worker_id), "url": engine.url, "events": engine.events, "replay": engine.replay, **more}
     return ",".join(f"{name}={value}" for name, value in parts.items() if value)
+
+
+def state_of(fleet: TrustFleet, worker_id: int) -> dict[str, Any]:
+    """Return what the router has of a worker's rank."""
+    (state,) = [rank for rank in get_json(f"{fleet.worker.url}/state")["ranks"] if rank["worker_id"] == worker_id]
+    return dict(state)
+
+
+def claim_a_batch_that_never_arrived(fleet: TrustFleet, worker_id: int, model: str) -> None:
+    """Write a heartbeat that names a batch after the rank's last one, as if that batch had been lost in Kafka."""
+    settings = fleet.stack.settings
+    state = state_of(fleet, worker_id)
+    claim = EngineBatch(
+        rank=RankId(WorkerId(worker_id), DpRank(0)),
+        model=model,
+        block_size=BLOCK_SIZE,
+        incarnation=Incarnation(int(state["incarnation"])),
+        sequence=int(state["sequence"]) + 1,
+        digest=0,
+        emitted_at_ms=0,
+        body=Heartbeat("a test", LEASE_MS),
+    )
+    kafka = producer(settings)
+    kafka.produce(
+        topics(settings).kv_events.name,
+        key=worker_key(WorkerId(worker_id)),
+        value=encode_batch(claim),
+        partition=partition_of(WorkerId(worker_id), settings.partitions),
+    )
+    kafka.flush(10.0)

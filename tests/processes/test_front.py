@@ -18,6 +18,7 @@ import aiohttp
 import orjson
 import pytest
 
+from streams.core.routing.audit import AuditOutcome
 from streams.frontend import tokenizing
 from streams.frontend.answers import error_event
 from streams.frontend.loop_tokenizer import ENCODED_CHARACTERS_MAX
@@ -45,7 +46,8 @@ def backend() -> Iterator[tuple[LocalRouter, list[ScriptedEngine]]]:
 async def test_a_stream_and_its_request_pass_through_unchanged(backend: Backend) -> None:
     """The engine gets the client's body byte for byte, and the client the engine's answer."""
     async with on_stage(backend) as stage:
-        raw = orjson.dumps({**BODY, "tools": [{"odd": None}], "n": 2, "unknown": {"é": [1.50, 1e3]}}) + b"\n "
+        more = {"stream_options": {"include_usage": True}, "unknown": {"é": [1.50, 1e3]}}
+        raw = orjson.dumps({**BODY, "tools": [{"odd": None}], "n": 2, **more}) + b"\n "
         headers = {
             "Authorization": "Bearer the client's own",
             "Cookie": "a=b",
@@ -67,6 +69,47 @@ async def test_a_stream_and_its_request_pass_through_unchanged(backend: Backend)
         assert received["X-Request-Id"] == "mine"
         assert "X-data-parallel-rank" not in received  # the engine has one rank, and may know it by any number
         assert "the client's own" not in str(received) and "Cookie" not in received
+
+
+def answer_with_usage(cached_tokens: int) -> bytes:
+    """A stream of an engine that was asked for its usage."""
+    usage = {"prompt_tokens": 40, "completion_tokens": 40, "prompt_tokens_details": {"cached_tokens": cached_tokens}}
+    done = b"data: [DONE]\n\n"
+    return (
+        answer_bytes().removesuffix(done) + b"data: " + orjson.dumps({"choices": [], "usage": usage}) + b"\n\n" + done
+    )
+
+
+@pytest.mark.parametrize("migrates", [False, True])
+@pytest.mark.parametrize("asks", [False, True])
+@pytest.mark.parametrize("piece", [1, 50, 100_000])
+async def test_every_stream_is_asked_for_its_usage_which_only_clients_get_that_ask(
+    backend: Backend, migrates: bool, asks: bool, piece: int
+) -> None:
+    """What the engine found of the prompt goes to the router that decided, which counts it."""
+    audit = backend[0].router.audit
+    async with on_stage(backend, front_migration=migrates) as stage:
+        stage.script(*[Script(answer=answer_with_usage(0), piece=piece)] * 2)
+        before = len(audit._waiting) + audit.outcomes[AuditOutcome.AGREED]
+        body = {**IDS, **({"stream_options": {"include_usage": True}} if asks else {})}
+        _, _, got = await stage.post(body, "/v1/completions")
+        assert got == (answer_with_usage(0) if asks else answer_bytes())
+        (sent,) = [orjson.loads(raw) for engine in stage.engines for raw in engine.bodies]
+        assert sent["stream_options"] == {"include_usage": True}
+        await stage.until_free()
+        await stage.until(
+            lambda: len(audit._waiting) + audit.outcomes[AuditOutcome.AGREED] == before + 1, "the router's audit"
+        )
+
+
+async def test_an_engine_that_does_not_know_the_usage_of_streams_gets_the_clients_request(backend: Backend) -> None:
+    """It names the field in its error. Any other refusal is the client's, and comes once."""
+    async with on_stage(backend) as stage:
+        refusal = b'{"error": {"message": "Extra inputs are not permitted: stream_options"}}'
+        stage.script(*[Script(status=400, refusal=refusal)] * 2)
+        status, _, got = await stage.post(IDS, "/v1/completions")
+        assert (status, got) == (400, refusal)
+        assert [raw for engine in stage.engines for raw in engine.bodies][1] == orjson.dumps(IDS)
 
 
 async def test_bytes_arrive_as_they_come(backend: Backend) -> None:

@@ -23,7 +23,8 @@ from tests.helpers.scripted_engine import Script, ScriptedEngine, answer_bytes, 
 
 ROLES = (Role.PREFILL, Role.DECODE, Role.DECODE)
 PROMPT = list(range(40))
-BODY = {"model": "m", "prompt": PROMPT, "stream": True, "max_tokens": 9, "min_tokens": 2}
+USAGE = {"stream_options": {"include_usage": True}}
+BODY = {"model": "m", "prompt": PROMPT, "stream": True, "max_tokens": 9, "min_tokens": 2, **USAGE}
 PARAMS = {"do_remote_prefill": True, "remote_engine_id": "1", "remote_block_ids": [0, 1], "remote_host": "h"}
 DETAILS = {"X-Kvstreams-Details": "1"}
 

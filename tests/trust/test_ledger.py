@@ -10,22 +10,20 @@ from typing import Any
 
 import msgpack
 
-from streams.core.events import EngineBatch, Heartbeat
 from streams.core.hashing import local_hashes, sequence_hashes
-from streams.core.ids import DpRank, Incarnation, RankId, WorkerId
-from streams.kafka.clients import partition_of, producer, worker_key
-from streams.kafka.records import encode_batch
 from streams.lab.engines.engine_config import EngineConfig
 from streams.lab.stack import get_json
 from streams.process.waiting import wait_for
-from streams.topics import topics
 from tests.helpers.engine_double import BLOCK_SIZE, EngineDouble
-from tests.helpers.trust import PATIENCE_S, TrustFleet, engine_option
+from tests.helpers.trust import (
+    PATIENCE_S,
+    TrustFleet,
+    claim_a_batch_that_never_arrived,
+    engine_option,
+    state_of,
+)
 
 N_BLOCKS = 20
-
-#: Longer than any test, so that the forged heartbeat below does not make the rank silent.
-LEASE_MS = 60_000
 
 QUERY = {"layer_id": 2, "expert_ids": [7], "fallback_to_unlabeled": False}
 
@@ -150,33 +148,3 @@ def test_a_restatement_brings_labels_back(fleet: TrustFleet) -> None:
         wait_for(lambda: state_of(fleet, labelled_id)["generation"] == 1, PATIENCE_S, "the restatement")
         assert matching() == [(labelled_id, N_BLOCKS)]
         wait_for(lambda: bool(chosen()["mode"] == "exact"), PATIENCE_S, "an exact answer")
-
-
-def state_of(fleet: TrustFleet, worker_id: int) -> dict[str, Any]:
-    """Return what the router has of a worker's rank."""
-    (state,) = [rank for rank in get_json(f"{fleet.worker.url}/state")["ranks"] if rank["worker_id"] == worker_id]
-    return dict(state)
-
-
-def claim_a_batch_that_never_arrived(fleet: TrustFleet, worker_id: int, model: str) -> None:
-    """Write a heartbeat that names a batch after the rank's last one, as if that batch had been lost in Kafka."""
-    settings = fleet.stack.settings
-    state = state_of(fleet, worker_id)
-    claim = EngineBatch(
-        rank=RankId(WorkerId(worker_id), DpRank(0)),
-        model=model,
-        block_size=BLOCK_SIZE,
-        incarnation=Incarnation(int(state["incarnation"])),
-        sequence=int(state["sequence"]) + 1,
-        digest=0,
-        emitted_at_ms=0,
-        body=Heartbeat("a test", LEASE_MS),
-    )
-    kafka = producer(settings)
-    kafka.produce(
-        topics(settings).kv_events.name,
-        key=worker_key(WorkerId(worker_id)),
-        value=encode_batch(claim),
-        partition=partition_of(WorkerId(worker_id), settings.partitions),
-    )
-    kafka.flush(10.0)

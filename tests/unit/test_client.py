@@ -157,6 +157,7 @@ def test_a_completion_has_the_options_under_the_engines_names() -> None:
         "model": "m",
         "stream": True,
         "return_token_ids": True,
+        "stream_options": {"include_usage": True},
         "user": "u",
         "max_tokens": 20,
         "ignore_eos": True,

@@ -95,6 +95,26 @@ def test_a_lag_is_found_from_the_first_millisecond_that_is_too_much(behind_ms: i
 
 
 @pytest.mark.parametrize(
+    ("over", "agreed", "is_found"), [(4, 0, False), (5, 0, True), (5, 245, True), (5, 246, False), (0, 9, False)]
+)
+def test_engines_that_find_less_than_was_promised_are_a_finding(over: int, agreed: int, is_found: bool) -> None:
+    """A few may be races; requests without a report say nothing."""
+    counts = {"agreed": agreed, "over": over, "under": 0, "excused": 0, "not_reported": 1000}
+    samples = tuple(("kvstreams_overlap_audited_total", {"outcome": name}, float(n)) for name, n in counts.items())
+    router = RouterSeen("http://r", page=PageSeen("http://r/metrics", None, samples))
+    found = list(routers.check_routers(replace(observed(), routers=(router,))))
+    assert [each.code for each in found] == ["overlaps_disagree"] * is_found
+
+
+def test_a_rank_that_contradicts_is_approximate_and_not_degraded() -> None:
+    """The finding names the worker, and what to do about it."""
+    seen = frozenset({("audit_disagrees", 7)})
+    (found,) = routers.check_routers(replace(observed(), routers=(RouterSeen("http://r", degraded=(seen, seen)),)))
+    assert found.code == "approximate_audit_disagrees"
+    assert found.problem == "its answers for workers 7 are approximate: audit_disagrees"
+
+
+@pytest.mark.parametrize(
     ("after_s", "watched_s", "code"),
     [
         (2.0, 2.1, None),

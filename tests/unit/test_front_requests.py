@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streams.errors import InvalidRequest, SettingsError
-from streams.frontend.answers import StreamWatch, completion_tokens, error_event, error_page, may_be_served_elsewhere
+from streams.frontend.answers import StreamWatch, error_event, error_page, may_be_served_elsewhere, usage_tokens
 from streams.frontend.fleet import FLEET_STALE_S, Fleet
 from streams.frontend.requests import (
     FORWARDED,
@@ -22,6 +22,7 @@ from streams.frontend.requests import (
     route_options,
 )
 from streams.frontend.server import parse_by_model
+from streams.frontend.usage import usage_of_page
 from streams.security.tokens import ANONYMOUS, Grant, Right
 
 
@@ -234,9 +235,10 @@ def test_errors_have_openais_shape() -> None:
 
 def test_the_length_of_a_whole_answer_is_its_usage() -> None:
     """Answers without a usage, and pages that are not JSON, count no tokens."""
-    assert completion_tokens(b'{"usage": {"completion_tokens": 5}}') == 5
+    assert usage_tokens(usage_of_page(b'{"usage": {"completion_tokens": 5}}')) == 5
     assert [
-        completion_tokens(page) for page in (b"", b"[]", b'{"usage": null}', b'{"usage": {"completion_tokens": "x"}}')
+        usage_tokens(usage_of_page(page))
+        for page in (b"", b"[]", b'{"usage": null}', b'{"usage": {"completion_tokens": "x"}}')
     ] == [0] * 4
 
 

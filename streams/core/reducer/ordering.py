@@ -33,6 +33,7 @@ class Progress:
     sequence: the last applied batch, BEFORE_FIRST for none. lease_ms: the time within which the rank's bridge must be
     heard from, 0 without a lease. silent: the lease has expired; no request goes to the rank until it is heard from.
     feed: state of the rank's feed according to its last record that was not stale, except for duplicates that say LIVE.
+    n_restated: restatements among the epoch's generations, so that the others are clears and removals.
     """
 
     rank: RankId
@@ -49,6 +50,7 @@ class Progress:
     lease_ms: int = 0
     silent: bool = False
     feed: FeedState = FeedState.LIVE
+    n_restated: int = 0
 
 
 class Verdict(enum.StrEnum):
@@ -103,6 +105,7 @@ def judge(progress: Progress, batch: EngineBatch) -> Judgement:
         progress.lease_ms,
         feed=batch.feed,
         silent=progress.lease_ms == ENDED_LEASE_MS,
+        n_restated=progress.n_restated,
     )
     return Judgement(Verdict.GAP if gap else Verdict.APPLIED, after, begins)
 
@@ -199,6 +202,7 @@ def restated(progress: Progress, batch: EngineBatch, *, exact: bool, n_unindexed
     return replace(
         progress,
         epoch=Epoch(progress.epoch.incarnation, progress.epoch.generation + 1),
+        n_restated=progress.n_restated + 1,
         sequence=batch.sequence,
         digest=batch.digest,
         health=whole if exact else Health.DEGRADED,
@@ -225,6 +229,7 @@ def fence(progress: Progress, batch: EngineBatch) -> tuple[Progress, bool] | Non
         n_blocks=0,
         lease_ms=0,  # another bridge may feed this incarnation, or a publisher without a lease
         silent=False,
+        n_restated=progress.n_restated if revived else 0,
     ), True
 
 

@@ -25,7 +25,7 @@ class AnswerMode(enum.StrEnum):
 
 
 class DegradedReason(enum.StrEnum):
-    """Why an answer is `degraded`: the first reason found, for one eligible rank or for all of them."""
+    """Why an answer is not exact: the first reason found, for one eligible rank or for all of them."""
 
     __hash__ = str.__hash__  # that of Enum is a Python function, which every look-up by a member would call
 
@@ -47,11 +47,14 @@ class DegradedReason(enum.StrEnum):
     # `events_lost`, so that their evictions may be missing.
     POOLED_RANK_UNKNOWN = "pooled_rank_unknown"
     BOOKINGS_NOT_IN_SYNC = "bookings_not_in_sync"  # Kafka is unreachable; routers lack each other's bookings
+    # The rank's engine found less than was promised, too often (routing.audit). The answer is `approximate`, the only
+    # one with a reason that is not `degraded`.
+    AUDIT_DISAGREES = "audit_disagrees"
 
 
 @dataclass(frozen=True, slots=True)
 class Trust:
-    """How far an answer can be trusted. reason: why it is `degraded`; None in every other mode."""
+    """How far an answer can be trusted. reason: why it is `degraded`, or AUDIT_DISAGREES; otherwise None."""
 
     mode: AnswerMode
     reason: DegradedReason | None = None
@@ -61,18 +64,21 @@ class TrustSnapshot(NamedTuple):
     """What the trust in an overlap depends on besides the records. It is taken before the overlap is read.
 
     recoveries: how often a rank or an owner of a partition could be trusted again so far. pooled_recoveries: the same
-    for owners of pooled blocks. bridge_silent: workers whose bridge is silent or does not feed them.
+    for owners of pooled blocks. bridge_silent: workers whose bridge is silent or does not feed them. run_changes: how
+    many records of runs were folded.
     """
 
     recoveries: int
     pooled_recoveries: int
     bridge_silent: frozenset[WorkerId] = frozenset()
     taken_at_ms: int = 0
+    run_changes: int = 0
 
 
 # One value of each kind is shared, since every answer has one.
 EXACT = Trust(AnswerMode.EXACT)
 APPROXIMATE = Trust(AnswerMode.APPROXIMATE)
 FALLBACK = Trust(AnswerMode.FALLBACK)
+DISAGREEING = Trust(AnswerMode.APPROXIMATE, DegradedReason.AUDIT_DISAGREES)
 DEGRADED = {reason: Trust(AnswerMode.DEGRADED, reason) for reason in DegradedReason}
 NOT_IN_SYNC = DEGRADED[DegradedReason.BOOKINGS_NOT_IN_SYNC]

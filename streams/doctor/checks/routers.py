@@ -20,7 +20,16 @@ _REMEDIES = {
     "over_capacity": "The router's index is full: use more block per token, or fewer engines per scope",
     "owner_silent": "Check the Faust workers",
     "owner_behind": "Check the Faust workers; they lag behind the events",
+    "audit_disagrees": "The engine has evicted blocks without reporting it, or something else sends it requests that "
+    "change its cache. Compare its version with docs/engines.md, reset its prefix cache or restart it, and report it",
 }
+
+#: Of reasons that do not make answers degraded.
+_MODES = {"audit_disagrees": "approximate"}
+
+#: Contradictions of engines that are a finding: as many, and as great a share of the reports, as of a single rank
+#: (core.routing.audit).
+_OVER_MIN, _OVER_SHARE_MIN = 5, 0.02
 
 
 def check_routers(seen: Observations) -> Iterator[Finding]:
@@ -96,6 +105,7 @@ def _one(router: RouterSeen) -> Iterator[Finding]:
     yield from _ranks(router, subject)
     if router.page is None:
         return
+    yield from _audit(router, subject)
     for name, labels, number in router.page.samples:
         if name == "kvstreams_unmatched_prompts" and number > 0:
             yield Finding(
@@ -133,15 +143,36 @@ def _tokens(seen: Observations) -> Iterator[Finding]:
         )
 
 
+def _audit(router: RouterSeen, subject: str) -> Iterator[Finding]:
+    """Report that engines often find fewer cached blocks than the router promised."""
+    assert router.page is not None
+    counts = {
+        labels.get("outcome"): number
+        for name, labels, number in router.page.samples
+        if name == "kvstreams_overlap_audited_total"
+    }
+    n_over, n_reported = counts.get("over", 0.0), sum(counts.values()) - counts.get("not_reported", 0.0)
+    if n_over >= max(_OVER_MIN, _OVER_SHARE_MIN * n_reported):
+        yield Finding(
+            Group.ROUTERS,
+            "overlaps_disagree",
+            subject,
+            f"in {n_over:.0f} of {n_reported:.0f} requests whose engine reported it, the engine found fewer cached "
+            "blocks than the router's index had, and no eviction explains it",
+            "GET /live or `kvstreams top` shows the ranks that are approximate for it (audit_disagrees). If there are "
+            "none, the prompts are rendered otherwise: see kvstreams_front_prompts_audited_total of the fronts",
+        )
+
+
 def _ranks(router: RouterSeen, subject: str) -> Iterator[Finding]:
     lasting = frozenset.intersection(*router.degraded) if router.degraded else frozenset()
     for reason in sorted({reason for reason, _ in lasting}):
         ids = sorted(worker_id for degraded_by, worker_id in lasting if degraded_by == reason)
         yield Finding(
             Group.ROUTERS,
-            f"degraded_{reason}",
+            f"{_MODES.get(reason, 'degraded')}_{reason}",
             subject,
-            f"its answers for workers {listed(ids)} are degraded: {reason}",
+            f"its answers for workers {listed(ids)} are {_MODES.get(reason, 'degraded')}: {reason}",
             _REMEDIES.get(reason, "docs/http.md explains the reason"),
         )
     silent = frozenset.intersection(*router.silent) if router.silent else frozenset()

@@ -95,7 +95,7 @@ class AutoDecoder:
 
 
 #: Copies are counted until the dialect is known, and then as that dialect does it.
-AUTO = Dialect("auto", counts_copies=True, decoder=AutoDecoder)
+AUTO = Dialect("auto", counts_copies=True, computed_tokens_min=1, decoder=AutoDecoder)
 
 
 def _recognised(outer: Any, block_size: int) -> Dialect | None:

@@ -183,10 +183,13 @@ class Dialect:
     """One kind of engine.
 
     name: what `dialect=` of `--engine` selects. counts_copies: whether the engine reports every physical copy of a
-    block with a store and every eviction with a removal; otherwise a repeated store changes nothing. decoder: creates a
-    decoder, given the block size in tokens that the scope has for the engine's model.
+    block with a store and every eviction with a removal; otherwise a repeated store changes nothing.
+    computed_tokens_min: tokens at the end of a prompt that the engine computes even if all of it is cached, so that
+    routers promise no more (core.routing.audit). decoder: creates a decoder, given the block size in tokens that the
+    scope has for the engine's model.
     """
 
     name: str
     counts_copies: bool
+    computed_tokens_min: int
     decoder: Callable[[int], Decoder]

@@ -138,7 +138,7 @@ class SglangDecoder:
 
 
 #: A repeated store changes nothing.
-SGLANG = Dialect("sglang", counts_copies=False, decoder=SglangDecoder)
+SGLANG = Dialect("sglang", counts_copies=False, computed_tokens_min=1, decoder=SglangDecoder)
 
 
 def check_tokens(tokens: list[Any]) -> None:

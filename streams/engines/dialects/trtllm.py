@@ -274,7 +274,7 @@ class TrtllmDecoder:
 
 
 #: A repeated store changes nothing.
-TRTLLM = Dialect("trtllm", counts_copies=False, decoder=TrtllmDecoder)
+TRTLLM = Dialect("trtllm", counts_copies=False, computed_tokens_min=1, decoder=TrtllmDecoder)
 
 
 def events_of(payload: bytes) -> list[Any]:

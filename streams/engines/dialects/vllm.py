@@ -209,7 +209,7 @@ class VllmDecoder:
 
 
 #: vLLM reports each physical copy of a block, so copies are counted.
-VLLM = Dialect("vllm", counts_copies=True, decoder=VllmDecoder)
+VLLM = Dialect("vllm", counts_copies=True, computed_tokens_min=1, decoder=VllmDecoder)
 
 
 def decode_payload(raw: bytes, block_size: int, state: _State | None = None) -> DecodedBatch:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from confluent_kafka import Producer
 
+from streams.core.routing.audit import Audit, Evidence
 from streams.core.routing.busy import BusyThresholds
 from streams.core.routing.decision import Chooser
 from streams.core.routing.policies.expected_time import ExpectedTime, ExpectedTimeParameters
@@ -50,6 +51,7 @@ class RouterParts(NamedTuple):
     readiness: Readiness
     policy: RoutePolicy
     chooser: Chooser
+    audit: Audit
 
 
 def compose(settings: RouterSettings) -> RouterParts:
@@ -82,7 +84,9 @@ def compose(settings: RouterSettings) -> RouterParts:
     )
     if policy.policy_name:
         chooser.policy(policy.policy_name)  # a wrong name ends the process here
-    return RouterParts(kafka, view, loads, registry, recorder, dead_letters, feeds, readiness, policy, chooser)
+    evidence = Evidence(view.run_changes.fate, view.held_prefix, view.is_known, view.cache_of, loads.is_alone)
+    audit = Audit(evidence, view.disagreeing, int(settings.booking_ttl_s * 1000))
+    return RouterParts(kafka, view, loads, registry, recorder, dead_letters, feeds, readiness, policy, chooser, audit)
 
 
 def _feeds(

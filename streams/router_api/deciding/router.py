@@ -8,6 +8,7 @@ the parts are made (compose), and whether all topics are read (readiness).
 from __future__ import annotations
 
 import functools
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -22,6 +23,7 @@ from streams.core.ids import Int64Array, RankId
 from streams.core.index.interface import Candidates
 from streams.core.loads.bookings import ActiveLoads, Booking, BookingPhase
 from streams.core.routing.admission import PROPAGATION_MS, Gate
+from streams.core.routing.audit import OVER_MIN, WINDOW
 from streams.core.routing.cost import RankTerms, prefill_tokens
 from streams.core.routing.decision import LEARNT_TOGETHER_MAX, Decision
 from streams.core.routing.eligibility import WorkerFilter, names_another_rank
@@ -38,7 +40,7 @@ from streams.core.routing.selection import RouterMode
 from streams.core.routing.trust import APPROXIMATE, FALLBACK, NOT_IN_SYNC, AnswerMode, Trust
 from streams.errors import InvalidRequest, KvStreamsError, UnknownId
 from streams.kafka.load_records import request_partition
-from streams.router_api.deciding.compose import compose
+from streams.router_api.deciding.compose import compose, monotonic_ms
 from streams.router_api.deciding.decision_counts import DecisionCounts
 from streams.router_api.deciding.decision_recorder import wall_ms
 from streams.router_api.deciding.matching import match
@@ -60,6 +62,8 @@ from streams.router_api.sharing.registry import PUBLISH_TIMEOUT_S
 from streams.router_api.sharing.request_ids import RequestIds
 from streams.settings import RouterServerSettings
 from streams.topics import topics
+
+log = logging.getLogger(__name__)
 
 #: The parts of the policy that a request may override: first by the overrides' names, then by the policy's own names.
 _OVERRIDES = attrgetter(*POLICY_OVERRIDES)
@@ -120,6 +124,7 @@ class Router:
         self.readiness = parts.readiness
         self._kafka = parts.kafka
         self._chooser = parts.chooser
+        self.audit = parts.audit
         n_partitions = topics(settings).router_loads.partitions
         self._request_ids = RequestIds(lambda request_id: request_partition(request_id, n_partitions))
         self._asked_at_s = float("-inf")
@@ -161,6 +166,16 @@ class Router:
             with self.loads.locked() as loads:
                 if not self._chooser.learn(loads, self.settings.block_size_of):
                     break
+        for rank in self.audit.judge_due(monotonic_ms()):
+            self.view.trust.note_disagreeing(rank)
+            log.warning(
+                "the engine of rank %s found fewer cached blocks than this router's index has, in %d or more of its "
+                "last %d reported requests, and no eviction explains it. Answers for the rank are approximate "
+                "(audit_disagrees) until its cache is cleared or its engine restarts",
+                rank,
+                OVER_MIN,
+                WINDOW,
+            )
 
     @property
     def sessions_evicted(self) -> int:
@@ -271,7 +286,18 @@ class Router:
         chosen, routing = decision.chosen, prepared.routing
         prompt, matches = routing.prompt, routing.matches
         trust, chosen_trust = (limited(each, prepared.request) for each in decision.trust(self._assess))
-        reads_index = matches.snapshot is not None
+        snapshot = matches.snapshot
+        reads_index = snapshot is not None
+        if snapshot is not None and prepared.request.update_states:
+            self.audit.promise(
+                prepared.request_id,
+                None if prepared.request.phase is None else prepared.booked_phase,
+                chosen.rank,
+                chosen.scores,
+                prompt,
+                chosen_trust.mode is AnswerMode.EXACT,
+                snapshot.run_changes,
+            )
         self.decisions.note(
             routing.policy.mode,
             chosen.rank.worker_id,
@@ -588,12 +614,27 @@ class Router:
         self.view.predictions.predict(rank, blocks.local)
         return booking_json(request_id, booking)
 
-    def report_phase(self, request_id: str, what: BookingPhase, phase: str | None = None) -> dict[str, Any]:
+    def report_phase(
+        self,
+        request_id: str,
+        what: BookingPhase,
+        phase: str | None = None,
+        prompt_tokens: int | None = None,
+        cached_tokens: int | None = None,
+    ) -> dict[str, Any]:
         """Apply prefill-complete or free. `buffered` is true if no booking of the id was read yet.
 
         phase: the bookings of this part of the request, `prefill` or `decode`; None stands for all bookings of the id.
+        prompt_tokens, cached_tokens: what the engine reports of the prompt.
         """
         self.readiness.check()
+        is_audited = (
+            prompt_tokens is not None
+            and cached_tokens is not None
+            and self.audit.report(request_id, phase, prompt_tokens, cached_tokens, monotonic_ms())
+        )
+        if what is BookingPhase.FREE and not is_audited:
+            self.audit.ended(request_id, phase)
         buffered = not self.loads.report_phase(request_id, what, phase)
         if self.recorder is not None:
             self.recorder.reported(request_id, what)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any, Literal, NotRequired, TypedDict
 
 from streams.core.cxl_memory import CxlMemoryState
+from streams.core.routing.audit import AuditOutcome
 from streams.core.routing.selection import RouterMode
 from streams.core.routing.trust import AnswerMode, DegradedReason
 from streams.core.workers import RenderOutcome, RenderPart, RenderReason, Role, WorkerState
@@ -360,7 +361,11 @@ class OpenApiAnswer(TypedDict):
 
 
 class LiveRouter(TypedDict):
-    """The router itself. not_ready_because: null while it is ready. dead_letters: of the scope, since its start."""
+    """The router itself. not_ready_because: null while it is ready. dead_letters: of the scope, since its start.
+
+    audited: decisions by how their overlap compares with what the engine found. agreed_share: of the exact ones whose
+    engine reported, those that agreed; null before the first one.
+    """
 
     id: str
     router_mode: RouterMode
@@ -368,6 +373,8 @@ class LiveRouter(TypedDict):
     bookings_in_sync: bool
     index_blocks: int
     dead_letters: int
+    audited: dict[AuditOutcome, int]
+    agreed_share: float | None
 
 
 class LiveSamples(TypedDict):
@@ -400,7 +407,7 @@ class LivePartition(TypedDict):
 
 
 class LiveWorker(TypedDict):
-    """One worker. worker_id: as text, since JavaScript rounds numbers of 64 bits. reason: why it is degraded.
+    """One worker. worker_id: as text, since JavaScript rounds numbers of 64 bits. reason: why it is not exact.
 
     hit_rate: the share of its prompts' blocks that were cached there, over the last minutes.
     """

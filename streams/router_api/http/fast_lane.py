@@ -39,6 +39,8 @@ from streams.router_api.http.metrics import RouterMetrics
 from streams.router_api.messages.answer_json import answer_json, error_json
 from streams.router_api.messages.requests import (
     OCTET_STREAM,
+    PhaseReportQuery,
+    ReportQuery,
     RouteRequest,
     is_list,
     parse_output,
@@ -263,11 +265,14 @@ class FastLane:
 
     def _report(self, request_id: str, what: BookingPhase, query: Mapping[str, str] | None) -> bytes:
         """query: None if there is none."""
-        phase = None if query is None else parse_report_query(query).phase
-        return _accepted(self._router.report_phase(request_id, what, phase))
+        if query is None:
+            return _accepted(self._router.report_phase(request_id, what))
+        report = parse_report_query(query, PhaseReportQuery)
+        reported = report.prompt_tokens, report.cached_tokens
+        return _accepted(self._router.report_phase(request_id, what, report.phase, *reported))
 
     def _output(self, request_id: str, body: bytes, query: Mapping[str, str] | None) -> bytes:
-        phase = None if query is None else parse_report_query(query).phase
+        phase = None if query is None else parse_report_query(query, ReportQuery).phase
         return _accepted(self._router.report_output(request_id, parse_output(body).output_tokens, phase))
 
     def _refusal(self, status: int, code: str, message: str, detail: dict[str, Any] | None = None) -> bytes:

@@ -64,6 +64,8 @@ from streams.router_api.messages.requests import (
     NAME_CHARS_MAX,
     OCTET_STREAM,
     BookRequest,
+    PhaseReportQuery,
+    ReportQuery,
     RouteRequest,
     is_list,
     parse_book,
@@ -246,18 +248,23 @@ class Handlers:
 
     async def prefill_complete(self, request: web.Request) -> web.Response:
         """Note that the rank has computed the prompt."""
-        return _accepted(self._router.report_phase(_request_id(request), BookingPhase.PREFILL, _phase(request)))
+        return self._report_phase(request, BookingPhase.PREFILL)
 
     async def output(self, request: web.Request) -> web.Response:
         """Note how many tokens have been generated so far."""
-        phase = _phase(request)
+        phase = parse_report_query(request.query, ReportQuery).phase
         async with self._bodies.of(request, SHORT_BODY_BYTES_MAX) as body:
             reported = parse_output(body)
         return _accepted(self._router.report_output(_request_id(request), reported.output_tokens, phase))
 
     async def free(self, request: web.Request) -> web.Response:
         """Note that the request has ended."""
-        return _accepted(self._router.report_phase(_request_id(request), BookingPhase.FREE, _phase(request)))
+        return self._report_phase(request, BookingPhase.FREE)
+
+    def _report_phase(self, request: web.Request, what: BookingPhase) -> web.Response:
+        request_id, report = _request_id(request), parse_report_query(request.query, PhaseReportQuery)
+        reported = report.prompt_tokens, report.cached_tokens
+        return _accepted(self._router.report_phase(request_id, what, report.phase, *reported))
 
     async def workers(self, request: web.Request) -> web.Response:  # noqa: ARG002
         """Return the registered workers."""
@@ -500,11 +507,6 @@ def _refusal(
         errors[code] += 1
     retry = {"Retry-After": str((detail or {}).get("retry_after_s", RETRY_AFTER_S))} if status == 503 else {}
     return _json(error_json(code, message, detail), status=status, headers={**(headers or {}), **retry})
-
-
-def _phase(request: web.Request) -> str | None:
-    """The phase that a report names."""
-    return parse_report_query(request.query).phase if request.query_string else None
 
 
 def _request_id(request: web.Request) -> str:

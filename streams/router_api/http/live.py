@@ -17,6 +17,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from streams.core.engine_metrics import WorkerMetrics
+from streams.core.routing.audit import AuditOutcome
 from streams.core.routing.trust import AnswerMode
 from streams.core.workers import Worker, WorkerState
 from streams.errors import NotReady
@@ -114,6 +115,8 @@ class Live:
                 "bookings_in_sync": router.loads.in_sync,
                 "index_blocks": len(view.index),
                 "dead_letters": sum(router.dead_letters.counts().values()),
+                "audited": {outcome: router.audit.outcomes[outcome] for outcome in AuditOutcome},
+                "agreed_share": _rounded(router.audit.share_agreed()),
             },
             "samples": samples_json(self._samples, self._now_s()),
             "partitions": [

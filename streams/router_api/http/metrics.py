@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from streams.core.engine_metrics import MetricsReport, WorkerMetrics
 from streams.core.ids import WorkerId
+from streams.core.routing.audit import AuditOutcome
 from streams.core.routing.selection import RouterMode
 from streams.core.routing.trust import AnswerMode, DegradedReason
 from streams.core.workers import RenderOutcome
@@ -261,6 +262,21 @@ ROUTER_METRICS: tuple[Metric[RouterSnapshot], ...] = (
         "Answers of `POST /route` by `chosen_mode`, the trust in the chosen rank alone",
         lambda now: {mode: now.router.decisions.chosen_modes[mode] for mode in AnswerMode},
         Label("chosen_mode", tuple(AnswerMode)),
+    ),
+    counter(
+        "kvstreams_overlap_audited_total",
+        "Decisions by how their overlap compares with the prompt tokens that the engine then took from its cache: it "
+        "found as many blocks (`agreed`), fewer (`over`) or more (`under`), or another number that an eviction or "
+        "another request explains (`excused`), or nothing was reported (`not_reported`). Only decisions that read "
+        "the index and were booked count, once the request has ended",
+        lambda now: {outcome: now.router.audit.outcomes[outcome] for outcome in AuditOutcome},
+        Label("outcome", tuple(AuditOutcome)),
+    ),
+    gauge(
+        "kvstreams_overlap_agreed_share",
+        "The share of the decisions with chosen_mode `exact`, of those whose engine reported, that were `agreed`, "
+        "since the router started. 1 before the first one",
+        lambda now: 1.0 if (share := now.router.audit.share_agreed()) is None else share,
     ),
     counter(
         "kvstreams_prompts_without_blocks_total",

@@ -19,13 +19,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from streams.core.ids import Epoch, HashArray, RankId, SequenceHash, Tier, WorkerId
-from streams.core.index.interface import PrefixScores
+from streams.core.index.interface import Candidates, PrefixScores
 from streams.core.index.run_columns import RunColumns
 from streams.core.index.tree_fold import TreeRunFold
 from streams.core.reducer.ordering import Health, Progress
 from streams.errors import BadRecord
 from streams.router_api.knowledge.fleet_view import FleetView
 from streams.router_api.knowledge.predictions import Predictions
+from streams.router_api.knowledge.run_changes import RunChanges
 from streams.router_api.knowledge.supplementary_facts import SupplementaryFacts
 from streams.router_api.knowledge.trust_tracker import TrustTracker
 from streams.settings import ScopeSettings
@@ -92,6 +93,7 @@ class IndexView:
         facts: SupplementaryFacts,
         fleet: FleetView,
         predictions: Predictions,
+        run_changes: RunChanges,
     ) -> None:
         """lock: held while records are folded. A thread that holds it may take the locks of all other arguments, and
         none that holds one of these takes it."""
@@ -101,6 +103,7 @@ class IndexView:
         self._facts = facts
         self._fleet = fleet
         self._predictions = predictions
+        self._run_changes = run_changes
         self.changes = 0
         self.runs = runs
         self.records_over_capacity = 0
@@ -116,6 +119,8 @@ class IndexView:
         the records were written before this reader had reached the end of its partition.
         """
         bad: list[tuple[int, BadRecord]] = []
+        if received_ms is None:
+            self._run_changes.skip()
         columns, others = decode_runs(records)  # others: positions of records that are not decoded as columns
         # Asked for once: between two records that are not runs there are few runs, and asking takes as long as folding
         # them. Most batches have no labels.
@@ -164,6 +169,8 @@ class IndexView:
             with self._lock:
                 for record in self.runs.fold_records(columns, begin, end):
                     self._note_over_capacity(columns.place_of(record)[0])
+                # After the fold: what a decision reads in between is then older than the moment that it remembers.
+                self._run_changes.note(columns, begin, end)
                 self.changes += 1  # afterwards: requests may read the index without the lock
             if are_labelled or self._facts.has_labels():
                 self._fold_labels_of(columns, begin, end, records)
@@ -194,6 +201,7 @@ class IndexView:
     def _fold_progress(self, rank: RankId, progress: Progress | None) -> None:
         if progress is None:
             self._trust.note_progress(rank, None)
+            self._run_changes.note_everything(rank)
             self._fleet.note_rank(rank, silent=False, wrong_size=False)
             self.runs.forget_rank(rank)
             self._facts.forget_rank(rank)
@@ -206,6 +214,7 @@ class IndexView:
         if self._facts.has_labels():
             self._facts.end_stale_labels()
         if last is None or last.epoch != progress.epoch:
+            self._run_changes.note_everything(rank)
             self._predictions.note_restart(rank)
         expected = self._settings.block_size_of(progress.model)
         wrong = progress.block_size not in (0, expected) and progress.health is not Health.REMOVED
@@ -216,6 +225,16 @@ class IndexView:
     def find_matches(self, local: HashArray) -> PrefixScores:
         """Score every rank for a request by the folded records. local: uint64[n_blocks] from the root."""
         return self.runs.find_matches(local)
+
+    def held_prefix(self, rank: RankId, sequence: HashArray) -> int:
+        """How many leading blocks of a chain a rank holds. sequence: uint64[n] from the root, contiguous."""
+        rows = np.zeros(len(sequence), dtype=np.int64)
+        with self._lock:
+            held = self.runs.holders_along(sequence, 0, rows, Candidates((rank,)))
+        if held is None:
+            return 0
+        missing = np.flatnonzero(held[0] == 0)
+        return int(missing[0]) if len(missing) else len(sequence)
 
     def ranks_missing_labels(self, ranks: Iterable[RankId]) -> set[RankId]:
         """Return those of these ranks whose labels were dropped: blocks of theirs without labels may match."""

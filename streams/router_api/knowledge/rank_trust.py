@@ -11,7 +11,7 @@ changes only with its records, and the ranks that requests share keep their colu
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
 
 import numpy as np
 import numpy.typing as npt
@@ -35,9 +35,9 @@ _NUMBERED_FIRST = 64
 #: Later than any position, for a reason that no rank has.
 NOWHERE = 1 << 62
 
-# What a rank's own records say about its trust, as a number: exact, approximate, or FIRST_REASON plus a position in
-# OWN_REASONS.
-IS_EXACT, IS_APPROXIMATE, FIRST_REASON = range(3)
+# What a rank's own records and the audit say about its trust, as a number: exact, approximate, approximate because
+# engines contradict (routing.audit), or FIRST_REASON plus a position in OWN_REASONS.
+IS_EXACT, IS_APPROXIMATE, IS_DISAGREEING, FIRST_REASON = range(4)
 OWN_REASONS = (
     DegradedReason.NO_EVENTS_YET,
     DegradedReason.EVENTS_LOST,
@@ -69,8 +69,8 @@ class RankColumns:
     places: int64[n], the place of each rank in the columns of all ranks, valid while their numbering is `numbering`.
     partitions: int64[n]; distinct: each partition once. codes: uint8[n], what each rank's own records and its bridge
     say about its trust, as of `version` and `bridge_silent`. first: position of the first rank whose code is a reason,
-    NOWHERE if there is none. approximate: whether any rank's code is. incomplete: positions of ranks that may lack
-    records, in order, as of `n_incomplete`. position: of each rank, created when it is needed.
+    NOWHERE if there is none. approximate: the greatest code that is not a reason. incomplete: positions of ranks that
+    may lack records, in order, as of `n_incomplete`. position: of each rank, created when it is needed.
     """
 
     __slots__ = (
@@ -99,7 +99,7 @@ class RankColumns:
         self.bridge_silent: Set[WorkerId] = _NO_WORKERS
         self.codes: npt.NDArray[np.uint8] = np.empty(0, dtype=np.uint8)
         self.first = NOWHERE
-        self.approximate = False
+        self.approximate = IS_EXACT
         self.n_incomplete = 0
         self.incomplete: list[int] = []
         self._position: dict[RankId, int] | None = None
@@ -111,7 +111,7 @@ class RankColumns:
             self._position = {rank: index for index, rank in enumerate(self.ranks)}
         return self._position
 
-    def first_and_approximate(self, positions: Int64Array | None) -> tuple[int, bool]:
+    def first_and_approximate(self, positions: Int64Array | None) -> tuple[int, int]:
         """`first` and `approximate`, of the ranks at these positions; None for all of them."""
         if positions is None:
             return self.first, self.approximate
@@ -119,7 +119,7 @@ class RankColumns:
         degraded = codes >= FIRST_REASON
         index = int(degraded.argmax()) if len(positions) else 0
         first = positions.item(index) if len(positions) and degraded[index] else NOWHERE
-        return first, bool((codes == IS_APPROXIMATE).any())
+        return first, _approximate(codes)
 
     def first_of(self, ranks: Iterable[RankId], positions: Int64Array | None) -> int:
         """First position of any of these ranks among the assessed ones; NOWHERE if there is none."""
@@ -147,16 +147,38 @@ def includes(positions: Int64Array | None, position: int) -> bool:
     return index < len(positions) and positions.item(index) == position
 
 
+def cache_of(progress: Progress | None) -> Hashable | None:
+    """What stays the same until a rank's engine clears its cache or restarts; None for a rank that is not known.
+
+    A restatement begins another epoch too, but the engine's cache is what it was.
+    """
+    if progress is None or progress.health is Health.REMOVED:
+        return None
+    return progress.epoch.incarnation, progress.epoch.generation - progress.n_restated
+
+
+def _approximate(codes: npt.NDArray[np.uint8]) -> int:
+    """The greatest of these codes that is not a reason."""
+    return int(codes[codes < FIRST_REASON].max(initial=IS_EXACT))
+
+
 class RankTrust:
     """The records of all ranks, as far as trust depends on them. Not thread-safe.
 
     progress: the last progress record of each rank; only `note_progress` changes it.
     """
 
-    def __init__(self, n_partitions: int, epoch_of: Callable[[RankId], Epoch | None]) -> None:
-        """epoch_of: the greatest epoch that the index has seen of a rank."""
+    def __init__(
+        self,
+        n_partitions: int,
+        epoch_of: Callable[[RankId], Epoch | None],
+        disagreeing: Mapping[RankId, Hashable] | None = None,
+    ) -> None:
+        """epoch_of: the greatest epoch that the index has seen of a rank. disagreeing: ranks whose engines contradict,
+        each with the `cache_of` that this is about."""
         self._n_partitions = n_partitions
         self._epoch_of = epoch_of
+        self._disagreeing = {} if disagreeing is None else disagreeing
         self.progress: dict[RankId, Progress] = {}
         self._partition_of: dict[WorkerId, int] = {}  # a cache
         # By partition, ranks that can be trusted more once the rest of a transaction is folded, each with the number
@@ -184,7 +206,7 @@ class RankTrust:
         epoch is treated like a gain, because its first record empties the rank.
         """
         known = self.progress.get(rank)
-        before, now = self._code(rank), _code_of(progress)
+        before, now = self._code(rank), self._code_of(rank, progress)
         pending = self._pending[self.partition(rank.worker_id)]
         pending.pop(rank, None)
         if progress is None:
@@ -230,8 +252,19 @@ class RankTrust:
 
     def _code(self, rank: RankId) -> int:
         """What a rank's records say about its trust at this moment, as a number."""
-        code = _code_of(self.progress.get(rank))
+        code = self._code_of(rank, self.progress.get(rank))
         return code if code >= FIRST_REASON else self._pending[self.partition(rank.worker_id)].get(rank, code)
+
+    def _code_of(self, rank: RankId, progress: Progress | None) -> int:
+        """What a progress record says about the trust in its rank, and the audit if the record says nothing worse."""
+        code = _code_of(progress)
+        if code >= FIRST_REASON or rank not in self._disagreeing:
+            return code
+        return IS_DISAGREEING if self._disagreeing[rank] == cache_of(progress) else code
+
+    def note_disagreeing(self, rank: RankId) -> None:
+        """Take in that a rank's engine contradicts too often."""
+        self._update_columns(rank)
 
     def _update_columns(self, rank: RankId) -> None:
         place = self._places.get(rank)
@@ -287,7 +320,7 @@ class RankTrust:
         degraded = codes >= FIRST_REASON
         columns.codes = codes
         columns.first = int(degraded.argmax()) if degraded.any() else NOWHERE
-        columns.approximate = bool((codes == IS_APPROXIMATE).any())
+        columns.approximate = _approximate(codes)
         columns.version, columns.bridge_silent = self._version, bridge_silent
 
     def first_incomplete(self, columns: RankColumns, positions: Int64Array | None) -> int:

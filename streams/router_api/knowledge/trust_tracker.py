@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,7 +17,16 @@ import numpy as np
 from streams.core.ids import Epoch, Int64Array, RankId, WorkerId
 from streams.core.reducer.ordering import Progress
 from streams.core.routing.eligibility import base_of
-from streams.core.routing.trust import APPROXIMATE, DEGRADED, EXACT, DegradedReason, Trust, TrustSnapshot
+from streams.core.routing.trust import (
+    APPROXIMATE,
+    DEGRADED,
+    DISAGREEING,
+    EXACT,
+    AnswerMode,
+    DegradedReason,
+    Trust,
+    TrustSnapshot,
+)
 from streams.kafka.applied_until import Lag, SourceOffset
 from streams.router_api.knowledge.owner_trust import OwnerTrust
 from streams.router_api.knowledge.rank_trust import FIRST_REASON, IS_APPROXIMATE, NOWHERE, OWN_REASONS, RankTrust
@@ -66,11 +75,12 @@ class TrustTracker:
         behind_after_ms: int,
         epoch_of: Callable[[RankId], Epoch | None],
         recoveries: int = 0,
+        disagreeing: Mapping[RankId, Hashable] | None = None,
     ) -> None:
         """stale_after_ms, behind_after_ms: the settings of these names. epoch_of: the greatest epoch that the index has
-        seen of a rank. recoveries: more than those of a tracker that this one replaces."""
+        seen of a rank. recoveries: more than those of a tracker that this one replaces. disagreeing: see RankTrust."""
         self._lock = threading.Lock()
-        self._ranks = RankTrust(n_partitions, epoch_of)
+        self._ranks = RankTrust(n_partitions, epoch_of, disagreeing)
         self._owners = OwnerTrust(n_partitions, stale_after_ms, behind_after_ms)
         self.recoveries = recoveries
         self.pooled_recoveries = 0
@@ -134,6 +144,11 @@ class TrustTracker:
         with self._lock:
             return self._ranks.note_over_capacity(rank)
 
+    def note_disagreeing(self, rank: RankId) -> None:
+        """Take in that a rank's engine contradicts too often, as `disagreeing` has it by now."""
+        with self._lock:
+            self._ranks.note_disagreeing(rank)
+
     def _note_recovery(self, reason: DegradedReason) -> None:
         """reason: why answers were degraded until now."""
         self._last_reason = reason
@@ -172,7 +187,7 @@ class TrustTracker:
         with self._lock:
             base, positions = base_of(ranks)
             trust = self._assess_ranks(base, positions, predicted, now_ms, bridge_silent, ranks_missing_labels)
-            if trust.reason is not None:
+            if trust.mode is AnswerMode.DEGRADED:
                 return trust
             reason = None if pooled is None else self._pooled_reason(pooled, now_ms, bridge_silent)
             if reason is None and before is not None:
@@ -212,7 +227,9 @@ class TrustTracker:
             position, _, reason = min(reasons)
             if position != NOWHERE:
                 return DEGRADED[reason]
-        if approximate or (predicted and columns.first_of(predicted, positions) != NOWHERE):
+        if approximate >= IS_APPROXIMATE:
+            return APPROXIMATE if approximate == IS_APPROXIMATE else DISAGREEING
+        if predicted and columns.first_of(predicted, positions) != NOWHERE:
             return APPROXIMATE
         return EXACT
 
@@ -251,4 +268,4 @@ class TrustTracker:
                 here = left & (columns.partitions == partition)
                 counts[reason] += int(here.sum())
                 left &= ~here
-            return int((columns.codes[left] == IS_APPROXIMATE).sum()), +counts
+            return int((columns.codes[left] >= IS_APPROXIMATE).sum()), +counts

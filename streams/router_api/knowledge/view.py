@@ -12,20 +12,23 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 
 from streams.core.block_facts.moe_labels import MoeSelector
+from streams.core.hashing import unpack_hashes
 from streams.core.ids import HashArray, RankId
 from streams.core.index.interface import PrefixScores
 from streams.core.index.tree_fold import TreeRunFold
 from streams.core.routing.supplementary import SupplementaryMatches, locked_holders
-from streams.core.routing.trust import APPROXIMATE, FALLBACK, DegradedReason, Trust, TrustSnapshot
+from streams.core.routing.trust import APPROXIMATE, FALLBACK, AnswerMode, DegradedReason, Trust, TrustSnapshot
 from streams.cxl.records import POOL_KEY_PREFIX
 from streams.errors import BadRecord
 from streams.kafka.applied_until import Lag, SourceOffset
 from streams.router_api.knowledge.fleet_view import FleetView, RankCounts
 from streams.router_api.knowledge.index_view import IndexView, new_tree
 from streams.router_api.knowledge.predictions import Predictions
+from streams.router_api.knowledge.rank_trust import cache_of
+from streams.router_api.knowledge.run_changes import RunChanges
 from streams.router_api.knowledge.supplementary_facts import SupplementaryFacts
 from streams.router_api.knowledge.trust_tracker import TrustTracker
 from streams.settings import RouterSettings
@@ -41,7 +44,8 @@ _OVERLAP_VALID_MS = 100
 class View:
     """The parts. Thread-safe.
 
-    fleet, index, facts and trust are replaced by `reset`; so look them up each time. predictions stay.
+    fleet, index, facts and trust are replaced by `reset`; so look them up each time. predictions, run_changes and
+    disagreeing stay. disagreeing: ranks whose engines contradict too often, as the audit finds it.
     """
 
     fleet: FleetView
@@ -59,6 +63,8 @@ class View:
         self._now_ms = now_ms
         self._make_tree = make_tree
         self.predictions = Predictions(settings, now_ms)
+        self.run_changes = RunChanges()
+        self.disagreeing: dict[RankId, Hashable] = {}
         self._begin(0, 0)
 
     def _begin(self, recoveries: int, changes: int) -> None:
@@ -69,14 +75,19 @@ class View:
         """
         settings, runs, lock = self._settings, self._make_tree(), threading.Lock()
         self.trust = TrustTracker(
-            settings.partitions, settings.stale_after_ms, settings.behind_after_ms, runs.epoch_of, recoveries
+            settings.partitions,
+            settings.stale_after_ms,
+            settings.behind_after_ms,
+            runs.epoch_of,
+            recoveries,
+            self.disagreeing,
         )
         self.predictions.forget_registry()
         self.facts = SupplementaryFacts(
             settings.partitions, settings.schema_ids, runs.epoch_of, locked_holders(runs.holders_along, lock)
         )
         fleet = FleetView(settings, self._now_ms, self.trust.progress, self.predictions, changes)
-        self.index = IndexView(settings, runs, lock, self.trust, self.facts, fleet, self.predictions)
+        self.index = IndexView(settings, runs, lock, self.trust, self.facts, fleet, self.predictions, self.run_changes)
         self.fleet = fleet
 
     def reset(self) -> None:
@@ -161,7 +172,7 @@ class View:
         """What the trust in overlaps depends on that are read from now on."""
         trust = self.trust
         silent = self.fleet.engines.bridge_silent()
-        return TrustSnapshot(trust.recoveries, trust.pooled_recoveries, silent, self._now_ms())
+        return TrustSnapshot(trust.recoveries, trust.pooled_recoveries, silent, self._now_ms(), self.run_changes.n)
 
     def is_outdated(self, snapshot: TrustSnapshot) -> bool:
         """Whether overlaps that were read after this snapshot should be read again before a decision."""
@@ -202,6 +213,20 @@ class View:
             pooled=None if pooled is None else self.facts.pooled_rows(pooled),
             before=before,
         )
+
+    # -- what the audit reads ------------------------------------------------------------------------------------------
+
+    def held_prefix(self, rank: RankId, packed: bytes) -> int:
+        """How many leading blocks of a prompt a rank holds. packed: the prompt's sequence hashes."""
+        return self.index.held_prefix(rank, unpack_hashes(packed))
+
+    def is_known(self, rank: RankId) -> bool:
+        """Whether a rank's records are complete up to now."""
+        return self.assess([rank]).mode is not AnswerMode.DEGRADED
+
+    def cache_of(self, rank: RankId) -> Hashable | None:
+        """What stays the same until a rank's engine clears its cache or restarts; None for a rank that is not known."""
+        return cache_of(self.trust.progress.get(rank))
 
     # -- what people read ----------------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
@@ -175,6 +175,18 @@ class ReportQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     phase: Literal["prefill", "decode"] | None = None
 
 
+class PhaseReportQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Query parameters of POST /loads/{request_id}/prefill-complete and DELETE /loads/{request_id}.
+
+    phase: as for every report. prompt_tokens, cached_tokens: of the prompt, as the engine's usage has them; the router
+    that decided compares them with the overlap that it promised.
+    """
+
+    phase: Literal["prefill", "decode"] | None = None
+    prompt_tokens: _Count | None = None
+    cached_tokens: _Count | None = None
+
+
 #: The adapters that a worker lists.
 _LoraNames = Annotated[
     list[Annotated[str, msgspec.Meta(min_length=1, max_length=LORA_NAME_CHARS_MAX)]],
@@ -296,16 +308,20 @@ def parse_requests(body: bytes) -> list[bytes]:
     return [bytes(item) for item in decode_body(_requests_decoder, body)]
 
 
-def parse_report_query(query: Mapping[str, str]) -> ReportQuery:
+_Report = TypeVar("_Report", ReportQuery, PhaseReportQuery)
+
+
+def parse_report_query(query: Mapping[str, str], kind: type[_Report]) -> _Report:
     """Parse the query parameters of a report. Raises InvalidRequest."""
     values = dict(query)
     if len(values) < len(query):
         raise InvalidRequest("a query parameter is repeated")
     try:
-        return msgspec.convert(values, ReportQuery)
+        return msgspec.convert(values, kind, strict=False)
     except msgspec.ValidationError as exc:
         raise InvalidRequest(
-            f"query parameters: {with_values(str(exc), ReportQuery)}", remedy="The only parameter is phase"
+            f"query parameters: {with_values(str(exc), kind)}",
+            remedy=f"The known parameters are {', '.join(kind.__struct_fields__)}",
         ) from exc
 
 

@@ -70,6 +70,9 @@ _WAITED_FOR_MS = 30_000
 _FOLDED_TOGETHER_MAX = 16
 _FOLDED_TOGETHER_BYTES = 128 * 1024
 
+#: Bookings that show which routers book: those of some seconds.
+_RECENT_BOOKINGS = 1024
+
 #: One record as it comes from Kafka: key, value (None for a tombstone), append time and partition.
 RawLoad = tuple[bytes, bytes | None, int, int]
 
@@ -373,6 +376,11 @@ class LoadsSync:
             for booking_id in live:
                 self._grow(booking_id, output_tokens)
             return True
+
+    def is_alone(self) -> bool:
+        """Whether this router made all bookings that are active or were lately."""
+        with self._lock:
+            return self._loads.recent_routers(_RECENT_BOOKINGS) <= {self.router_id}
 
     def _live_ids(self, request_id: str, phase: str | None) -> tuple[BookingId, ...]:
         """The active bookings to which a call applies."""

@@ -235,6 +235,10 @@ function draw(live) {
   const { router, samples } = live;
   const parts = [`mode ${router.router_mode}`, `${short(router.index_blocks)} blocks indexed`];
   if (router.dead_letters) parts.push(`${short(router.dead_letters)} dead letters since its start`);
+  if (router.agreed_share !== null) {
+    const over = router.audited.over ? `, ${short(router.audited.over)} found less` : "";
+    parts.push(`engines agreed with ${(100 * router.agreed_share).toFixed(1)} % of exact answers${over}`);
+  }
   parts.push(`id ${router.id.slice(0, 8)}`);
   at("about").textContent = parts.join(" · ");
   if (router.not_ready_because) setStatus("waiting", "Not ready", router.not_ready_because);
