@@ -23,7 +23,7 @@ from typing import Any, get_type_hints
 
 import msgspec
 
-from streams.core.routing.cost import CXL_SCORE_WEIGHT, MOE_SCORE_WEIGHT
+from streams.core.routing.cost import CXL_SCORE_WEIGHT, MOE_SCORE_WEIGHT, RECENT_PREFILL_WEIGHT
 from streams.core.routing.policies.expected_time_defaults import (
     DECODE_WEIGHT,
     DISK_GB_PER_S,
@@ -355,6 +355,13 @@ class RoutingSettings:
     )
     decode_active_request_weight: float = _setting(
         0.0, "for kv: cost of each request in flight, in blocks", low=0.0, high=WEIGHT_MAX
+    )
+    recent_prefill_weight: float = _setting(
+        RECENT_PREFILL_WEIGHT,
+        "for kv and expected-time: how much more a token costs on the rank that computed the most lately, while no "
+        "requests are in flight; 0 disables this",
+        low=0.0,
+        high=WEIGHT_MAX,
     )
     router_policy: str = _setting("", "for policy: name of the policy, built-in or of an installed package")
     router_temperature: float = _setting(

@@ -20,10 +20,16 @@ from streams.core.routing.cost import TermColumns
 #: Flags of a decision.
 BOOKED, PREFERRED = 1, 2
 
-#: Terms of the modes without a policy by name. The first three are rows of TermColumns.terms, whose last row is the
+#: Terms of the modes without a policy by name. The first four are rows of TermColumns.terms, whose last row is the
 #: cost.
-COST_TERMS = ("own_prefill_blocks", "active_prefill_blocks", "decode_blocks", "effective_cached_blocks")
-_N_PRICED = 3
+COST_TERMS = (
+    "own_prefill_blocks",
+    "active_prefill_blocks",
+    "decode_blocks",
+    "recent_prefill_blocks",
+    "effective_cached_blocks",
+)
+_N_PRICED = 4
 
 #: Further terms, of decisions that have them.
 CXL_TERM, MOE_TERM = "cxl_accessible_blocks", "moe_matching_blocks"

@@ -26,6 +26,7 @@ from streams.core.loads.rank_times import (
     EARLIEST_MS,
     N_WAITING,
     PREFILLED_MS,
+    RECENT_TOKENS,
     WAITING_TOKENS,
     WAITING_US,
     RankTimes,
@@ -219,7 +220,8 @@ def decode_blocks_with(loads: ActiveLoads, rank: RankId, sequence: bytes) -> int
 def check_times(times: RankTimes, timed: Iterable[TimedBooking]) -> None:
     """Check that the numbers are those of these bookings."""
     found = np.zeros_like(times._table)
-    others = [PREFILLED_MS, CHARGED_US, COMPUTED_US]
+    others = [PREFILLED_MS, CHARGED_US, COMPUTED_US, RECENT_TOKENS]
+    assert times._table[RECENT_TOKENS].min() >= 0, "what a rank computed lately is not negative"
     found[others] = times._table[others]
     for booking in timed:
         if not (booking.counted and booking.waiting):

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from streams.core.ids import Float64Array, Int64Array
+from streams.core.loads.rank_times import RECENT_TOKENS
 
 
 class Numbers(NamedTuple):
@@ -26,6 +27,7 @@ class Numbers(NamedTuple):
     decode_per_block: float
     output_tokens: float
     uncached_weight: float
+    recent_prefill_weight: float
     decode_weight: float
     room_share: float
 
@@ -40,26 +42,36 @@ def price_terms(
     more_credit: float = 0.0,
     request_weight: float = 0.0,
     requests: Int64Array | None = None,
+    recent_weights: Float64Array | None = None,
 ) -> Float64Array:
-    """Price a request at n ranks; return float64[4, n]: own prefill, active prefill and decode blocks, and the cost.
+    """Price a request at n ranks; return float64[5, n]: own, active prefill, decode and recent prefill blocks, and
+    the cost.
 
     decode_blocks: distinct active blocks of each rank, including this request's. more_credit: how much more than its
     own prefill a cached block takes off a rank's prefill load, which does not fall below 0. request_weight: in blocks,
-    for each of the requests in flight.
+    for each of the requests in flight. recent_weights: of own prefill, by what each rank computed lately.
     """
     own = np.maximum(0.0, request_blocks - effective_cached_blocks)
     active = active_prefill_tokens / block_size
     prefill = own + active
     if more_credit:
         prefill = np.maximum(0.0, prefill - more_credit * effective_cached_blocks)
-    cost = overlap_score_weight * prefill + decode_blocks
+    recent = np.zeros(len(own)) if recent_weights is None else recent_weights * own
+    cost = overlap_score_weight * (prefill + recent) + decode_blocks
     if requests is not None:
         cost = cost + request_weight * requests
-    return np.array([own, active, decode_blocks, cost])
+    return np.array([own, active, decode_blocks, recent, cost])
+
+
+def _by_load(recent: Int64Array, requests: Int64Array) -> float:
+    """What the weight of recent prefill is multiplied by."""
+    idle = len(recent) / int(len(recent) + requests.sum())
+    return float(idle * idle / max(1, recent.max()))
 
 
 def price_in_numpy(
     table: Int64Array,
+    times: Int64Array,
     rows: Int64Array,
     shared: Int64Array,
     effective: Float64Array,
@@ -70,6 +82,7 @@ def price_in_numpy(
     weight: float,
     more_credit: float,
     request_weight: float,
+    recent_weight: float,
     tracked: bool,
     terms: Float64Array,
 ) -> int:
@@ -77,11 +90,21 @@ def price_in_numpy(
     tokens, decode = table[0].take(rows), table[1].take(rows) + full_blocks - shared.take(rows)
     if not tracked:
         decode = np.zeros_like(decode)
-    requests = table[2].take(rows)
+    requests, recent = table[2].take(rows), times[RECENT_TOKENS].take(rows)
+    recent_weights = recent_weight * _by_load(recent, requests) * recent
     terms[:] = price_terms(
-        request_blocks, effective, tokens, decode, block_size, weight, more_credit, request_weight, requests
+        request_blocks,
+        effective,
+        tokens,
+        decode,
+        block_size,
+        weight,
+        more_credit,
+        request_weight,
+        requests,
+        recent_weights,
     )
-    cost = terms[3]
+    cost = terms[-1]
     best = cost == cost.min()
     if preference.size:
         best &= preference == preference[best].max()
@@ -106,7 +129,7 @@ def price_times_in_numpy(
     n_numbers = len(Numbers._fields)
     given = Numbers(*numbers[:n_numbers].tolist())
     _, active_blocks, n_requests, output_blocks = table.take(rows, axis=1)
-    waiting_us, n_waiting, earliest_ms, prefilled_ms, charged_us, waiting_tokens, _ = times.take(rows, axis=1)
+    waiting_us, n_waiting, earliest_ms, prefilled_ms, charged_us, waiting_tokens, _, recent = times.take(rows, axis=1)
     used = shared.take(rows)
     blocks = used.astype(np.float64)
     if cached.size:
@@ -132,6 +155,8 @@ def price_times_in_numpy(
         in_use = np.where(capacity > 0, np.minimum(in_use, capacity), in_use)
     n_decoding = np.maximum(0, n_requests - n_waiting)
     uncached_ms = given.uncached_weight * given.prefill_per_token * uncached
+    per_token = (1.0 + given.uncached_weight) * given.prefill_per_token
+    recent_ms = given.recent_prefill_weight * (_by_load(recent, n_requests) * per_token) * recent * uncached
     spared, start = np.zeros(len(rows)), 0.0
     for end, share in numbers[n_numbers:].reshape(-1, 2).tolist():
         spared += np.maximum(0.0, end - np.maximum(start, blocks)) * block_size * share
@@ -139,7 +164,8 @@ def price_times_in_numpy(
     popular_ms = 0.0 - (1.0 + given.uncached_weight) * given.prefill_per_token * np.minimum(spared, uncached)
     slowed_ms = given.decode_weight * n_decoding * own
     decode_ms = given.decode_weight * given.output_tokens * (given.decode_base + given.decode_per_block * in_use)
-    cost = backlog + wait + own + load + uncached_ms + popular_ms + slowed_ms + decode_ms
-    terms[:] = (blocks, uncached, backlog, wait, own, load, uncached_ms, popular_ms, slowed_ms, decode_ms, cost)
+    cost = backlog + wait + own + load + uncached_ms + recent_ms + popular_ms + slowed_ms + decode_ms
+    further = (uncached_ms, recent_ms, popular_ms, slowed_ms, decode_ms)
+    terms[:] = (blocks, uncached, backlog, wait, own, load, *further, cost)
     best = cost == cost.min()
     return int(best.argmax()) << 32 | int(np.count_nonzero(best))

@@ -382,7 +382,7 @@ OWNER = OwnerRow(Incarnation(2), Incarnation(3), True, 9, (EndedIncarnation(Inca
 #: One valid record of every kind, with its schema and its decoder.
 def decision_record() -> bytes:
     """Encode one decision between two ranks, and what its client reported."""
-    terms = np.array([(3.0, 5.0), (0.0, 0.0), (0.0, 0.0), (3.0, 5.0)])
+    terms = np.array([(3.0, 5.0), (0.0, 0.0), (0.0, 0.0), (0.0, 0.0), (3.0, 5.0)])
     columns = TermColumns((RANK, RankId(WorkerId(8), DpRank(0))), np.array([2, 0]), np.array([2.0, 0.0]), terms)
     kind = DecisionKind("m", 16, "kv", "", 0.0, "exact", None, "exact", None)
     noted = NotedDecision("r", 1_000, 5, kind, 1024, 64, 0, 0, np.arange(64, dtype=np.uint64), columns, 0)

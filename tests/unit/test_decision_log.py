@@ -324,7 +324,7 @@ def test_the_chosen_and_the_cheapest_candidates_are_noted(data: st.DataObject) -
     n = data.draw(st.integers(1, 70))
     rng = np.random.default_rng(data.draw(st.integers(0, 1 << 30)))
     costs = rng.integers(0, data.draw(st.sampled_from([1, 3, 1000])) + 1, n).astype(np.float64)
-    terms, cached, blocks = np.vstack([rng.random((3, n)), costs]), rng.random(n), rng.integers(0, 1 << 20, n)
+    terms, cached, blocks = np.vstack([rng.random((4, n)), costs]), rng.random(n), rng.integers(0, 1 << 20, n)
     cxl, moe = (rng.integers(0, 9, n) if data.draw(st.booleans()) else None for _ in range(2))
     ranks = tuple(RankId(WorkerId(number), DpRank(0)) for number in range(n))
     columns = TermColumns(ranks, blocks, cached, terms, cxl_accessible_scores=cxl, moe_scores=moe)
@@ -335,7 +335,7 @@ def test_the_chosen_and_the_cheapest_candidates_are_noted(data: st.DataObject) -
     assert (found.n_eligible, found.n_lowest) == (n, int((costs == costs.min()).sum()))
     assert found.ranks == [ranks[index] for index in listed]
     assert (found.costs, found.blocks) == (costs[listed].tolist(), blocks[listed].tolist())
-    rows = [*terms[:3], cached, *(column for column in (cxl, moe) if column is not None)]
+    rows = [*terms[:4], cached, *(column for column in (cxl, moe) if column is not None)]
     assert len(found.term_names) == len(rows)
     expected = [np.float32(row[index]) for index in listed for row in rows]
     assert np.frombuffer(found.terms, dtype="<f4").tolist() == expected
@@ -535,7 +535,7 @@ def test_an_explanation_says_what_decided(producer: RecordingProducer) -> None:
     assert "in mode kv" in text and "1,100 tokens, 69 blocks of 16" in text and "at most 7 tokens" in text
     assert "predicted" in text
     assert "2 ranks were eligible. The chosen one held 68 blocks of the prompt (99%)." in text
-    assert "Its cost, 69, was the lowest, 68 below the next." in text
+    assert "Its cost, 69.20, was the lowest, 67.80 below the next." in text
     assert "68 fewer blocks of this prompt to compute" in text
     assert "the first token 120 ms after the request's arrival, the end after 900 ms and 55 tokens of output" in text
 

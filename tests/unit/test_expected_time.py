@@ -17,6 +17,7 @@ from streams.core.hashing import pack_hashes
 from streams.core.ids import DpRank, Float64Array, RankId, WorkerId
 from streams.core.loads.bookings import ActiveLoads, Booking, BookingId
 from streams.core.loads.observations import NO_FORECAST, Forecast, OutputObserved, PrefillObserved, Unreported
+from streams.core.routing.cost import RECENT_PREFILL_WEIGHT
 from streams.core.routing.kernels.price_times import price_times
 from streams.core.routing.policies.expected_time import NAMES, ExpectedTime, ExpectedTimeParameters
 from streams.core.routing.policies.expected_time_defaults import UNCACHED_WEIGHT
@@ -105,6 +106,7 @@ def test_a_cost_is_the_sum_of_its_terms_in_milliseconds() -> None:
             "prefill_ms": own,
             "load_ms": 0.0,
             "uncached_ms": UNCACHED_WEIGHT * 0.02 * 6 * BLOCK,
+            "recent_prefill_ms": RECENT_PREFILL_WEIGHT * (3 / 5) ** 2 * (1.0 + UNCACHED_WEIGHT) * 0.02 * 6 * BLOCK,
             "popular_ms": 0.0,
             "slowed_decodes_ms": 0.01 * 1 * own,
             "own_decode_ms": 0.01 * 100 * (8.0 + 4e-5 * BLOCK * (2 + 8 + 1)),
@@ -194,7 +196,7 @@ def test_the_kernel_and_numpy_return_the_same_bits(seed: int) -> None:
     rng = np.random.default_rng(seed)
     n, n_rows = int(rng.integers(1, 9)), 16
     table = rng.integers(0, 5000, (4, n_rows))
-    times = rng.integers(0, 3000, (7, n_rows)) * rng.integers(0, 2, (7, n_rows))
+    times = rng.integers(0, 3000, (8, n_rows)) * rng.integers(0, 2, (8, n_rows))
     shared = rng.integers(0, 9, n_rows)
     some, n_runs = bool(rng.integers(0, 2)), int(rng.integers(0, 4))
     runs = np.column_stack([np.sort(rng.integers(0, 9, n_runs)), rng.random(n_runs)])
@@ -209,7 +211,7 @@ def test_the_kernel_and_numpy_return_the_same_bits(seed: int) -> None:
         130,
         8,
         16,
-        np.array([2000.0, 20.0, 0.02, 8.0, 6e-4, 300.0, 1.0, 0.01, 0.95, *runs.ravel()]),
+        np.array([2000.0, 20.0, 0.02, 8.0, 6e-4, 300.0, 1.0, 0.15, 0.01, 0.95, *runs.ravel()]),
     )
     mine, theirs = np.empty((len(NAMES) + 1, n)), np.empty((len(NAMES) + 1, n))
     assert price_times_in_numpy(*given, mine) == price_times(*given, theirs)

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from streams.core.loads.bookings import ENDED_BOOKING_BYTES, BookingId, BookingPhase
 from streams.core.loads.observations import NO_FORECAST, Forecast
+from streams.core.loads.rank_times import RECENT_TOKENS
 from streams.errors import BadRecord, BookingConflict
 from streams.kafka.clients import Record, producer
 from streams.kafka.load_records import request_partition
@@ -374,6 +375,34 @@ def test_reports_of_the_same_length_keep_a_booking_alive(forecast: Forecast) -> 
 def times_of(replica: Replica) -> list[list[int]]:
     with replica.sync.locked() as active:
         return [row[:4] for row in active.times.table.tolist()]
+
+
+def recent_of(replica: Replica) -> dict[int, int]:
+    """The tokens that each worker was given to compute lately."""
+    with replica.sync.locked() as active:
+        ranks = {number: rank_of(number) for number in (1, 2, 3)}
+        return dict(zip(ranks, active.times.table[RECENT_TOKENS].take(active.rows_of(ranks.values())), strict=True))
+
+
+def test_a_router_that_starts_knows_what_the_log_has_of_what_ranks_computed_lately() -> None:
+    """It agrees with the others, whose bookings have ended; what was deleted from the log counts as not computed."""
+    world = World()
+    for number, tokens in enumerate((400, 100, 50)):
+        router = world.replicas[number].sync
+        router.book(f"r{number}", booking(number + 1, prefill=tokens))
+        router.report_phase(f"r{number}", BookingPhase.PREFILL)
+        world.settle()
+        router.report_phase(f"r{number}", BookingPhase.FREE)
+        world.settle()
+        world.pass_time(1_000)
+    late = Replica(world.log, world.clock)
+    read_all(late)
+    assert [recent_of(replica) for replica in (*world.replicas, late)] == [{1: 400, 2: 100, 3: 50}] * 4
+    for records in world.log.partitions:
+        records[:] = [each for each in records if b"r0" not in each.key]
+    later = Replica(world.log, world.clock)
+    read_all(later)
+    assert recent_of(later) == {1: 0, 2: 100, 3: 50}
 
 
 def test_generated_tokens_told_too_soon_wait_for_their_booking() -> None:

@@ -56,6 +56,7 @@ def chain_of(rng: random.Random) -> bytes:
     weight=WEIGHTS,
     more_credit=st.sampled_from([0.0, 1.55]),
     request_weight=st.sampled_from([0.0, 278.0]),
+    recent_weight=st.sampled_from([0.0, 0.15]),
     tracked=st.booleans(),
     preferring=st.booleans(),
 )
@@ -65,6 +66,7 @@ def test_the_kernel_gives_the_bits_of_the_formula(
     weight: float,
     more_credit: float,
     request_weight: float,
+    recent_weight: float,
     tracked: bool,
     preferring: bool,
 ) -> None:
@@ -80,9 +82,10 @@ def test_the_kernel_gives_the_bits_of_the_formula(
     preference = np.array([rng.randrange(3) for _ in ranks]) if preferring else NO_PREFERENCE
 
     def by(priced: Any) -> tuple[int, Float64Array]:
-        terms = np.empty((4, len(ranks)))
-        sizes, weights = (request_blocks, full_blocks, block_size), (weight, more_credit, request_weight)
-        return priced(loads.table, rows, shared, effective, preference, *sizes, *weights, tracked, terms), terms
+        terms, tables = np.empty((5, len(ranks))), (loads.table, loads.times.table)
+        sizes = (request_blocks, full_blocks, block_size)
+        weights = (weight, more_credit, request_weight, recent_weight)
+        return priced(*tables, rows, shared, effective, preference, *sizes, *weights, tracked, terms), terms
 
     (lowest, by_kernel), (lowest_in_numpy, by_formula) = by(price_ranks), by(price_in_numpy)
     assert lowest == lowest_in_numpy
@@ -134,15 +137,15 @@ def test_a_preference_decides_exact_ties_and_nothing_else(by: Any, rows: list[tu
     best = [at for at, row in enumerate(rows) if row == (min(costs), max(p for c, p in rows if c == min(costs)))]
     # Without loads, a candidate's cost is the part of the request that it does not hold.
     held, none = 4.0 - np.array(costs), np.zeros(len(rows), dtype=np.int64)
-    terms = np.empty((4, len(rows)))
-    sizes, weights = (4, 0, 16), (1.0, 0.0, 0.0)
-    table, shared = ActiveLoads(1000).table, np.zeros(64, np.int64)
-    found = by(table, none, shared, held, preference, *sizes, *weights, False, terms)
-    assert terms[3].tolist() == costs
+    terms = np.empty((5, len(rows)))
+    sizes, weights = (4, 0, 16), (1.0, 0.0, 0.0, 0.15)
+    loads, shared = ActiveLoads(1000), np.zeros(64, np.int64)
+    found = by(loads.table, loads.times.table, none, shared, held, preference, *sizes, *weights, False, terms)
+    assert terms[-1].tolist() == costs
     assert (found >> 32, found & 0xFFFFFFFF) == (best[0], len(best))
     ours, theirs = random.Random(seed), random.Random(seed)
     drawn = best[0] if len(best) == 1 else best[int(theirs.random() * len(best))]
-    assert select_lowest(terms[3], best[0], len(best), ours, preference) == drawn
+    assert select_lowest(terms[-1], best[0], len(best), ours, preference) == drawn
     assert ours.random() == theirs.random()
 
 

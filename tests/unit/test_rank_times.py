@@ -15,6 +15,7 @@ from streams.core.ids import DpRank, RankId, WorkerId
 from streams.core.loads import rank_times
 from streams.core.loads.bookings import ActiveLoads, Booking, BookingId, BookingPhase
 from streams.core.loads.observations import Forecast, OutputObserved, PrefillObserved, Unreported
+from streams.core.loads.rank_times import RECENT_PERIOD_MS, RECENT_TOKENS
 from streams.core.routing.policies.expected_time import ExpectedTime
 from streams.core.routing.policies.interface import Situation
 from tests.helpers.invariants import check
@@ -296,3 +297,100 @@ def test_routers_that_read_the_same_bookings_in_any_order_price_alike(stories: l
         )
         priced.append([column.tolist() for column in (*prices.terms, prices.costs)])
     assert all(each == priced[0] for each in priced)
+
+
+@dataclass(frozen=True)
+class Given:
+    """A booking of so many prompt tokens."""
+
+    rank: RankId
+    tokens: int
+    at_ms: int
+
+
+def recent(loads: ActiveLoads) -> list[int]:
+    """The tokens that each rank was given lately."""
+    found: list[int] = loads.times.table[RECENT_TOKENS].take(loads.rows_of(RANKS)).tolist()
+    return found
+
+
+def given_prompt(loads: ActiveLoads, name: object, prompt: Given) -> None:
+    loads.add(request(name), Booking(prompt.rank, "m", prompt.tokens, b"", 0, 3), prompt.at_ms)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(
+        st.builds(
+            Given,
+            st.sampled_from(RANKS),
+            st.integers(0, 50_000),
+            st.integers(0, 12 * RECENT_PERIOD_MS),
+        ),
+        min_size=1,
+        max_size=30,
+    ),
+    st.integers(0, 1 << 30),
+)
+def test_routers_agree_on_what_ranks_computed_lately(prompts: list[Given], seed: int) -> None:
+    """In any order, and with records that come again, it is the sum of the definition, within a token per booking."""
+    newest = max(prompt.at_ms for prompt in prompts) // RECENT_PERIOD_MS
+    expected = [
+        sum(
+            prompt.tokens / 2 ** (newest - prompt.at_ms // RECENT_PERIOD_MS)
+            for prompt in prompts
+            if prompt.rank == rank
+        )
+        for rank in RANKS
+    ]
+    for number in range(3):
+        rng, loads = random.Random(seed + number), ActiveLoads(TTL_MS)
+        for name, prompt in rng.sample(list(enumerate(prompts)), len(prompts)):
+            for _ in range(rng.randrange(1, 3)):
+                given_prompt(loads, name, prompt)
+            if rng.random() < 0.5:
+                loads.prefill_complete(request(name), prompt.at_ms)
+                loads.free(request(name), prompt.at_ms)
+                given_prompt(loads, name, prompt)  # it has ended
+        assert recent(loads) == pytest.approx(expected, abs=len(prompts))
+
+
+def test_what_a_rank_computed_counts_half_as_much_in_each_later_period() -> None:
+    """A booking in a later period halves the sums of all ranks, and output or a renewal adds nothing."""
+    loads = ActiveLoads(TTL_MS)
+    given_prompt(loads, 1, Given(RANKS[0], 1_000, 0))
+    given_prompt(loads, 2, Given(RANKS[1], 600, RECENT_PERIOD_MS - 1))
+    assert recent(loads) == [1_000, 600, 0]
+    loads.add(request(1), Booking(RANKS[0], "m", 0, b"", 0, 3, output_blocks=2), RECENT_PERIOD_MS)
+    assert recent(loads) == [1_000, 600, 0]
+    given_prompt(loads, 3, Given(RANKS[2], 100, RECENT_PERIOD_MS))
+    assert recent(loads) == [500, 300, 100]
+    given_prompt(loads, 4, Given(RANKS[2], 100, 3 * RECENT_PERIOD_MS))
+    assert recent(loads) == [125, 75, 125]
+    given_prompt(loads, 5, Given(RANKS[0], 80, 2 * RECENT_PERIOD_MS))  # it was read late
+    assert recent(loads) == [165, 75, 125]
+    given_prompt(loads, 6, Given(RANKS[0], 7, 1_000 * RECENT_PERIOD_MS))
+    assert recent(loads) == [7, 0, 0]
+
+
+def test_a_clock_that_is_set_back_does_not_end_what_counts_as_lately() -> None:
+    """Later bookings count in full again, although the log once had a time far ahead."""
+    loads = ActiveLoads(TTL_MS)
+    given_prompt(loads, 1, Given(RANKS[0], 1_000, 90 * RECENT_PERIOD_MS))
+    loads.advance(90 * RECENT_PERIOD_MS)
+    loads.advance(RECENT_PERIOD_MS)
+    given_prompt(loads, 2, Given(RANKS[1], 600, RECENT_PERIOD_MS))
+    assert recent(loads) == [1_000, 600, 0]
+
+
+def test_ranks_keep_what_they_computed_lately_however_many_there_are() -> None:
+    """Of 200 idle ranks none loses it, and those whose bookings are long ago make room for others."""
+    loads = ActiveLoads(TTL_MS)
+    ranks = [RankId(WorkerId(number), DpRank(0)) for number in range(200)]
+    for n_periods in (0, 1_000, 2_000):
+        for rank in ranks:
+            given_prompt(loads, (n_periods, rank), Given(rank, 100, n_periods * RECENT_PERIOD_MS))
+            loads.free(request((n_periods, rank)), n_periods * RECENT_PERIOD_MS)
+        assert set(loads.times.table[RECENT_TOKENS].take(loads.rows_of(ranks)).tolist()) == {100}
+        ranks = [RankId(WorkerId(rank.worker_id + 1_000), DpRank(0)) for rank in ranks]
+    assert loads.table.shape[1] <= 512

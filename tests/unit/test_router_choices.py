@@ -633,7 +633,12 @@ def test_a_policy_by_name_needs_a_name_that_exists() -> None:
 
 def test_credit_and_request_weight_change_the_cost_of_mode_kv() -> None:
     """The cost is that of NVIDIA Dynamo: the credit reduces earlier requests' prefill too, down to 0."""
-    router = router_of(kv_overlap_score_weight=4.0, kv_overlap_score_credit=2.0, decode_active_request_weight=64.0)
+    router = router_of(
+        kv_overlap_score_weight=4.0,
+        kv_overlap_score_credit=2.0,
+        decode_active_request_weight=64.0,
+        recent_prefill_weight=0.0,
+    )
     hold(router.view, rank(1), local_hashes(TOKENS, BLOCK_SIZE))
     for worker_id in (1, 2):
         router.book(f"w{worker_id}", BookRequest(worker_id=worker_id, token_ids=[7] * 6 * BLOCK_SIZE))
@@ -642,6 +647,17 @@ def test_credit_and_request_weight_change_the_cost_of_mode_kv() -> None:
     assert costs[1] == 4.0 * max(0, 6 + 4 - 2 * 4) + (6 + 4) + 64.0
     assert costs[2] == 4.0 * (6 + 4) + (6 + 4) + 64.0
     assert costs[3] == 4.0 * 4 + 4
+
+
+def test_what_ranks_computed_lately_is_a_term_of_mode_kv() -> None:
+    """A rank that was given half as much as the one with the most costs half of the weight, and an idle one nothing."""
+    router = router_of(recent_prefill_weight=0.5)
+    for worker_id, n_blocks in ((1, 6), (2, 3)):
+        router.book(f"w{worker_id}", BookRequest(worker_id=worker_id, token_ids=[7] * n_blocks * BLOCK_SIZE))
+        router.report_phase(f"w{worker_id}", BookingPhase.FREE)
+    found = ask(router, update_states="false", explain="true")
+    terms = {each["worker_id"]: (each["recent_prefill_blocks"], each["cost"]) for each in found["candidates"]}
+    assert terms == {1: (0.5 * 4, 8 + 2.0), 2: (0.25 * 4, 8 + 1.0), 3: (0.0, 8.0)}
 
 
 @pytest.mark.parametrize(

@@ -56,6 +56,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "router_temperature": (0.0, WEIGHT_MAX),
     "kv_overlap_score_credit": (0.0, WEIGHT_MAX),
     "decode_active_request_weight": (0.0, WEIGHT_MAX),
+    "recent_prefill_weight": (0.0, WEIGHT_MAX),
     "expected_time_uncached_weight": (0.0, WEIGHT_MAX),
     "expected_time_decode_weight": (0.0, WEIGHT_MAX),
     "expected_time_queue_ms": (0.0, 86_400_000.0),

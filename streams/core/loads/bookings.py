@@ -231,7 +231,7 @@ class ActiveLoads:
             if state.timed is not None:
                 self.times.ended(state.timed, state.since_ms)
             self._uncount(state, before)
-        self._count(state, booking)
+        self._count(state, booking, is_first=before is None)
         if before is not None and booking.output_blocks > before.output_blocks:
             self._observe_output(state, booking, state.since_ms, ended=False)
         if self.n_bytes > BOOKINGS_BYTES_MAX:
@@ -328,6 +328,10 @@ class ActiveLoads:
             state = self._states.get(booking_id)
             if state is None:
                 continue
+            if state.booking is not None:
+                row, tokens = self._ranks.row_of(state.booking.rank), state.booking.prefill_tokens
+                self.times.note_booked(row, -tokens, state.since_ms)
+                self.times.note_booked(row, tokens, state.since_ms + ms)
             state.since_ms += ms
             if state.prefilled_ms:
                 state.prefilled_ms += ms
@@ -568,8 +572,10 @@ class ActiveLoads:
 
     # -- sums ----------------------------------------------------------------------------------------------------------
 
-    def _count(self, state: _State, booking: Booking) -> None:
+    def _count(self, state: _State, booking: Booking, *, is_first: bool = False) -> None:
         row, forecast = self._ranks.take_row(booking.rank), booking.forecast
+        if is_first:
+            self.times.note_booked(row, booking.prefill_tokens, state.since_ms)
         # Generated tokens show that the prompt was computed. Without a forecast only a report of that counts.
         prefilled = state.prefilled or (booking.output_blocks > 0 and forecast.prefill_us > 0)
         state.counted_prefill = 0 if prefilled else booking.prefill_tokens

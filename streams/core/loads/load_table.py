@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from streams.core.ids import Float64Array, Int64Array, RankId
-from streams.core.loads.rank_times import WAITING_TOKENS, RankTimes
+from streams.core.loads.rank_times import RECENT_TOKENS, WAITING_TOKENS, RankTimes
 
 #: The numbers that the table has for each rank, and its number of rows at first.
 PREFILL, DECODE, REQUESTS, OUTPUT = range(4)
@@ -159,12 +159,13 @@ class LoadTable:
         self._n_rows: int = table.shape[1]
 
     def _new_row(self, rank: RankId) -> int:
-        """Give a rank a row. When all are taken, those of ranks without bookings are reused."""
+        """Give a rank a row. When all are taken, those of ranks without bookings, active or recent, are reused."""
         self.numbering += 1  # the rank had row 0
         if len(self._rows) + 1 >= self._n_rows:
-            idle = [each for each, row in self._rows.items() if not self._table[REQUESTS, row]]
-            for each in idle:
-                del self._rows[each]
+            bookings = self._table[REQUESTS] + self.times.table[RECENT_TOKENS]
+            idle = [other for other, row in self._rows.items() if not bookings[row]]
+            for other in idle:
+                del self._rows[other]
             if idle:
                 self._has_gaps = True
             if len(self._rows) * 2 >= self._n_rows:

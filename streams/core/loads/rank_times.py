@@ -1,8 +1,9 @@
-"""When the ranks will have computed the prompts that were booked on them.
+"""When the ranks will have computed the prompts that were booked on them, and how much they computed lately.
 
-What lives here: sums over bookings by rank, from which the backlog of a rank in milliseconds follows, and the bookings
-that age because their clients do not report. What must not: clocks (time is an argument), how long a prompt takes
-(core.routing.policies), and what else a booking is charged for (bookings, the owner of this state).
+What lives here: sums over bookings by rank, from which the backlog of a rank in milliseconds follows, the tokens that
+were booked lately, and the bookings that age because their clients do not report. What must not: clocks (time is an
+argument), how long a prompt takes (core.routing.policies), and what else a booking is charged for (bookings, the owner
+of this state).
 
 The backlog must not depend on the order in which a router reads bookings, so it consists of sums, minima and maxima:
 
@@ -10,9 +11,19 @@ The backlog must not depend on the order in which a router reads bookings, so it
     anchor  = max(time of the last prefill-complete, time of the earliest booking that waits)
 
 A booking waits from its add until its prefill is reported, output is reported, it ends, or its forecast says that it
-counts as prefilled. One without a forecast never waits in this sense; what to expect of those is the policy's part. All
-times are append times of the log. Partitions of the log have clocks of their own, and a
-booking may age before its report was read, so that routers agree to within these differences and their lag.
+counts as prefilled. One without a forecast never waits in this sense; what to expect of those is the policy's part.
+
+What a rank computed lately is a sum over all of its bookings, also those that have ended. It is halved for all ranks at
+once, when the first booking of a later period is read:
+
+    recent = sum of prompt tokens to compute / 2 ** (newest period - period of the booking's first add)
+
+So the ratio of two ranks depends neither on the present nor on the order of the bookings, except that rounding takes
+up to a token per booking. A router that starts sums up what the log still has. A rank whose bookings were deleted from
+it counts as idle.
+
+All times are append times of the log. Partitions of the log have clocks of their own, and a booking may age before its
+report was read, so that routers agree to within these differences and their lag.
 """
 
 from __future__ import annotations
@@ -26,10 +37,17 @@ from streams.core.loads.observations import Forecast
 
 #: The numbers that the table has for each rank: sum of forecasts of waiting bookings; their number; the time of the
 #: earliest one, 0 if none waits; the time of the last prefill-complete; what is charged for requests in the queue; the
-#: tokens of waiting bookings; and the sum of forecasts of reported prefills, which only grows. Bookings without a
-#: forecast are in none of them.
-WAITING_US, N_WAITING, EARLIEST_MS, PREFILLED_MS, CHARGED_US, WAITING_TOKENS, COMPUTED_US = range(7)
-N_NUMBERS = 7
+#: tokens of waiting bookings; the sum of forecasts of reported prefills, which only grows; and the tokens that were
+#: booked lately. Bookings without a forecast are in the last one only.
+WAITING_US, N_WAITING, EARLIEST_MS, PREFILLED_MS, CHARGED_US, WAITING_TOKENS, COMPUTED_US, RECENT_TOKENS = range(8)
+N_NUMBERS = 8
+
+#: Tokens count half as much after each such period. Requests that come once a minute have to be seen together, and a
+#: router that starts reads four periods from the log (twice the default of `booking_ttl_s`).
+RECENT_PERIOD_MS = 300_000
+
+#: The greatest sum of tokens that were booked lately. Records with absurd numbers must not exceed an int64.
+_RECENT_MAX = 1 << 62
 
 #: Times of bookings that ended or were renewed stay in a heap until they are due. If there are more than this many, and
 #: more than twice as many as bookings, they are removed.
@@ -80,6 +98,7 @@ class RankTimes:
         self._earliest: dict[int, list[tuple[int, int, TimedBooking]]] = {}  # heaps by row
         self._due: list[tuple[int, int, TimedBooking]] = []  # a heap
         self._n_counted = 0
+        self._period = 0  # the newest one in which something was booked
         self._number = 0  # breaks ties in heaps, since bookings have no order
         self._set_table(np.zeros((N_NUMBERS, n_rows), dtype=np.int64))
 
@@ -97,6 +116,21 @@ class RankTimes:
         """A row without bookings belongs to another rank now."""
         self._table[:, row] = 0
         self._earliest.pop(row, None)
+
+    def note_booked(self, row: int, tokens: int, at_ms: int) -> None:
+        """A rank was given so many prompt tokens to compute by a booking whose first add has this time.
+
+        Negative tokens take a booking back whose time was another one than was assumed.
+        """
+        behind = self._period - at_ms // RECENT_PERIOD_MS
+        if behind < 0:
+            recent = self._table[RECENT_TOKENS]
+            np.right_shift(recent, min(-behind, 63), out=recent)
+            self._period -= behind
+        elif behind:
+            tokens >>= behind
+        at = RECENT_TOKENS * self._n_rows + row
+        self._cells[at] = max(0, min(self._cells[at] + tokens, _RECENT_MAX))
 
     def count(self, timed: TimedBooking, *, waiting: bool) -> None:
         """A booking was added, or counts again."""
@@ -180,6 +214,7 @@ class RankTimes:
         if now_ms < self.now_ms:
             prefilled_ms = self._table[PREFILLED_MS]
             np.minimum(prefilled_ms, now_ms, out=prefilled_ms)
+            self._period = min(self._period, now_ms // RECENT_PERIOD_MS)
         self.now_ms = now_ms
         due = self._due
         while due and due[0][0] <= self.now_ms:

@@ -107,6 +107,7 @@ class PolicyColumns:
             max(0.0, given.request_blocks - cached),
             load.item(0, row) / given.block_size,
             float(load.item(1, row) + len(given.sequence) // 8 - given.shared.item(row)),
+            0.0,
             prices.costs.item(index),
             dict(zip(prices.names, prices.terms[:, index].tolist(), strict=True)) if explained else None,
         )

@@ -24,13 +24,19 @@ CXL_SCORE_WEIGHT = 0.75
 #: decide exact ties (mode kv, temperature 0).
 MOE_SCORE_WEIGHT = 0.5
 
+#: How much more a token costs on the rank that computed the most lately than on an idle one, while no requests are in
+#: flight. A request leaves the only rank with its prefix if that is less than a sixth of the prompt. Up to 0.5, the
+#: laboratory's figures differ by about a percent.
+RECENT_PREFILL_WEIGHT = 0.2
+
 
 class RankTerms(NamedTuple):
     """Every term of one rank's cost, in blocks.
 
     scores: the rank's own leading blocks. effective_cached_blocks: these weighted by tier, plus the weighted
     cxl_accessible_scores and moe_scores. cached_blocks: the same without moe_scores, which express a preference and do
-    not reduce what must be computed. policy_terms: what a policy's cost is made of, None in modes without a policy; the
+    not reduce what must be computed. recent_prefill_blocks: what own prefill costs more because of what the rank
+    computed lately. policy_terms: what a policy's cost is made of, None in modes without a policy; the
     cost is then not in blocks.
     """
 
@@ -43,6 +49,7 @@ class RankTerms(NamedTuple):
     own_prefill_blocks: float
     active_prefill_blocks: float
     decode_blocks: float
+    recent_prefill_blocks: float
     cost: float
     policy_terms: Mapping[str, float] | None = None
 
@@ -56,7 +63,7 @@ class TermColumns:
     """Terms of all candidates, in their order, as columns: a choice needs no object for each candidate.
 
     scores, cxl_accessible_scores, moe_scores: int64[n]; the last two may be None, which stands for all 0.
-    cached_blocks, effective_cached_blocks: float64[n], as in RankTerms. terms: float64[4, n], as from
+    cached_blocks, effective_cached_blocks: float64[n], as in RankTerms. terms: float64[5, n], as from
     kernels.price.price_ranks.
     """
 
@@ -92,7 +99,7 @@ class TermColumns:
 
     @property
     def terms(self) -> Float64Array:
-        """All terms: float64[4, n], as from kernels.price.price_ranks."""
+        """All terms: float64[5, n], as from kernels.price.price_ranks."""
         return self._terms
 
     @property
@@ -116,16 +123,16 @@ class TermColumns:
     @property
     def cost(self) -> Float64Array:
         """The value that the choice minimises: from the cost formula, or from one of core.routing.policies."""
-        cost: Float64Array = self._terms[3]
+        cost: Float64Array = self._terms[4]
         return cost
 
     @cost.setter
     def cost(self, costs: Sequence[float]) -> None:
-        self._terms[3] = costs
+        self._terms[4] = costs
 
     def row(self, index: int) -> RankTerms:
         """One candidate's terms."""
-        own, active, decode, cost = self._terms[:, index].tolist()
+        own, active, decode, recent, cost = self._terms[:, index].tolist()
         return RankTerms(
             self.ranks[index],
             self.scores.item(index),
@@ -136,6 +143,7 @@ class TermColumns:
             own,
             active,
             decode,
+            recent,
             cost,
         )
 

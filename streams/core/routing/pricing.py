@@ -82,9 +82,10 @@ def price(request: RoutingRequest, columns: SelectedColumns, loads: ActiveLoads,
     Without track_active_blocks, decode blocks are 0.
     """
     policy, prompt = request.policy, request.prompt
-    terms = np.empty((4, len(columns.rows)))
+    terms = np.empty((5, len(columns.rows)))
     lowest = price_ranks(
         loads.table,
+        loads.times.table,
         columns.rows,
         loads.shared_blocks(prompt.sequence),
         held.effective,
@@ -95,6 +96,7 @@ def price(request: RoutingRequest, columns: SelectedColumns, loads: ActiveLoads,
         policy.overlap_score_weight,
         policy.overlap_credit - 1.0,
         policy.request_weight,
+        policy.recent_prefill_weight,
         policy.track_active_blocks,
         terms,
     )

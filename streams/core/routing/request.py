@@ -15,7 +15,7 @@ from streams.core.engine_metrics import WorkerMetrics
 from streams.core.ids import RankId, WorkerId
 from streams.core.index.interface import PrefixScores
 from streams.core.routing.busy import BlocksOf
-from streams.core.routing.cost import CXL_SCORE_WEIGHT, MOE_SCORE_WEIGHT, TIER_WEIGHTS
+from streams.core.routing.cost import CXL_SCORE_WEIGHT, MOE_SCORE_WEIGHT, RECENT_PREFILL_WEIGHT, TIER_WEIGHTS
 from streams.core.routing.policies.engine_reports import MODES as POLICY_MODES
 from streams.core.routing.selection import CUDA_TO_CPU_RATIO, NAMED_MODES, RouterMode
 from streams.core.routing.supplementary import SupplementaryMatches
@@ -40,7 +40,8 @@ class RoutePolicy:
     are part of the cost. name: of the policy, in mode policy. overlap_credit: how many blocks of prefill load a cached
     block takes off a rank's cost; above 1, also those of the requests before it. request_weight: in blocks, for each
     request in flight. Both are parts of the cost in mode kv, where they are what NVIDIA Dynamo calls overlap score
-    credit and decode active request weight.
+    credit and decode active request weight. recent_prefill_weight: how much more own prefill costs on the rank that was
+    given the most tokens to compute lately; in mode kv, and in expected-time by its parameters.
     """
 
     mode: RouterMode = RouterMode.KV
@@ -54,6 +55,7 @@ class RoutePolicy:
     name: str = ""
     overlap_credit: float = 1.0
     request_weight: float = 0.0
+    recent_prefill_weight: float = RECENT_PREFILL_WEIGHT
 
     @property
     def policy_name(self) -> str:

@@ -28,7 +28,7 @@ from streams.router_api.knowledge.topic_readers import Feed, Feeds, key_and_valu
 from streams.router_api.knowledge.view import View
 from streams.router_api.sharing.loads_sync import LoadsSync
 from streams.router_api.sharing.registry import Registry
-from streams.settings import ExpectedTimeSettings, RouterSettings, RoutingSettings
+from streams.settings import RouterSettings, RoutingSettings
 from streams.topics import Topics, topics
 
 #: How long the client waits for further records of a batch. The outbox hands over those of an interval in one step.
@@ -138,10 +138,11 @@ def default_policy(settings: RoutingSettings) -> RoutePolicy:
         name=settings.router_policy,
         overlap_credit=settings.kv_overlap_score_credit,
         request_weight=settings.decode_active_request_weight,
+        recent_prefill_weight=settings.recent_prefill_weight,
     )
 
 
-def _find_policy(settings: ExpectedTimeSettings, name: str) -> Policy:
+def _find_policy(settings: RouterSettings, name: str) -> Policy:
     """Make a policy with the parameters that the settings give it; raises SettingsError."""
     if name != RouterMode.EXPECTED_TIME:
         return find_policy(name)
@@ -149,6 +150,7 @@ def _find_policy(settings: ExpectedTimeSettings, name: str) -> Policy:
     return ExpectedTime(
         ExpectedTimeParameters(
             uncached_weight=settings.expected_time_uncached_weight,
+            recent_prefill_weight=settings.recent_prefill_weight,
             decode_weight=settings.expected_time_decode_weight,
             kv_bytes_per_token=settings.kv_bytes_per_token,
             host_gb_per_s=host,

@@ -43,6 +43,7 @@ class Candidate(TypedDict):
     own_prefill_blocks: float
     active_prefill_blocks: float
     decode_blocks: float
+    recent_prefill_blocks: float
     cost: float | None
     policy_terms: NotRequired[dict[str, float]]
 

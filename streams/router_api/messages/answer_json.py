@@ -74,6 +74,7 @@ def terms_json(terms: RankTerms) -> dict[str, Any]:
         "own_prefill_blocks": terms.own_prefill_blocks,
         "active_prefill_blocks": terms.active_prefill_blocks,
         "decode_blocks": terms.decode_blocks,
+        "recent_prefill_blocks": terms.recent_prefill_blocks,
         "cost": terms.cost,
         **policy_terms,
     }

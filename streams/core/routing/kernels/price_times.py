@@ -17,7 +17,7 @@ _FLOATS = types.Array(float64, 1, "C")
 _TABLE = types.Array(int64, 2, "C")
 
 #: Numbers before those of the runs.
-_N_NUMBERS = 9
+_N_NUMBERS = 10
 
 
 # It keeps the GIL, as price_ranks does and for the same reason.
@@ -56,12 +56,12 @@ def price_times(
 
     table, times: of ActiveLoads. rows: int64[n]. shared: int64[n_rows], how many of the request's full_blocks each row
     has in use. cached, load_ms: float64[n], blocks that each candidate has, and how long it loads them; either may have
-    length 0 for none. capacity: int64[n], 0 where it is not known, or int64[0]. numbers: float64[9 + 2 * n_runs]: the
+    length 0 for none. capacity: int64[n], 0 where it is not known, or int64[0]. numbers: float64[10 + 2 * n_runs]: the
     time; base and slope of prefill by token and of a step of decoding by block in use; the expected output; the
-    weights; the share of a cache that is used; and then what expected_time.popular_runs returns. terms: float64[11, n],
+    weights; the share of a cache that is used; and then what expected_time.popular_runs returns. terms: float64[12, n],
     the output, in the order of expected_time.NAMES and then the cost.
     """
-    now_ms, a, b, c, d, output, uncached_weight, decode_weight, room = (
+    now_ms, a, b, c, d, output, uncached_weight, recent_weight, decode_weight, room = (
         numbers[0],
         numbers[1],
         numbers[2],
@@ -71,7 +71,14 @@ def price_times(
         numbers[6],
         numbers[7],
         numbers[8],
+        numbers[9],
     )
+    most, n_all = 1, 0
+    for index in range(rows.size):
+        most = max(most, times[7, rows[index]])
+        n_all += table[2, rows[index]]
+    idle = rows.size / float64(rows.size + n_all)
+    recent_weight *= idle * idle / most * ((1.0 + uncached_weight) * b)
     lowest, first, n_equal = np.inf, 0, 0
     for index in range(rows.size):
         row = rows[index]
@@ -101,6 +108,7 @@ def price_times(
             in_use = min(in_use, float64(total))
         n_decoding = max(0, n_requests - times[1, row])
         uncached_ms = uncached_weight * b * uncached
+        recent_ms = recent_weight * times[7, row] * uncached
         spared, start = 0.0, 0.0
         for run in range(_N_NUMBERS, numbers.size, 2):
             spared += max(0.0, numbers[run] - max(start, blocks)) * block_size * numbers[run + 1]
@@ -108,7 +116,7 @@ def price_times(
         popular_ms = 0.0 - (1.0 + uncached_weight) * b * min(spared, uncached)
         slowed_ms = decode_weight * n_decoding * own
         decode_ms = decode_weight * output * (c + d * in_use)
-        cost = backlog + wait + own + load + uncached_ms + popular_ms + slowed_ms + decode_ms
+        cost = backlog + wait + own + load + uncached_ms + recent_ms + popular_ms + slowed_ms + decode_ms
         terms[0, index] = blocks
         terms[1, index] = uncached
         terms[2, index] = backlog
@@ -116,10 +124,11 @@ def price_times(
         terms[4, index] = own
         terms[5, index] = load
         terms[6, index] = uncached_ms
-        terms[7, index] = popular_ms
-        terms[8, index] = slowed_ms
-        terms[9, index] = decode_ms
-        terms[10, index] = cost
+        terms[7, index] = recent_ms
+        terms[8, index] = popular_ms
+        terms[9, index] = slowed_ms
+        terms[10, index] = decode_ms
+        terms[11, index] = cost
         if cost < lowest:
             lowest, first, n_equal = cost, index, 1
         elif cost == lowest:

@@ -4,13 +4,16 @@ What lives here: the formula in NumPy, its parameters, and the policy. What must
 the backlog of a rank (core.loads.rank_times), and the kernel with the same formula (core.routing.kernels.price_times).
 
     cost = backlog + wait for KV room + prefill + load + uncached_weight * slope * uncached tokens
+         + recent_prefill_weight * (1 + uncached_weight) * slope * uncached tokens * recent
          - (1 + uncached_weight) * slope * popular tokens
          + decode_weight * (requests that decode there * prefill + length of output * time of a step there)
 
 The first four are what this request waits for. The fifth stands for the blocks that its uncached tokens evict, which
-other requests must compute again. A prefix that many running requests share pays both back, as a further copy serves
-those that follow: of such uncached tokens, a part is popular (`popular_runs`). The last one is what the others lose:
-their steps take longer while the rank prefills, and this request's own steps are longer where more tokens are in use.
+other requests must compute again. The sixth is greater where these blocks are newer: `recent` is how many tokens the
+rank was given to compute lately, relative to the candidate with the most of them (core.loads.rank_times). A prefix that
+many running requests share pays the prefill and the fifth back, as a further copy serves those that follow: of such
+uncached tokens, a part is popular (`popular_runs`). The last one is what the others lose: their steps take longer while
+the rank prefills, and this request's own steps are longer where more tokens are in use.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ import numpy as np
 
 from streams.core.ids import Float64Array, Int64Array, Tier
 from streams.core.loads.observations import Forecast, Observation
+from streams.core.routing.cost import RECENT_PREFILL_WEIGHT
 from streams.core.routing.kernels.price_times import price_times
 from streams.core.routing.policies.expected_time_defaults import (
     DECODE_WEIGHT,
@@ -49,6 +53,7 @@ NAMES = (
     "prefill_ms",
     "load_ms",
     "uncached_ms",
+    "recent_prefill_ms",
     "popular_ms",
     "slowed_decodes_ms",
     "own_decode_ms",
@@ -62,7 +67,8 @@ _NO_FLOATS: Float64Array = np.empty(0)
 class ExpectedTimeParameters:
     """What a user may set.
 
-    uncached_weight: how much a token that must be computed costs in addition to its own time. decode_weight: how much a
+    uncached_weight: how much a token that must be computed costs in addition to its own time. recent_prefill_weight: as
+    in RoutePolicy. decode_weight: how much a
     millisecond of decoding counts against one of waiting for the first token; 0.003 favours the first token, 0.03
     throughput. room_share: of a rank's blocks; above it, a request is expected to wait. kv_bytes_per_token: size of the
     cache. host_gb_per_s, disk_gb_per_s, external_gb_per_s, pool_gb_per_s: at which a rank loads cached blocks; 0 does
@@ -71,6 +77,7 @@ class ExpectedTimeParameters:
     """
 
     uncached_weight: float = UNCACHED_WEIGHT
+    recent_prefill_weight: float = RECENT_PREFILL_WEIGHT
     decode_weight: float = DECODE_WEIGHT
     room_share: float = ROOM_SHARE
     kv_bytes_per_token: float = KV_BYTES_PER_TOKEN
@@ -139,6 +146,7 @@ class ExpectedTime:
                 decode.slope * block_size,
                 float(situation.expected_output_tokens or timings.output_tokens),
                 given.uncached_weight,
+                given.recent_prefill_weight,
                 given.decode_weight,
                 given.room_share,
                 *popular_runs(situation.users),
