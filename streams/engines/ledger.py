@@ -66,6 +66,7 @@ from streams.engines.dialects.interface import (
     BlocksOffloaded,
     DeviceCleared,
     GroupChanged,
+    PagesStored,
     TierCleared,
 )
 from streams.engines.left_out import LOWER_TIER, UNKNOWN_PARENT, LeftOut
@@ -79,7 +80,7 @@ WAITING_BATCHES_MAX = 100
 
 
 #: What changes which blocks of the indexed group a rank holds.
-_Change = KvEvent | BlocksCopied | BlocksDropped | BlocksLeftOut | TierCleared
+_Change = KvEvent | BlocksCopied | BlocksDropped | BlocksLeftOut | PagesStored | TierCleared
 
 
 class _Parent(NamedTuple):
@@ -178,6 +179,10 @@ class Ledger:
             case BlocksLeftOut():
                 self.uses_lower_tiers |= event.tier is not Tier.DEVICE
                 self.skipped.remember(event.engine.tolist(), event.reason)
+                return []
+            case PagesStored():
+                if self._find(event.parent, event.tier) is None:
+                    self.skipped.add(self.skipped.reason_of(event.parent) or UNKNOWN_PARENT, event.n_pages)
                 return []
             case TierCleared():
                 return self._clear_tier(event.tier)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from streams.core.events import AllBlocksCleared, BlocksStored, KvEvent
-from streams.core.ids import HashArray, Tier
+from streams.core.ids import EngineHash, HashArray, Tier
 from streams.cxl.events import CxlStateChanged
 from streams.errors import BadRecord
 
@@ -83,6 +83,19 @@ class BlocksLeftOut:
 
 
 @dataclass(frozen=True, slots=True)
+class PagesStored:
+    """Pages smaller than a block now follow a page or a block that the decoder does not hold.
+
+    Only the ledger can say whether they begin a block, behind one that it holds; otherwise their place is not known.
+    parent: the name before the first page. tier: where the engine holds them.
+    """
+
+    parent: EngineHash
+    n_pages: int
+    tier: Tier
+
+
+@dataclass(frozen=True, slots=True)
 class DeviceCleared(AllBlocksCleared):
     """The device tier holds no blocks any more. Whether lower tiers still hold theirs is not reported."""
 
@@ -110,7 +123,9 @@ class GroupChanged:
 
 
 #: What an engine can report: a change of its cache, or a change of state of blocks in CXL memory.
-EngineEvent = KvEvent | CxlStateChanged | BlocksCopied | BlocksDropped | BlocksLeftOut | TierCleared | GroupChanged
+EngineEvent = (
+    KvEvent | CxlStateChanged | BlocksCopied | BlocksDropped | BlocksLeftOut | PagesStored | TierCleared | GroupChanged
+)
 
 
 @dataclass(frozen=True, slots=True)

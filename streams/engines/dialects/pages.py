@@ -9,7 +9,7 @@ within a block share the pages before the difference, so the pages of a block ar
 end is the short tail of a prompt; it makes no block unless further pages complete it.
 
 The last page of a block is enough to continue after it. So a decoder that begins in the middle of an incarnation reads
-everything but blocks that had begun before.
+everything but blocks that had begun before. The ledger leaves the further pages of these out (PagesStored).
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ from streams.engines.dialects.fields import (
     tier_of,
     wrong_block_size,
 )
-from streams.engines.dialects.interface import DecodedBatch, Dialect
+from streams.engines.dialects.interface import DecodedBatch, Dialect, PagesStored
 from streams.engines.dialects.pages import Pages, Salting
 from streams.engines.dialects.vllm import opened, unpacked
 from streams.errors import BadRecord
@@ -128,6 +128,8 @@ class SglangDecoder:
             batch.events.append(BlocksStored(parent, names, local, tier))
         else:
             check_tokens(kept)
+            if parent is not None and parent not in self.pages:
+                batch.events.append(PagesStored(parent, len(names), tier))
             batch.events += self.pages.store(parent, names, kept, tier, salting)
             if self.block_size % size:
                 batch.count("tail", len(names))

@@ -54,7 +54,14 @@ from streams.engines.dialects.fields import (
     shown_size,
     wrong_block_size,
 )
-from streams.engines.dialects.interface import BlocksCopied, BlocksDropped, BlocksLeftOut, DecodedBatch, Dialect
+from streams.engines.dialects.interface import (
+    BlocksCopied,
+    BlocksDropped,
+    BlocksLeftOut,
+    DecodedBatch,
+    Dialect,
+    PagesStored,
+)
 from streams.engines.dialects.pages import Pages, Salting
 from streams.engines.dialects.sglang import check_tokens
 from streams.errors import BadRecord
@@ -169,6 +176,7 @@ class TrtllmDecoder:
         """Store blocks, each with its tier. Whole blocks that follow each other become one event."""
         parent = None if data.get("parent_hash") is None else block_name(data["parent_hash"])
         stored: list[BlocksStored] = []
+        begun: list[PagesStored] = []
         read: list[tuple[EngineHash, list[Any], Tier, Salting]] = []
         seen: set[int | None] = {parent}
         for index, block in enumerate(data["blocks"]):
@@ -187,7 +195,7 @@ class TrtllmDecoder:
             lora = None if block.get("lora_id") is None else str(block["lora_id"])
             salting = Salting(lora, block.get("cache_salt"))
             read.append((name, padded, _tier(block.get("cache_level", 0)), salting))
-        for name, tokens, tier, salting in read:
+        for index, (name, tokens, tier, salting) in enumerate(read):
             names = _array([name])
             if not tokens:
                 continue
@@ -197,10 +205,12 @@ class TrtllmDecoder:
             else:
                 if self.block_size % len(tokens):
                     batch.count("tail", 1)
+                if parent is not None and parent not in self.pages:
+                    begun.append(PagesStored(parent, len(read) - index, tier))
                 stored += self.pages.store(parent, names, tokens, tier, salting)
             parent = name
         self.has_stored |= bool(stored)
-        batch.events += _joined(stored)
+        batch.events += [*_joined(stored), *begun]
 
     def _leave_out(self, batch: BatchBuilder, blocks: list[dict[str, Any]], first: dict[str, Any]) -> None:
         """Leave out blocks from the first one of unknown content on. No request can name tokens with an extra id."""
