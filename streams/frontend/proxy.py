@@ -501,7 +501,7 @@ class Proxy:
             exchange.usage = usage.usage
         await client.end(b"" if usage is None else usage.rest())
         if watch is not None:
-            exchange.n_tokens = watch.n_tokens
+            exchange.n_tokens = usage_tokens(exchange.usage) or watch.n_tokens
             error = watch.error_status or watch.last_error()
             if not error:
                 booking.served()

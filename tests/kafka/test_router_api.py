@@ -200,7 +200,7 @@ def test_the_terms_add_up_to_the_cost(fleet: Fleet) -> None:
         assert list(candidates) == [(worker_id, rank) for worker_id in ids for rank in (0, 1)]
         for terms in candidates.values():
             assert terms["own_prefill_blocks"] == answer["request_blocks"] - terms["effective_cached_blocks"]
-            prefill = terms["own_prefill_blocks"] + terms["active_prefill_blocks"]
+            prefill = sum(terms[f"{part}_prefill_blocks"] for part in ("own", "active", "recent"))
             assert terms["cost"] == pytest.approx(weight * prefill + terms["decode_blocks"])
         chosen = candidates[answer["worker_id"], answer["dp_rank"]]
         assert answer["cost"] == chosen["cost"] == min(each["cost"] for each in candidates.values())
@@ -458,6 +458,9 @@ def test_workers_are_registered_changed_and_listed(fleet: Fleet) -> None:
         "incarnation": None,
         "render": render_json(None),
         "metrics": [],
+        "aliases": [],
+        "dp_start": 0,
+        "max_model_len": None,
         **body,
     }
     assert fleet.main.workers()[worker_id] == answer  # at once, on the router that was called

@@ -107,9 +107,9 @@ def test_each_call_answers_repeated_unknown_foreign_and_ended_ids(fleet: Fleet) 
         assert answer == {"request_id": f"{model}-unknown", "phase": phase, "buffered": True}
     for first in (fleet.main, fleet.peer):
         route = {**asked, "request_id": f"{model}-r"}
-        mode = {"mode": "degraded", "degraded_because": "no_events_yet"}
+        mode: dict[str, Any] = {"mode": "degraded", "degraded_because": "no_events_yet"}
         mode |= {f"chosen_{name}": value for name, value in mode.items()}
-        mode |= {"router_mode": "kv"}
+        mode |= {"router_mode": "kv", "dp_size": 1}
         url = f"http://engine-{worker_id}:8000"
         assert first.route(**route).items() >= mode.items()
         fleet.same_loads([worker_id], 1)
