@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from streams.core.routing.audit import OVER_MIN
 from streams.process.waiting import wait_for
 from tests.helpers.api import metrics
@@ -31,6 +33,7 @@ def counted(fleet: TrustFleet, outcome: str) -> float:
     return metrics(fleet.api)[f"kvstreams_overlap_audited_total/{outcome}"]
 
 
+@pytest.mark.first_ring("audit_disagrees")
 def test_an_engine_that_evicts_without_reporting_it_is_approximate_until_it_clears(fleet: TrustFleet) -> None:
     """A restatement of the same ledger does not end it; what was evicted and reported is no contradiction."""
     model, worker_id = fleet.model(), fleet.worker_id()

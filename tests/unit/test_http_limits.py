@@ -377,7 +377,7 @@ def test_values_that_a_field_may_not_have_are_answered_with_those_that_it_may(ap
         answer = api.call("POST", path, packed(TOKENS), OCTETS).refused(400, "invalid_request")
         assert "use one of kv, round-robin," in answer
     report = api.call("DELETE", "/loads/r?phase=both").refused(400, "invalid_request")
-    assert report.endswith("use one of decode, prefill. The only parameter is phase")
+    assert "use one of decode, prefill. The known parameters are phase, " in report
 
 
 def test_unknown_fields_are_answered_with_the_known_ones(api: Api) -> None:

@@ -91,7 +91,7 @@ def test_equal_arguments_give_equal_results() -> None:
 def test_other_routers_know_a_booking_after_its_delay_and_in_order() -> None:
     """Booking, first token and end of a request reach the other router one after the other, and none of them early."""
     group = make_group(2, None)
-    for number in range(20):
+    for number in range(200):
         group.arrive(routed(number), 0.0)
         group.first_token(number, 0.0)
         group.ended(number, 0.0)
