@@ -7,10 +7,11 @@ client's own parser reads the samples; it gets only the few relevant lines of a 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 from streams.core.engine_metrics import WorkerMetrics
 from streams.core.ids import DpRank
@@ -91,26 +92,18 @@ def parse_metrics(page: bytes, *, dp_size: int, block_size: int, dp_start: int =
     is used. Raises BadRecord: not_text, bad_page, bad_number, no_metrics.
     """
     try:
-        text = page.decode()
+        page.decode()
     except UnicodeDecodeError as exc:
         raise BadRecord("not_text", f"the page is not UTF-8: {exc}") from exc
-    relevant = "\n".join(line for line in text.split("\n") if line.startswith(_PREFIXES))
     # Rank and gauge, to the negated position of the name in _NAMES and the number.
     samples: dict[tuple[DpRank, int], tuple[int, float]] = {}
-    try:
-        for family in text_string_to_metric_families(relevant + "\n"):
-            for sample in family.samples:
-                rank = _rank_of(sample.labels, dp_size, dp_start)
-                if rank is None:
-                    continue
-                for reading in _NAMES.get(sample.name, ()):
-                    value = _value(reading, sample.name, sample.labels, sample.value)
-                    if value is not None:
-                        reported = (-_PREFERENCE[sample.name], value)
-                        key = (rank, reading.gauge)
-                        samples[key] = max(samples.get(key, reported), reported)
-    except ValueError as exc:
-        raise BadRecord("bad_page", f"a line is not a Prometheus sample: {exc}") from exc
+    for rank, sample in _samples_of_ranks(page, _PREFIXES, dp_size, dp_start):
+        for reading in _NAMES[sample.name]:
+            value = _value(reading, sample.name, sample.labels, sample.value)
+            if value is not None:
+                reported = (-_PREFERENCE[sample.name], value)
+                key = (rank, reading.gauge)
+                samples[key] = max(samples.get(key, reported), reported)
     if not samples:
         raise BadRecord("no_metrics", "the page has none of the names that vLLM, SGLang or TensorRT-LLM use")
     ranks = sorted({rank for rank, _ in samples})
@@ -131,17 +124,9 @@ def tokens_processed(page: bytes, *, dp_size: int, dp_start: int = 0) -> dict[Dp
 
     Raises BadRecord: bad_page.
     """
-    text = page.decode(errors="replace")
-    relevant = "\n".join(line for line in text.split("\n") if line.startswith(_TOKEN_COUNTERS))
     tokens: dict[DpRank, float] = {}
-    try:
-        for family in text_string_to_metric_families(relevant + "\n"):
-            for sample in family.samples:
-                rank = _rank_of(sample.labels, dp_size, dp_start)
-                if rank is not None and sample.name in _TOKEN_COUNTERS:
-                    tokens[rank] = tokens.get(rank, 0.0) + sample.value
-    except ValueError as exc:
-        raise BadRecord("bad_page", f"a line is not a Prometheus sample: {exc}") from exc
+    for rank, sample in _samples_of_ranks(page, _TOKEN_COUNTERS, dp_size, dp_start):
+        tokens[rank] = tokens.get(rank, 0.0) + sample.value
     return tokens
 
 
@@ -161,18 +146,29 @@ def parse_block_size(page: bytes) -> int | None:
 
 def parse_sleep(page: bytes, *, dp_size: int, dp_start: int = 0) -> dict[DpRank, bool]:
     """Return of each rank whether it sleeps, as far as the page reports it. Raises BadRecord: bad_page."""
-    text = page.decode(errors="replace")
-    relevant = "\n".join(line for line in text.split("\n") if line.startswith(_SLEEP_STATE))
     sleeps: dict[DpRank, bool] = {}
+    for rank, sample in _samples_of_ranks(page, (_SLEEP_STATE,), dp_size, dp_start):
+        if sample.labels.get("sleep_state") == "awake":
+            sleeps[rank] = sleeps.get(rank, False) or sample.value == 0.0
+    return sleeps
+
+
+def _samples_of_ranks(
+    page: bytes, names: tuple[str, ...], dp_size: int, dp_start: int
+) -> Iterator[tuple[DpRank, Sample]]:
+    """Give the samples with one of these names that belong to a rank. Other lines are not parsed.
+
+    Raises BadRecord: bad_page.
+    """
+    relevant = "\n".join(line for line in page.decode(errors="replace").split("\n") if line.startswith(names))
     try:
         for family in text_string_to_metric_families(relevant + "\n"):
             for sample in family.samples:
                 rank = _rank_of(sample.labels, dp_size, dp_start)
-                if rank is not None and sample.name == _SLEEP_STATE and sample.labels.get("sleep_state") == "awake":
-                    sleeps[rank] = sleeps.get(rank, False) or sample.value == 0.0
+                if rank is not None and sample.name in names:
+                    yield rank, sample
     except ValueError as exc:
         raise BadRecord("bad_page", f"a line is not a Prometheus sample: {exc}") from exc
-    return sleeps
 
 
 def ranks_on_page(page: bytes) -> frozenset[int]:

@@ -1,6 +1,6 @@
 """Tokenizing without long waits: on the event loop, in a pool of processes, or by the engines themselves.
 
-What lives here: the processes, what may wait for them, and by which rules or by whom a model's prompts are rendered.
+What lives here: the processes, what may wait for them, and which rules, or which engine, render the prompts of a model.
 What must not: how a text becomes tokens (tokenizer), the calls of engines (engine_tokens), and which prompts are short
 enough for the event loop (loop_tokenizer). A request that cannot be tokenized is not refused: the front routes it by
 load, and the engine says what is wrong with it.
