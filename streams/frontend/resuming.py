@@ -45,6 +45,9 @@ MESSAGE_CHARS_MAX = 500
 #: What makes an engine report what it found of a resumed prompt with its first tokens, before it may fail as well.
 REPORTING_USAGE = {"include_usage": True, "continuous_usage_stats": True}
 
+#: What a usage says of the prompt: `cached_tokens`, and other fields of single engines.
+_PROMPT_DETAILS = "prompt_tokens_details"
+
 #: Fields that all chunks of an answer share; resumed ones repeat those of the first engine.
 _FRAME = ("id", "object", "created", "model", "system_fingerprint", "service_tier")
 
@@ -178,9 +181,8 @@ class StreamRelay:
 
     finished: the finish reason was passed on. done: the engine's mark of the end came. refusal: the message of an error
     event, which is withheld, since another engine may go on. by_text: an engine reported text without token ids.
-    prompt_ids: the prompt as the first engine had it, None if it did not report it. usage: of the last engine, None if
-    it did not report it. n_tokens: passed on so far; without
-    ids, events are counted.
+    prompt_ids: the prompt as the first engine had it, None if it did not report it. usage: of the last engine for its
+    own request, None if it did not report it. n_tokens: passed on so far; without ids, events are counted.
     """
 
     def __init__(self, kind: Kind, body: bytes, worker_id: int, limits: MigrationLimits) -> None:
@@ -206,6 +208,7 @@ class StreamRelay:
         self._rest = b""
         self._frame: dict[str, Any] = {}
         self._usage_sent = False
+        self._prompt_details: dict[str, Any] = {}  # what the first engine's usage says of the prompt, if it came
         self._resume: Resume | None = None  # None as long as the first engine answers
         self._is_computed = False  # what the engine that resumed found of the prompt is known
         self._known = KnownPart()
@@ -298,6 +301,9 @@ class StreamRelay:
         usage = page.get("usage")
         if usage:
             self._n_events = max(self._n_events, usage_tokens(usage))
+            details = usage.get(_PROMPT_DETAILS)
+            if details:
+                self._prompt_details = {_PROMPT_DETAILS: details}
             if not page["choices"]:
                 self.usage = usage
                 if not self.options.wants_usage:
@@ -317,7 +323,7 @@ class StreamRelay:
         if usage and not page["choices"]:
             self.usage = usage
             if self.options.wants_usage:
-                out.append(_event({**self._frame, "choices": [], "usage": self._summed(usage)}))
+                out.append(_event({**self._frame, "choices": [], "usage": self._usage_of_all(usage)}))
                 self._usage_sent = True
             return
         for choice in page["choices"]:
@@ -338,7 +344,7 @@ class StreamRelay:
             if finish_reason is not None:
                 self.finished = True
             if text or finish_reason is not None or (self.options.wants_ids and new_ids):
-                more = {"usage": self._summed(usage)} if usage and self.options.wants_usage_so_far else {}
+                more = {"usage": self._usage_of_all(usage)} if usage and self.options.wants_usage_so_far else {}
                 out.append(_event({**self._frame, "choices": [shown], **more}))
 
     def _show(self, token_ids: list[int] | None, text: str, at_s: float) -> None:
@@ -357,21 +363,22 @@ class StreamRelay:
         if computed is not None:
             self.migration.handle(computed)
 
-    def _summed(self, usage: dict[str, Any]) -> dict[str, Any]:
-        """Return the usage of the whole answer, from that of its last part."""
+    def _usage_of_all(self, usage: dict[str, Any]) -> dict[str, Any]:
+        """Return the usage of the whole answer, from that of its last part.
+
+        What the last engine found in its caches is not part of it: there it began with the answer so far, which other
+        engines had computed.
+        """
         n_kept = 0 if self._resume is None else self._resume.n_kept
-        n_prompt = max(0, usage["prompt_tokens"] - n_kept)
-        n_completion = usage["completion_tokens"] + n_kept
-        summed = {
-            **usage,
+        return self._whole_usage(max(0, usage["prompt_tokens"] - n_kept), usage["completion_tokens"] + n_kept)
+
+    def _whole_usage(self, n_prompt: int, n_completion: int) -> dict[str, Any]:
+        return {
             "prompt_tokens": n_prompt,
             "completion_tokens": n_completion,
             "total_tokens": n_prompt + n_completion,
+            **self._prompt_details,
         }
-        details = usage.get("prompt_tokens_details")
-        if details and isinstance(details.get("cached_tokens"), int):
-            summed["prompt_tokens_details"] = {**details, "cached_tokens": min(details["cached_tokens"], n_prompt)}
-        return summed
 
     # -- moving --------------------------------------------------------------------------------------------------------
 
@@ -394,9 +401,7 @@ class StreamRelay:
             chosen |= {"logprobs": None, "finish_reason": finish_reason}
             out += _event({**self._frame, "choices": [chosen]})
         if self.options.wants_usage and not self._usage_sent and (self._resume is not None or not self.done):
-            n = self.n_tokens
-            usage = {"prompt_tokens": n_prompt, "completion_tokens": n, "total_tokens": n_prompt + n}
-            out += _event({**self._frame, "choices": [], "usage": usage})
+            out += _event({**self._frame, "choices": [], "usage": self._whole_usage(n_prompt, self.n_tokens)})
         return out + self.figures_event(figures) + b"data: " + DONE + b"\n\n"
 
     def figures_event(self, figures: Mapping[str, Any] | None) -> bytes:

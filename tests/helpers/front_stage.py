@@ -113,7 +113,8 @@ class Answer:
         pages = [orjson.loads(each) for each in data if each != b"[DONE]"]
         self.error: Any = next((page["error"] for page in pages if "error" in page), None)
         self.figures: Any = next((page["kvstreams_migration"] for page in pages if "kvstreams_migration" in page), None)
-        self.usage: Any = next((page["usage"] for page in pages if page.get("usage")), None)
+        self.usages: list[Any] = [page["usage"] for page in pages if page.get("usage")]
+        self.usage: Any = self.usages[0] if self.usages else None
         chunks = [page for page in pages if page.get("choices")]
         self.frames = {(page["id"], page["object"], page["created"]) for page in chunks}
         choices = [page["choices"][0] for page in chunks]

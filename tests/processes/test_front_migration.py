@@ -113,6 +113,45 @@ async def test_a_stream_moves_twice_and_the_client_does_not_notice(backend: Back
         assert stage.front.counts.outcomes["completed"] == 1
 
 
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize("so_far", [True, False])
+async def test_cached_tokens_of_a_stream_that_migrated_are_those_of_its_first_engine(
+    backend: Backend, path: str, so_far: bool
+) -> None:
+    """What later engines find of prompt and answer is not counted. If the first one died too early, nothing is said."""
+    plans = Plan(TEXT, dies_at=10, cached=4), Plan(TEXT, dies_at=40, cached=6), Plan(TEXT, cached=5)
+    options = {"include_usage": True, **({"continuous_usage_stats": True} if so_far else {})}
+    async with run(backend, *plans) as (_stage, ask):
+        answer = await ask({**BODIES[path], "stream_options": options}, path)
+        usages = answer.usages
+        n = len(TEXT.encode())
+        assert answer.text == TEXT
+        assert len(usages) > 40 if so_far else len(usages) == 1
+        expected = {"cached_tokens": 4} if so_far else None
+        assert [usage.get("prompt_tokens_details") for usage in usages] == [expected] * len(usages)
+        assert {usage["prompt_tokens"] for usage in usages} == {len(CHAT_PROMPT)}
+        assert usages[-1]["completion_tokens"] == n and usages[-1]["total_tokens"] == n + len(CHAT_PROMPT)
+
+
+async def test_the_router_gets_what_the_last_engine_found_of_its_own_request(backend: Backend) -> None:
+    """The audit compares it with the overlap of the last decision, which was for the prompt and the answer so far."""
+    router, _ = backend
+    reports: list[tuple[int | None, int | None]] = []
+    report = router.router.report_phase
+
+    def note(request_id: str, what: Any, phase: Any = None, prompt: Any = None, cached: Any = None) -> Any:
+        reports.append((prompt, cached))
+        return report(request_id, what, phase, prompt, cached)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(router.router, "report_phase", note)
+        async with run(backend, Plan(TEXT, dies_at=10, cached=4), Plan(TEXT, cached=6)) as (stage, ask):
+            assert (await ask()).text == TEXT
+            await stage.until_free()
+            resumed = next(body for body in asked_of(stage) if "messages" not in body and "prompt" in body)
+    assert [found for found in reports if found != (None, None)] == [(len(resumed["prompt"]), 6)]
+
+
 async def test_a_stream_returns_to_an_engine_that_was_restarted() -> None:
     """A failed engine gets the stream again once its incarnation is another one; until then it does not."""
 
