@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from streams.core.events import BEFORE_FIRST, BlocksStored, FeedState
+from streams.core.events import BEFORE_FIRST, AllBlocksCleared, BlocksStored, FeedState
 from streams.engines.dead_letters import of_frames, of_payload
 from streams.engines.dialects.interface import DecodedBatch, Decoder, Dialect, UnusableEvent, undecodable
 from streams.engines.engine_ranks import Naming, RanksMoved
@@ -162,9 +162,12 @@ class BatchPublisher:
         if decoded.dp_rank is None:
             return decoded
         ranks, rank = self._wiring.ranks, self._writer.rank
-        was_contradicted = ranks.are_contradicted
-        match ranks.on_batch(self._socket, decoded.dp_rank):
+        now_s = time.monotonic()
+        was_contradicted = ranks.are_contradicted(now_s)
+        match ranks.on_batch(self._socket, decoded.dp_rank, now_s):
             case Naming.FITS:
+                if was_contradicted and any(isinstance(event, AllBlocksCleared) for event in decoded.events):
+                    ranks.on_clear(self._socket)
                 return decoded
             case Naming.MOVED:
                 raise RanksMoved(f"{self._address} has the batches of rank {decoded.dp_rank}, not of {rank.dp_rank}")
@@ -172,8 +175,8 @@ class BatchPublisher:
                 if not was_contradicted:
                     log.warning(
                         "worker %d: it is not known which rank the events of %s are about: a batch names rank %d, and "
-                        "rank %d was expected. No answer about this engine is exact. Each rank needs an event socket "
-                        "of its own; check events, dp and dp_start of its --engine",
+                        "rank %d was expected. No answer about this engine is exact until it clears its cache. Each "
+                        "rank needs an event socket of its own; check events, dp and dp_start of its --engine",
                         rank.worker_id,
                         self._address,
                         decoded.dp_rank,

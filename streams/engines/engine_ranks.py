@@ -6,6 +6,9 @@ sockets (connection), and what is done with such a batch (batch_publishing, brid
 An engine numbers its ranks itself, and its batches and metrics name them. The order of its ports only suggests which
 rank a socket has, and the first rank may have any number: one engine of a larger deployment may have the ranks 8 to 15.
 An engine with one rank for us needs no number, so any that its batches name is right.
+
+A contradiction lasts until the socket's rank is known again: its engine has begun anew, or has reported an empty cache,
+and for CONTRADICTION_S no batch has named another rank. Otherwise one damaged batch would cost `exact` for good.
 """
 
 from __future__ import annotations
@@ -16,6 +19,9 @@ from collections.abc import Collection
 from streams.core.ids import DpRank
 from streams.core.workers import DP_SIZE_MAX, DP_START_MAX
 from streams.errors import KvStreamsError
+
+#: For how long no batch may have named another rank before a rank that has reported an empty cache is trusted again.
+CONTRADICTION_S = 5.0
 
 
 class RanksMoved(KvStreamsError):
@@ -43,7 +49,8 @@ class EngineRanks:
         self._of_socket: dict[int, DpRank] = {}  # of sockets that do not have the rank that their port suggests
         self._named: dict[int, DpRank] = {}  # by socket, what the batches of its process name
         self._moved: set[int] = set()  # sockets whose batches have moved ranks
-        self._contradicted: set[int] = set()
+        self._contradicted_s: dict[int, float] = {}  # by socket, when a batch named another rank; monotonic
+        self._not_cleared: set[int] = set()  # contradicted sockets whose rank has not reported an empty cache since
         self._is_new: set[int] = set()  # sockets whose ranks were moved, and that have not been fed since
 
     def of(self, socket: int) -> DpRank:
@@ -55,10 +62,15 @@ class EngineRanks:
         socket = 0 if self._dp_size == 1 else dp_rank - self.start
         return socket if 0 <= socket < self._dp_size else None
 
-    @property
-    def are_contradicted(self) -> bool:
+    def are_contradicted(self, now_s: float) -> bool:
         """Whether it is not known of some batch which rank it is about."""
-        return bool(self._contradicted)
+        if not self._contradicted_s:
+            return False
+        return bool(self._not_cleared) or now_s < max(self._contradicted_s.values()) + CONTRADICTION_S
+
+    def on_clear(self, socket: int) -> None:
+        """Note that a socket's rank has reported an empty cache, in a batch that fits."""
+        self._not_cleared.discard(socket)
 
     def is_moved(self, socket: int) -> bool:
         """Whether the socket's rank was fed from another socket until now."""
@@ -67,7 +79,8 @@ class EngineRanks:
     def begin(self, socket: int) -> None:
         """Note that a socket's rank begins or resumes an incarnation."""
         self._named.pop(socket, None)
-        self._contradicted.discard(socket)
+        self._contradicted_s.pop(socket, None)
+        self._not_cleared.discard(socket)
         self._is_new.discard(socket)
 
     def on_page(self, numbers: Collection[int]) -> None:
@@ -79,24 +92,27 @@ class EngineRanks:
             self.start = first
             self._of_socket.clear()
 
-    def on_batch(self, socket: int, named: int) -> Naming:
-        """Take the rank that a batch of a socket names."""
+    def on_batch(self, socket: int, named: int, now_s: float) -> Naming:
+        """Take the rank that a batch of a socket names. now_s: monotonic."""
         if self._named.get(socket) == named:
             return Naming.FITS
         dp_rank = DpRank(named)
         if socket in self._named or dp_rank in self._named.values():
-            self._contradicted.add(socket)
-            return Naming.CONTRADICTS
+            return self._contradict(socket, now_s)
         if self._dp_size == 1 or self.of(socket) == dp_rank:
             self._named[socket] = dp_rank
             return Naming.FITS
         if socket in self._moved or not self._move(socket, dp_rank):
-            self._contradicted.add(socket)
-            return Naming.CONTRADICTS
+            return self._contradict(socket, now_s)
         self._moved.add(socket)
         self._named[socket] = dp_rank
         self._is_new.update(range(self._dp_size))
         return Naming.MOVED
+
+    def _contradict(self, socket: int, now_s: float) -> Naming:
+        self._contradicted_s[socket] = now_s
+        self._not_cleared.add(socket)
+        return Naming.CONTRADICTS
 
     def _move(self, socket: int, dp_rank: DpRank) -> bool:
         """Give a socket the rank that its batch names; returns whether that is possible."""

@@ -298,7 +298,7 @@ class RankFeed:
             is_behind=order.is_behind(now_s),
             is_late=self._wiring.is_late(now_s),
             is_unconfirmed=self._model_check.is_unconfirmed(now_s)
-            or self._wiring.ranks.are_contradicted
+            or self._wiring.ranks.are_contradicted(now_s)
             or self._publisher.may_lack_clear,
         )
 

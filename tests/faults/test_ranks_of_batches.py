@@ -14,7 +14,7 @@ import pytest
 from streams.core.events import BlocksStored, EngineEvents, FeedState
 from streams.core.workers import Worker
 from streams.engines.address import EngineAddress
-from streams.engines.engine_ranks import EngineRanks, Naming
+from streams.engines.engine_ranks import CONTRADICTION_S, EngineRanks, Naming
 from streams.engines.metrics import parse_metrics, ranks_on_page
 from streams.kafka.records import decode_worker
 from streams.lab.kafka.ports import free_ports_in_a_row
@@ -159,17 +159,27 @@ def test_batches_that_name_no_rank_are_those_of_their_socket(ranks: Ranks) -> No
 
 def test_sockets_exchange_their_ranks_once_and_contradict_themselves_after_that() -> None:
     ranks = EngineRanks(3)
-    assert ranks.on_batch(0, 2) is Naming.MOVED and [ranks.of(n) for n in range(3)] == [2, 1, 0]
-    assert ranks.on_batch(0, 2) is Naming.FITS and ranks.on_batch(2, 0) is Naming.FITS
-    assert not ranks.are_contradicted
-    assert ranks.on_batch(0, 1) is Naming.CONTRADICTS and ranks.are_contradicted
+    assert ranks.on_batch(0, 2, 1.0) is Naming.MOVED and [ranks.of(n) for n in range(3)] == [2, 1, 0]
+    assert ranks.on_batch(0, 2, 2.0) is Naming.FITS and ranks.on_batch(2, 0, 2.0) is Naming.FITS
+    assert not ranks.are_contradicted(2.0)
+    assert ranks.on_batch(0, 1, 3.0) is Naming.CONTRADICTS and ranks.are_contradicted(3.0)
     ranks.begin(0)
-    assert not ranks.are_contradicted and ranks.on_batch(0, 1) is Naming.CONTRADICTS
+    assert not ranks.are_contradicted(3.0) and ranks.on_batch(0, 1, 3.0) is Naming.CONTRADICTS
+
+
+def test_a_contradiction_ends_some_time_after_an_empty_cache_without_another_one() -> None:
+    ranks = EngineRanks(1)
+    assert ranks.on_batch(0, 0, 0.0) is Naming.FITS
+    assert ranks.on_batch(0, 1, 1.0) is Naming.CONTRADICTS
+    assert ranks.on_batch(0, 0, 2.0) is Naming.FITS and ranks.are_contradicted(1000.0)
+    ranks.on_clear(0)
+    assert ranks.are_contradicted(1.0 + CONTRADICTION_S / 2) and not ranks.are_contradicted(1.0 + CONTRADICTION_S)
+    assert ranks.on_batch(0, 1, 8.0) is Naming.CONTRADICTS and ranks.are_contradicted(8.0 + CONTRADICTION_S)
 
 
 def test_a_rank_outside_of_those_that_the_operator_has_set_contradicts_them() -> None:
     ranks = EngineRanks(2, 8)
-    assert ranks.on_batch(0, 0) is Naming.CONTRADICTS and ranks.start == 8
+    assert ranks.on_batch(0, 0, 1.0) is Naming.CONTRADICTS and ranks.start == 8
     ranks.on_page({0, 1})
     assert ranks.start == 8
 
