@@ -90,6 +90,9 @@ def test_modes_take_turns_on_a_live_fleet(router: RouterProcess, tmp_path: Path,
         ("round-robin", 80, 0),
         ("reuse", 80, 0),
     ]
+    assert [row["left_out"] for row in found["rows"]] == [{"washout": 40, "failed": 0, "incomplete_round": 0}] * 2
+    assert {reason: n for reason, n in found["left_out"].items() if n} == {"washout": 80}
+    assert "Left out of the figures are requests: 80 in wash-outs." in done.stdout
     after = decisions(router)
     assert {mode: after[mode] - before.get(mode, 0.0) for mode in ("round-robin", "kv")} == {
         "round-robin": 120,

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from streams.errors import SettingsError
-from streams.lab.compare.estimates import ComparedRequest, evaluate, n_complete_rounds
+from streams.lab.compare.estimates import ComparedRequest, complete_rounds, evaluate
 from streams.lab.compare.plan import make_plan
-from streams.lab.compare.report import in_words, warnings
-from streams.lab.compare.traffic import Measured
+from streams.lab.compare.report import NotPlanned, in_words, left_out_in_words, report, warnings
+from streams.lab.compare.traffic import Measured, TrafficConfig
 from streams.lab.compare.variants import Variant, parse_variants
 
 TWO = [Variant("first"), Variant("second")]
@@ -107,7 +107,7 @@ def test_what_changes_between_rounds_does_not_widen_the_comparison() -> None:
 def test_a_round_that_lacks_a_mode_is_not_used() -> None:
     """A comparison that ended early, in the middle of a round, uses the complete rounds."""
     found = samples({(0, 0): [100.0], (0, 1): [50.0], (1, 0): [100_000.0]})
-    assert n_complete_rounds(found, 2) == 1
+    assert complete_rounds(found, 2) == [0]
     assert evaluate(found, 2, [1], np.random.default_rng(1)).values[0]["ttft_ms_mean"].value == 100.0
 
 
@@ -159,3 +159,31 @@ def test_differences_are_put_in_words() -> None:
     assert "hit share +50.0 points (+50.0 to +50.0)" in text
     # The first mode computes 80 tokens and an answer of 10 for each request, on two of two workers.
     assert "no difference is shown in balance" in text
+
+
+def test_each_request_that_is_not_in_the_figures_has_one_reason() -> None:
+    """Requests of the figures and those that are left out are together those of the trace, by mode and in all."""
+    plan = make_plan(60, 2, 10, 2, random.Random(1))
+    times = {(round_, v): [100.0] * 8 for round_ in range(2) for v in range(2)}
+    del times[1, 1]  # Ctrl-C came in the last block
+    measured = Measured(samples(times), n_ended=35)
+    measured.washout.update({0: 4, 1: 4})
+    measured.failures.update({(1, "broken"): 2, (1, "refused"): 1})
+    outcome = evaluate(measured.samples, 2, [1, 2], np.random.default_rng(1))
+    found = report(TWO, plan, TrafficConfig([]), measured, outcome, NotPlanned(prompt_too_long=5, no_whole_round=7))
+    assert [(row["requests"], row["left_out"]) for row in found["rows"]] == [
+        (8, {"washout": 4, "failed": 0, "incomplete_round": 8}),
+        (8, {"washout": 4, "failed": 3, "incomplete_round": 0}),
+    ]
+    assert found["left_out"] == {
+        "washout": 8,
+        "failed": 3,
+        "incomplete_round": 8,
+        "ended_early": 60 - 35,
+        "no_whole_round": 7,
+        "prompt_too_long": 5,
+    }
+    assert sum(row["requests"] for row in found["rows"]) + sum(found["left_out"].values()) == 60 + 7 + 5
+    sentence = left_out_in_words(found["left_out"])
+    assert sentence is not None and "8 in wash-outs, 3 that failed" in sentence and "5 with prompts" in sentence
+    assert left_out_in_words(dict.fromkeys(found["left_out"], 0)) is None

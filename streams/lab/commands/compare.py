@@ -92,9 +92,9 @@ def compare(
     from rich.console import Console
 
     from streams.errors import SettingsError
-    from streams.lab.compare.estimates import evaluate, n_complete_rounds
+    from streams.lab.compare.estimates import complete_rounds, evaluate
     from streams.lab.compare.plan import make_plan
-    from streams.lab.compare.report import in_words, report
+    from streams.lab.compare.report import NotPlanned, in_words, left_out_in_words, report
     from streams.lab.compare.traffic import RUNS_MAX, Measured, TrafficConfig, run
     from streams.lab.compare.variants import parse_variants
     from streams.process.progress import shown
@@ -103,7 +103,7 @@ def compare(
     variants = parse_variants(modes or ("kv", "expected-time"))
     given_seed = random.SystemRandom().randrange(1 << 32) if seed is None else seed
     rng = random.Random(given_seed)
-    requests = _requests(trace, n_requests, prompt_max, output_max, given_seed)
+    requests, n_too_long = _requests(trace, n_requests, prompt_max, output_max, given_seed)
     plan = make_plan(len(requests), len(variants), block_requests, washout_requests, rng)
     config = TrafficConfig(
         routers,
@@ -122,12 +122,15 @@ def compare(
             asyncio.run(run(requests, variants, plan, config, measured, step.advance))
         except KeyboardInterrupt:
             click.echo("Ended early; the figures are of what was measured until now.", err=True)
-    n_rounds = n_complete_rounds(measured.samples, len(variants))
-    if not n_rounds:
+    if not complete_rounds(measured.samples, len(variants)):
         raise SettingsError("not one round was completed, so there is nothing to compare")
     outcome = evaluate(measured.samples, len(variants), measured.worker_ids, np.random.default_rng(given_seed))
-    figures = report(variants, plan, config, measured, outcome, n_rounds) | {"seed": given_seed}
+    not_planned = NotPlanned(n_too_long, len(requests) - plan.n_requests)
+    figures = report(variants, plan, config, measured, outcome, not_planned) | {"seed": given_seed}
     _print(variants, outcome, figures)
+    left_out = left_out_in_words(figures["left_out"])
+    if left_out is not None:
+        click.echo(left_out)
     for sentence in in_words(variants, outcome):
         click.echo(f"{sentence}.")
     for warning in figures["warnings"]:
@@ -136,8 +139,10 @@ def compare(
         json_file.write_bytes(orjson.dumps(figures, option=orjson.OPT_INDENT_2) + b"\n")
 
 
-def _requests(trace: Path | None, n_requests: int, prompt_max: int, output_max: int, seed: int) -> list[Any]:
-    """The requests to send, by time."""
+def _requests(
+    trace: Path | None, n_requests: int, prompt_max: int, output_max: int, seed: int
+) -> tuple[list[Any], int]:
+    """The requests to send, by time, and how many have prompts that are too long."""
     from dataclasses import replace
 
     import numpy as np
@@ -153,11 +158,13 @@ def _requests(trace: Path | None, n_requests: int, prompt_max: int, output_max: 
                 requests = parse_trace(lines)
         except OSError as exc:
             raise SettingsError(f"--trace {trace} cannot be read: {exc.strerror}") from exc
+    n_read = len(requests)
     if prompt_max:
         requests = [request for request in requests if request.input_length <= prompt_max]
+    n_too_long = n_read - len(requests)
     if output_max:
         requests = [replace(request, output_length=min(request.output_length, output_max)) for request in requests]
-    return requests[:n_requests] if n_requests else requests
+    return requests[:n_requests] if n_requests else requests, n_too_long
 
 
 def _print(variants: list[Variant], outcome: ComparedModes, figures: dict[str, Any]) -> None:
@@ -165,12 +172,13 @@ def _print(variants: list[Variant], outcome: ComparedModes, figures: dict[str, A
 
     table = Table(box=None, pad_edge=False)
     table.add_column("mode")
-    for column in ("requests", "mean TTFT ms", "p50", "p95", "hit share", "balance"):
+    for column in ("requests", "left out", "mean TTFT ms", "p50", "p95", "hit share", "balance"):
         table.add_column(column, justify="right")
     for row, variant, values in zip(figures["rows"], variants, outcome.values, strict=True):
         table.add_row(
             variant.name,
             f"{row['requests']:,}",
+            f"{sum(row['left_out'].values()):,}",
             _cell(values["ttft_ms_mean"], "{:.0f}"),
             _cell(values["ttft_ms_p50"], "{:.0f}"),
             _cell(values["ttft_ms_p95"], "{:.0f}"),

@@ -91,7 +91,7 @@ def evaluate(
 
     Only rounds in which every mode has a sample are used. There must be at least one.
     """
-    rounds = _complete_rounds(samples, n_variants)
+    rounds = complete_rounds(samples, n_variants)
     counts = np.ones((1 + draws, len(rounds)))  # the first row is what was measured
     counts[1:] = rng.multinomial(len(rounds), np.full(len(rounds), 1.0 / len(rounds)), size=draws)
     values: list[dict[str, Estimate]] = []
@@ -119,12 +119,8 @@ def evaluate(
     return ComparedModes(values, against)
 
 
-def n_complete_rounds(samples: Sequence[ComparedRequest], n_variants: int) -> int:
-    """How many rounds `evaluate` would use."""
-    return len(_complete_rounds(samples, n_variants))
-
-
-def _complete_rounds(samples: Sequence[ComparedRequest], n_variants: int) -> list[int]:
+def complete_rounds(samples: Sequence[ComparedRequest], n_variants: int) -> list[int]:
+    """The rounds in which every mode has a sample, which `evaluate` uses."""
     seen: dict[int, set[int]] = {}
     for sample in samples:
         seen.setdefault(sample.round, set()).add(sample.variant)

@@ -6,12 +6,13 @@ What lives here: the shape of `--json`, and warnings. What must not: a terminal.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from streams.lab.compare.estimates import METRICS, ComparedModes, Estimate
+from streams.lab.compare.estimates import METRICS, ComparedModes, Estimate, complete_rounds
 from streams.lab.compare.plan import ROUNDS_SOUND, Plan
 from streams.lab.compare.traffic import Measured, TrafficConfig
 from streams.lab.compare.variants import Variant
@@ -20,29 +21,69 @@ from streams.lab.compare.variants import Variant
 _FAILED_SHARE = 0.01
 
 
+@dataclass(frozen=True, slots=True)
+class NotPlanned:
+    """Requests of the trace that the plan does not have.
+
+    prompt_too_long: longer than --prompt-max. no_whole_round: at the end, too few for one more round.
+    """
+
+    prompt_too_long: int = 0
+    no_whole_round: int = 0
+
+
+#: Why a request is not part of the figures, in words. The first three are known by mode.
+LEFT_OUT = {
+    "washout": "in wash-outs",
+    "failed": "that failed",
+    "incomplete_round": "in rounds that not every mode completed",
+    "ended_early": "that were not answered before the comparison was ended early",
+    "no_whole_round": "at the end of the trace, too few for one more round",
+    "prompt_too_long": "with prompts longer than --prompt-max",
+}
+
+
 def report(
     variants: Sequence[Variant],
     plan: Plan,
     config: TrafficConfig,
     measured: Measured,
     outcome: ComparedModes,
-    n_rounds: int,
+    not_planned: NotPlanned,
 ) -> dict[str, Any]:
-    """The report as JSON. `against_first` is a ratio to the first mode, or a difference for `hit_share`."""
-    n_counted = Counter(sample.variant for sample in measured.samples)
+    """The report as JSON. `against_first` is a ratio to the first mode, or a difference for `hit_share`.
+
+    Each request of the trace is either one of a row's `requests`, or it is in `left_out` with one reason.
+    """
+    rounds = set(complete_rounds(measured.samples, len(variants)))
+    n_counted = Counter(sample.variant for sample in measured.samples if sample.round in rounds)
+    incomplete = Counter(sample.variant for sample in measured.samples if sample.round not in rounds)
     failed: Counter[int] = Counter()
     for (number, _), n in measured.failures.items():
         failed[number] += n
     rows = []
     for number, variant in enumerate(variants):
         row: dict[str, Any] = {"mode": variant.name, "requests": n_counted[number], "failed": failed[number]}
+        row["left_out"] = {
+            "washout": measured.washout[number],
+            "failed": failed[number],
+            "incomplete_round": incomplete[number],
+        }
         row |= {name: estimate.as_json() for name, estimate in outcome.values[number].items()}
         if number:
             row["against_first"] = {name: estimate.as_json() for name, estimate in outcome.against[number - 1].items()}
         rows.append(row)
     return {
         "rows": rows,
-        "rounds": n_rounds,
+        "left_out": {
+            "washout": measured.washout.total(),
+            "failed": failed.total(),
+            "incomplete_round": incomplete.total(),
+            "ended_early": plan.n_requests - len(measured.samples) - measured.washout.total() - failed.total(),
+            "no_whole_round": not_planned.no_whole_round,
+            "prompt_too_long": not_planned.prompt_too_long,
+        },
+        "rounds": len(rounds),
         "block_requests": plan.block_requests,
         "washout_requests": plan.washout_requests,
         "concurrency": config.concurrency,
@@ -54,7 +95,7 @@ def report(
             {"mode": variants[number].name, "message": message, "requests": n}
             for (number, message), n in measured.failures.most_common(10)
         ],
-        "warnings": warnings(variants, plan, measured, n_rounds),
+        "warnings": warnings(variants, plan, measured, len(rounds)),
         "blocks": _blocks(variants, measured),
     }
 
@@ -86,6 +127,12 @@ def warnings(variants: Sequence[Variant], plan: Plan, measured: Measured, n_roun
             f"{measured.n_held_back} requests waited for others in this process: the fleet is slower than the trace."
         )
     return sentences
+
+
+def left_out_in_words(left_out: Mapping[str, int]) -> str | None:
+    """Why requests are not part of the figures, as a sentence; None if all of them are."""
+    reasons = [f"{n:,} {LEFT_OUT[reason]}" for reason, n in left_out.items() if n]
+    return f"Left out of the figures are requests: {', '.join(reasons)}." if reasons else None
 
 
 def in_words(variants: Sequence[Variant], outcome: ComparedModes) -> list[str]:

@@ -75,8 +75,9 @@ class TrafficConfig:
 
 @dataclass(slots=True)
 class Measured:
-    """What a run has measured so far. failures: by mode and message. n_unreported: answers without cached tokens.
+    """What a run has measured so far. failures: by mode and message. washout: answers in wash-outs, by mode.
 
+    n_unreported: answers without cached tokens.
     n_held_back: requests that waited in this process, because too many were in flight. in_flight_max: the most at the
     same time.
     """
@@ -84,6 +85,7 @@ class Measured:
     samples: list[ComparedRequest] = field(default_factory=list)  # at most the plan's requests
     n_ended: int = 0
     failures: Counter[tuple[int, str]] = field(default_factory=Counter)
+    washout: Counter[int] = field(default_factory=Counter)
     n_unreported: int = 0
     n_held_back: int = 0
     in_flight_max: int = 0
@@ -206,6 +208,8 @@ class _Run:
             self._failed_in_a_row = 0
             if turn.counts:
                 measured.samples.append(sample)
+            else:
+                measured.washout[turn.variant] += 1
         finally:
             self._in_flight -= 1
             measured.n_ended += 1
