@@ -211,6 +211,22 @@ def test_a_hash_that_is_repeated_in_one_store_ends_it() -> None:
     assert (batch.n_unindexed, batch.not_indexed) == (1, {"duplicate_hash": 1})
 
 
+@pytest.mark.parametrize("size", [1, 4, BLOCK])
+@pytest.mark.parametrize("is_held", [False, True])
+def test_a_store_that_names_its_first_page_as_its_own_parent_stores_nothing(size: int, is_held: bool) -> None:
+    """All of its pages are counted, and the ones that the rank holds stay."""
+    rank = Rank()
+    whole = stored(block_hashes=list(range(1, len(TOKENS) // size + 1)), token_ids=TOKENS, block_size=size)
+    if is_held:
+        rank.take(whole)
+    batch = rank.take(stored(block_hashes=[1, 2], parent_block_hash=1, token_ids=TOKENS[: 2 * size], block_size=size))
+    assert (batch.events, batch.is_incomplete) == ((), False)
+    assert (batch.n_unindexed, batch.not_indexed) == (2, {"duplicate_hash": 2})
+    if not is_held:
+        rank.take(whole)
+    assert rank.held() == {(Tier.DEVICE, block) for block in chain(TOKENS)}
+
+
 @pytest.mark.parametrize(
     ("event", "reason"),
     [

@@ -122,6 +122,9 @@ class SglangDecoder:
         parent = None if get("parent_block_hash") is None else engine_hash(get("parent_block_hash"))
         salting = Salting(adapter_of(get), get("cache_salt"))
         keep, reason = distinct_prefix(values, hashes, get("parent_block_hash"))
+        batch.leave_out(reason, len(hashes) - keep)
+        if not keep:
+            return
         names, kept = hashes[:keep], tokens[: keep * size]
         if size == self.block_size and (parent is None or parent not in self.pages):
             local = hash_blocks(kept, size, salting.lora, salting.cache_salt, at_root=parent is None)
@@ -133,7 +136,6 @@ class SglangDecoder:
             batch.events += self.pages.store(parent, names, kept, tier, salting)
             if self.block_size % size:
                 batch.count("tail", len(names))
-        batch.leave_out(reason, len(hashes) - keep)
         if is_bigram:
             # The engine holds a page for the prompts that have the token after it as well, which the index cannot know.
             batch.leave_out("lookahead", keep)
