@@ -7,6 +7,9 @@ An engine numbers its ranks itself, and its batches and metrics name them. The o
 rank a socket has, and the first rank may have any number: one engine of a larger deployment may have the ranks 8 to 15.
 An engine with one rank for us needs no number, so any that its batches name is right.
 
+The first batch of a socket is believed at once. If it was damaged, the next ones contradict it; once AGREEING_BATCHES
+in a row name the same other rank, they are believed instead.
+
 A contradiction lasts until the socket's rank is known again: its engine has begun anew, or has reported an empty cache,
 and for CONTRADICTION_S no batch has named another rank. Otherwise one damaged batch would cost `exact` for good.
 """
@@ -14,6 +17,7 @@ and for CONTRADICTION_S no batch has named another rank. Otherwise one damaged b
 from __future__ import annotations
 
 import enum
+from collections import Counter
 from collections.abc import Collection
 
 from streams.core.ids import DpRank
@@ -22,6 +26,13 @@ from streams.errors import KvStreamsError
 
 #: For how long no batch may have named another rank before a rank that has reported an empty cache is trusted again.
 CONTRADICTION_S = 5.0
+
+#: Batches in a row that are believed against an earlier one. Two may be damaged in the same way, for example by an
+#: engine that writes a field twice; each further batch that is awaited is lost.
+AGREEING_BATCHES = 3
+
+#: How often the batches of one socket may move ranks. If two ranks share a socket, they would do so for ever.
+MOVES_MAX = 3
 
 
 class RanksMoved(KvStreamsError):
@@ -48,7 +59,8 @@ class EngineRanks:
         self.start = dp_start or 0
         self._of_socket: dict[int, DpRank] = {}  # of sockets that do not have the rank that their port suggests
         self._named: dict[int, DpRank] = {}  # by socket, what the batches of its process name
-        self._moved: set[int] = set()  # sockets whose batches have moved ranks
+        self._moves: Counter[int] = Counter()  # by socket, how often its batches have moved ranks
+        self._contrary: dict[int, tuple[int, int]] = {}  # by socket, what its last batches name instead, how many
         self._contradicted_s: dict[int, float] = {}  # by socket, when a batch named another rank; monotonic
         self._not_cleared: set[int] = set()  # contradicted sockets whose rank has not reported an empty cache since
         self._is_new: set[int] = set()  # sockets whose ranks were moved, and that have not been fed since
@@ -79,6 +91,7 @@ class EngineRanks:
     def begin(self, socket: int) -> None:
         """Note that a socket's rank begins or resumes an incarnation."""
         self._named.pop(socket, None)
+        self._contrary.pop(socket, None)
         self._contradicted_s.pop(socket, None)
         self._not_cleared.discard(socket)
         self._is_new.discard(socket)
@@ -95,19 +108,34 @@ class EngineRanks:
     def on_batch(self, socket: int, named: int, now_s: float) -> Naming:
         """Take the rank that a batch of a socket names. now_s: monotonic."""
         if self._named.get(socket) == named:
+            self._contrary.pop(socket, None)
             return Naming.FITS
         dp_rank = DpRank(named)
-        if socket in self._named or dp_rank in self._named.values():
+        if any(rank == dp_rank for other, rank in self._named.items() if other != socket):
             return self._contradict(socket, now_s)
+        is_contrary = socket in self._named or (self._moves[socket] and self.of(socket) != dp_rank)
+        if is_contrary and not self._agree(socket, named):
+            return self._contradict(socket, now_s)
+        before = self._named.pop(socket, None)
+        self._contrary.pop(socket, None)
         if self._dp_size == 1 or self.of(socket) == dp_rank:
             self._named[socket] = dp_rank
             return Naming.FITS
-        if socket in self._moved or not self._move(socket, dp_rank):
+        if self._moves[socket] == MOVES_MAX or not self._move(socket, dp_rank):
+            if before is not None:
+                self._named[socket] = before
             return self._contradict(socket, now_s)
-        self._moved.add(socket)
+        self._moves[socket] += 1
         self._named[socket] = dp_rank
         self._is_new.update(range(self._dp_size))
         return Naming.MOVED
+
+    def _agree(self, socket: int, named: int) -> bool:
+        """Whether a socket's last batches all name this rank, which is not the expected one."""
+        before, n = self._contrary.get(socket, (named, 0))
+        n = n + 1 if before == named else 1
+        self._contrary[socket] = named, n
+        return n >= AGREEING_BATCHES
 
     def _contradict(self, socket: int, now_s: float) -> Naming:
         self._contradicted_s[socket] = now_s

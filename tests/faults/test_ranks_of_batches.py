@@ -13,8 +13,9 @@ import pytest
 
 from streams.core.events import BlocksStored, EngineEvents, FeedState
 from streams.core.workers import Worker
+from streams.engines import engine_ranks
 from streams.engines.address import EngineAddress
-from streams.engines.engine_ranks import CONTRADICTION_S, EngineRanks, Naming
+from streams.engines.engine_ranks import AGREEING_BATCHES, CONTRADICTION_S, MOVES_MAX, EngineRanks, Naming
 from streams.engines.metrics import parse_metrics, ranks_on_page
 from streams.kafka.records import decode_worker
 from streams.lab.kafka.ports import free_ports_in_a_row
@@ -175,6 +176,71 @@ def test_a_contradiction_ends_some_time_after_an_empty_cache_without_another_one
     ranks.on_clear(0)
     assert ranks.are_contradicted(1.0 + CONTRADICTION_S / 2) and not ranks.are_contradicted(1.0 + CONTRADICTION_S)
     assert ranks.on_batch(0, 1, 8.0) is Naming.CONTRADICTS and ranks.are_contradicted(8.0 + CONTRADICTION_S)
+
+
+@pytest.mark.parametrize("dp_size", [1, 2, 8])
+@pytest.mark.parametrize("begins_anew", [False, True])
+def test_a_damaged_first_batch_is_overruled_by_those_after_it(dp_size: int, begins_anew: bool) -> None:
+    """Also if no other rank has anything to report. Feeds begin anew after a move, and when the engine restarts."""
+    ranks = EngineRanks(dp_size)
+    assert ranks.on_batch(0, 5, 0.0) is (Naming.FITS if dp_size == 1 else Naming.MOVED)
+    if dp_size > 1 or begins_anew:
+        ranks.begin(0)
+    if dp_size > 1 or not begins_anew:
+        assert [ranks.on_batch(0, 0, 1.0) for _ in range(AGREEING_BATCHES - 1)] == [Naming.CONTRADICTS] * 2
+        assert ranks.on_batch(0, 0, 1.0) is (Naming.FITS if dp_size == 1 else Naming.MOVED)
+    assert ranks.on_batch(0, 0, 2.0) is Naming.FITS
+    assert [ranks.of(n) for n in range(dp_size)] == list(range(dp_size))
+
+
+def test_contrary_batches_that_do_not_follow_each_other_change_nothing() -> None:
+    ranks = EngineRanks(2)
+    for n in range(3 * AGREEING_BATCHES):
+        assert ranks.on_batch(0, 0, float(n)) is Naming.FITS
+        assert ranks.on_batch(0, 5, float(n)) is Naming.CONTRADICTS
+        assert ranks.on_batch(0, 6 + n % 2, float(n)) is Naming.CONTRADICTS
+    assert ranks.start == 0
+
+
+def test_two_ranks_on_one_socket_do_not_move_ranks_without_end() -> None:
+    ranks, found = EngineRanks(2), []
+    for n in range(20):
+        for _ in range(2 * AGREEING_BATCHES):
+            found.append(ranks.on_batch(0, n % 2, float(n)))
+            if found[-1] is Naming.MOVED:
+                ranks.begin(0)
+    assert found.count(Naming.MOVED) == MOVES_MAX
+    assert found[-12:-6] == [Naming.CONTRADICTS] * 6 and ranks.are_contradicted(1000.0)
+
+
+def test_a_socket_never_takes_the_rank_that_another_one_names() -> None:
+    ranks = EngineRanks(2)
+    assert ranks.on_batch(0, 0, 0.0) is Naming.FITS
+    assert [ranks.on_batch(1, 0, 1.0) for _ in range(9)] == [Naming.CONTRADICTS] * 9
+
+
+@pytest.mark.parametrize("with_replay", [True, False])
+def test_an_engine_whose_first_batch_was_damaged_is_fed_under_its_own_ranks(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch, with_replay: bool
+) -> None:
+    monkeypatch.setattr(engine_ranks, "CONTRADICTION_S", 0.2)
+
+    async def act(engine: EngineUnderTest) -> None:
+        await connected(engine)
+        ranks.store(0, 5)
+        await engine.until(lambda: worker_of(engine).dp_start == 5, "the ranks that the batch names")
+        await asyncio.sleep(SUBSCRIBED_S)
+        for n in range(AGREEING_BATCHES):
+            ranks.store(0, 0, 2000 + 100 * n)
+        await engine.until(lambda: worker_of(engine).dp_start == 0, "the engine's own ranks")
+        await asyncio.sleep(SUBSCRIBED_S)
+        ranks.sockets[0].clear()
+        ranks.store(0, 0, 5000)
+        await engine.until(lambda: stored_of(engine).get(0, 0) >= 4, "the blocks of rank 0")
+        if with_replay:
+            await engine.until(lambda: feed_of(engine, 0) is FeedState.LIVE, "rank 0 to be live")
+
+    bridging(ranks.address(with_replay=with_replay), act)
 
 
 def test_a_rank_outside_of_those_that_the_operator_has_set_contradicts_them() -> None:
