@@ -6,7 +6,7 @@ is new (core.reducer.ordering), and time.
 
 from __future__ import annotations
 
-from streams.core.events import BlocksRemoved, BlocksStored
+from streams.core.events import BlocksRemoved, BlocksStored, KvEvent
 from streams.core.ids import EngineHash, Epoch, HashArray, Incarnation, RankId, Tier
 from streams.core.index.interface import PrefixScores
 from streams.core.index.tree_fold import TreeRunFold
@@ -19,15 +19,16 @@ _TOMBSTONES_MAX = 1000
 
 
 class LabIndex:
-    """The owner of the runs and of the tree. Events change the runs at once; a query first folds the changed runs.
+    """The owner of the runs and of the tree. Events wait for the next query, which first applies and folds them.
 
-    So all events between two queries are one batch, as they are one transaction of an agent.
+    So a rank's events between two queries are one batch, and all batches between two queries one transaction of an agent.
     """
 
     def __init__(self) -> None:
         self._runs = RunTable()
         self._tree = TreeRunFold()
         self._epochs: dict[RankId, Epoch] = {}
+        self._waiting: dict[RankId, list[KvEvent]] = {}
         self._is_folded = True
 
     def store(self, rank: RankId, tier: Tier, parent: EngineHash | None, engine: HashArray, local: HashArray) -> None:
@@ -35,18 +36,15 @@ class LabIndex:
 
         engine, local: uint64[n] each.
         """
-        self._begin(rank)
-        self._runs.apply(rank, (BlocksStored(parent, engine, local, tier),))
-        self._is_folded = False
+        self._wait(rank, BlocksStored(parent, engine, local, tier))
 
     def remove(self, rank: RankId, tier: Tier, engine: HashArray) -> None:
         """Remove blocks. engine: uint64[n]."""
-        self._begin(rank)
-        self._runs.apply(rank, (BlocksRemoved(engine, tier),))
-        self._is_folded = False
+        self._wait(rank, BlocksRemoved(engine, tier))
 
     def clear(self, rank: RankId) -> None:
         """Remove all blocks of a rank: its engine restarts."""
+        self._waiting.pop(rank, None)
         incarnation = Incarnation(self._begin(rank).incarnation + 1)
         self._epochs[rank] = epoch = Epoch(incarnation, 0)
         self._runs.end(rank, epoch)
@@ -59,6 +57,10 @@ class LabIndex:
             self._fold()
         return self._tree.find_matches(local)
 
+    def _wait(self, rank: RankId, event: KvEvent) -> None:
+        self._waiting.setdefault(rank, []).append(event)
+        self._is_folded = False
+
     def _begin(self, rank: RankId) -> Epoch:
         epoch = self._epochs.get(rank)
         if epoch is None:
@@ -67,6 +69,10 @@ class LabIndex:
         return epoch
 
     def _fold(self) -> None:
+        for rank, events in self._waiting.items():
+            self._begin(rank)
+            self._runs.apply(rank, events)
+        self._waiting.clear()
         rows = self._runs.take_changes(_TOMBSTONES_MAX)
         columns, _ = decode_runs(rows)
         if self._tree.fold_records(columns):
