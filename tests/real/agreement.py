@@ -16,6 +16,7 @@ from pathlib import Path
 
 import click
 
+from streams.process.waiting import wait_for
 from tests.real.engine import RealEngine
 from tests.real.environment import FULL, missing
 from tests.real.fleet import Answer, Conversations, running
@@ -29,11 +30,17 @@ PROMPT_TOKENS_MAX = 1500
 COMPLETIONS = 0.2
 
 
+#: How long the router may need to judge the last reports.
+AUDIT_S = 20.0
+
+
 @click.command()
 @click.option("--requests", "n_requests", default=1000, show_default=True, help="answers that say `exact`")
 @click.option("--seed", default=1, show_default=True)
 def main(n_requests: int, seed: int) -> None:
-    """Compare until so many answers were exact. Exits with 1 if one of them is wrong."""
+    """Compare until so many answers were exact. Exits with 1 if one of them is wrong, or if the router's own audit says
+    something else.
+    """
     reason = missing()
     if reason is not None:
         raise click.ClickException(reason)
@@ -41,6 +48,7 @@ def main(n_requests: int, seed: int) -> None:
     active = [conversations.begin() for _ in range(N_CONVERSATIONS)]
     modes: Counter[str] = Counter()
     wrong: list[Answer] = []
+    exact_blocks: list[int] = []
     promised = cached = prompt_tokens = 0
     began_s = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="kvstreams-real-") as name:
@@ -58,6 +66,7 @@ def main(n_requests: int, seed: int) -> None:
                         active[chosen] = conversations.begin()
                 modes[answer.mode] += 1
                 if answer.mode == "exact":
+                    exact_blocks.append(answer.n_blocks)
                     promised += answer.promised_tokens
                     cached += answer.cached_tokens
                     prompt_tokens += answer.prompt_tokens
@@ -65,11 +74,15 @@ def main(n_requests: int, seed: int) -> None:
                         wrong.append(answer)
                         click.echo(f"wrong: {answer}")
                 fleet.settle()
+            with_blocks = sum(n_blocks > 0 for n_blocks in exact_blocks)
+            wait_for(lambda: fleet.audited()["agreed"] >= with_blocks, AUDIT_S, "the audit of the last answers", 0.5)
+            audited = fleet.audited()
     click.echo(
         f"{modes.total()} answers in {time.monotonic() - began_s:.0f} s: {dict(modes)}; of {prompt_tokens} prompt "
-        f"tokens of exact answers, {promised} were promised and {cached} found; {len(wrong)} answers differ"
+        f"tokens of exact answers, {promised} were promised and {cached} found; {len(wrong)} answers differ; by the "
+        f"audit: {dict(audited)}"
     )
-    raise SystemExit(bool(wrong))
+    raise SystemExit(bool(wrong or audited["over"] or audited["not_reported"]))
 
 
 if __name__ == "__main__":

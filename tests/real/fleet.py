@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import time
 import urllib.error
 import urllib.request
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -170,6 +172,12 @@ class Fleet:
     def n_active(self) -> int:
         """How many bookings the router counts."""
         return sum(row["active_requests"] for row in get_json(f"{self.worker.url}/loads")["loads"])
+
+    def audited(self) -> Counter[str]:
+        """The router's own comparison of its overlaps with what engines reported: decisions by outcome."""
+        with urllib.request.urlopen(f"{self.worker.url}/metrics", timeout=ANSWER_TIMEOUT_S) as page:
+            found = re.findall(r'^kvstreams_overlap_audited_total{outcome="(\w+)"} (\d+)', page.read().decode(), re.M)
+        return Counter({outcome: int(n) for outcome, n in found})
 
     def settle(self) -> None:
         """Let the events of the last answer arrive."""

@@ -21,7 +21,7 @@ _TOMBSTONES_MAX = 1000
 class LabIndex:
     """The owner of the runs and of the tree. Events wait for the next query, which first applies and folds them.
 
-    So a rank's events between two queries are one batch, and all batches between two queries one transaction of an agent.
+    So the events of a rank between two queries are one batch, and the batches between two queries are one transaction.
     """
 
     def __init__(self) -> None:
