@@ -76,7 +76,7 @@ class UnknownModel(KvStreamsError):
 
 
 class UnknownId(KvStreamsError):
-    """No such worker, rank or booking."""
+    """No such worker, rank, booking or response."""
 
     code = "unknown_id"
     http_status = 404

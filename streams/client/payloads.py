@@ -39,6 +39,10 @@ SAMPLING_OPTIONS = (
     "logit_bias",
 )
 
+#: Of the input tokens of a message, those that were read from the engine's cache, and all that are counted apart.
+_CACHE_READ = "cache_read_input_tokens"
+_MESSAGE_PARTS = frozenset({_CACHE_READ, "cache_creation_input_tokens"})
+
 #: Fields of a completion that the client sets itself.
 _OWN_FIELDS = ("prompt", "stream", "return_token_ids", "n", "model")
 
@@ -177,15 +181,29 @@ class PromptUsage(NamedTuple):
 
 
 def prompt_usage(usage: Any) -> PromptUsage | None:
-    """Read the usage of an answer, as completions, chats and responses have it; None if it is none of these."""
+    """Read the usage of an answer, as completions, chats, responses and messages have it; None if it is none of these.
+
+    A response for which the engine has called tools itself has the sums of several prompts, which are no prompt's.
+    """
     if not isinstance(usage, Mapping):
         return None
-    for tokens, details in (("prompt_tokens", "prompt_tokens_details"), ("input_tokens", "input_tokens_details")):
-        n_prompt, more = usage.get(tokens), usage.get(details)
-        if is_count(n_prompt) and "cache_read_input_tokens" not in usage:
-            cached = more.get("cached_tokens") if isinstance(more, Mapping) else None
-            return PromptUsage(n_prompt, cached if is_count(cached) and cached <= n_prompt else None)
-    return None
+    n_prompt, details = usage.get("prompt_tokens"), usage.get("prompt_tokens_details")
+    if n_prompt is None:
+        n_prompt, details = usage.get("input_tokens"), usage.get("input_tokens_details")
+    cached = None
+    if isinstance(details, Mapping):
+        cached = details.get("cached_tokens")
+        turns = details.get("input_tokens_per_turn")
+        if isinstance(turns, Sequence) and len(turns) > 1:
+            return None
+    elif not _MESSAGE_PARTS.isdisjoint(usage):
+        # In messages, the number of input tokens leaves out those that were read from the cache or written to it.
+        cached = usage.get(_CACHE_READ)
+        parts = [n_prompt, *(usage[name] for name in _MESSAGE_PARTS if usage.get(name) is not None)]
+        n_prompt = sum(parts) if all(map(is_count, parts)) else None
+    if not is_count(n_prompt):
+        return None
+    return PromptUsage(n_prompt, cached if is_count(cached) and cached <= n_prompt else None)
 
 
 def is_count(value: Any) -> TypeGuard[int]:

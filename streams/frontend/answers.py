@@ -24,7 +24,27 @@ _DELTAS = ("content", "reasoning_content", "reasoning", "tool_calls", "refusal",
 LAST_BYTES = 4096
 
 #: The number in an engine's usage. In a text that a model generates, quotes are escaped.
-_COMPLETION_TOKENS = re.compile(rb'"completion_tokens"\s*:\s*(\d{1,12})')
+_COMPLETION_TOKENS = re.compile(rb'"(?:completion|output)_tokens"\s*:\s*(\d{1,12})')
+
+#: Events of /v1/responses and /v1/messages that come before the first token.
+_BEFORE_A_TOKEN = frozenset(
+    {
+        *("response.created", "response.queued", "response.in_progress", "response.output_item.added"),
+        *("response.content_part.added", "response.reasoning_part.added"),
+        *("message_start", "content_block_start", "ping"),
+    }
+)
+
+#: Anthropic's types of errors by status.
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
 
 #: The mark of the end of a stream.
 DONE = b"[DONE]"
@@ -39,11 +59,12 @@ class StreamWatch:
     """Finds the first token in a stream of server-sent events, and counts events.
 
     has_token: the first token, or the end of an answer without one, was seen. error_status: of an error event before
-    the first token; 0 if there was none. n_events: complete events so far, which is about the number of tokens; an
-    engine may put several into one event. at_boundary: whether the bytes so far end with a complete event.
+    the first token; 0 if there was none. n_events: complete events from the first token on, which is about the number
+    of tokens; an engine may put several into one event. n_before: events before. at_boundary: whether the bytes so far
+    end with a complete event.
     """
 
-    __slots__ = ("_end", "_head", "_last", "_tail", "at_boundary", "error_status", "has_token", "n_events")
+    __slots__ = ("_end", "_head", "_last", "_tail", "at_boundary", "error_status", "has_token", "n_before", "n_events")
 
     def __init__(self) -> None:
         self._head = bytearray()
@@ -52,6 +73,7 @@ class StreamWatch:
         self._last = b""
         self.has_token = False
         self.error_status = 0
+        self.n_before = 0
         self.n_events = 0
         self.at_boundary = False
 
@@ -66,7 +88,7 @@ class StreamWatch:
     def n_tokens(self) -> int:
         """Tokens so far: by the usage that came last, if that was just now; otherwise events."""
         counts = _COMPLETION_TOKENS.findall(self._last)
-        return int(counts[-1]) if counts else self.n_events
+        return (int(counts[-1]) if counts else 0) or self.n_events
 
     def last_error(self) -> int:
         """Return the status of an error event with which the stream has ended; 0 without one."""
@@ -76,8 +98,8 @@ class StreamWatch:
                     page = orjson.loads(line[5:])
                 except orjson.JSONDecodeError:
                     continue
-                if isinstance(page, dict) and page.get("error"):
-                    return error_status(page["error"])
+                if error := _error_of(page):
+                    return error_status(error)
         return 0
 
     def _count(self, data: bytes) -> None:
@@ -117,16 +139,17 @@ class StreamWatch:
         except orjson.JSONDecodeError:
             self.has_token = True  # nothing that the front knows, so it is the client's
             return
-        if isinstance(chunk, dict) and chunk.get("error"):
-            self.error_status = error_status(chunk["error"])
+        if error := _error_of(chunk):
+            self.error_status = error_status(error)
             self.has_token = True
         else:
             self.has_token = _has_token(chunk)
+            self.n_before += not self.has_token
 
 
 def usage_tokens(usage: Any) -> int:
     """Return the number of tokens that an answer has by its usage; 0 if that does not say it."""
-    tokens = usage.get("completion_tokens") if isinstance(usage, dict) else None
+    tokens = usage.get("completion_tokens", usage.get("output_tokens")) if isinstance(usage, dict) else None
     return tokens if isinstance(tokens, int) else 0
 
 
@@ -135,9 +158,29 @@ def error_page(status: int, message: str, code: str | None = None) -> dict[str, 
     return {"error": {"message": message, "type": _type_of(status), "param": None, "code": code or status}}
 
 
-def error_event(status: int, message: str, code: str) -> bytes:
-    """Return the end of a stream that broke, as vLLM sends it: an error event, and the mark of the end."""
+def error_event(status: int, message: str, code: str, n_events: int = 0) -> bytes:  # noqa: ARG001 - see below
+    """Return the end of a stream that broke, as vLLM sends it: an error event, and the mark of the end.
+
+    n_events: of the stream so far. The functions for all calls have the same parameters.
+    """
     return b"data: " + orjson.dumps(error_page(status, message, code)) + b"\n\ndata: " + DONE + b"\n\n"
+
+
+def response_error_event(status: int, message: str, code: str, n_events: int) -> bytes:  # noqa: ARG001
+    """Return the end of a stream of /v1/responses that broke. Its events are numbered from 0 on."""
+    event = {"type": "error", "code": code, "message": message, "param": None, "sequence_number": n_events}
+    return b"event: error\ndata: " + orjson.dumps(event) + b"\n\n"
+
+
+def message_error_page(status: int, message: str, code: str | None = None) -> dict[str, Any]:
+    """Return an error in Anthropic's shape, with its types. The front's code is at the end of the message."""
+    type_ = _ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
+    return {"type": "error", "error": {"type": type_, "message": f"{message} ({code})" if code else message}}
+
+
+def message_error_event(status: int, message: str, code: str, n_events: int) -> bytes:  # noqa: ARG001
+    """Return the end of a stream of /v1/messages that broke."""
+    return b"event: error\ndata: " + orjson.dumps(message_error_page(status, message, code)) + b"\n\n"
 
 
 def _type_of(status: int) -> str:
@@ -152,6 +195,15 @@ def _type_of(status: int) -> str:
     return named.get(status, "BadRequestError" if status < 500 else "InternalServerError")
 
 
+def _error_of(event: Any) -> Any:
+    """Return the error in an event; None without one. An event of /v1/responses is one, or has that of the response."""
+    if not isinstance(event, dict):
+        return None
+    if event.get("type") == "response.failed":
+        return event.get("response") or True
+    return event.get("error") or (event if event.get("type") == "error" else None)
+
+
 def error_status(error: Any) -> int:
     """Return the status of an error event. One without a status, or with a name for it, is a fault of the engine."""
     code = error.get("code") if isinstance(error, dict) else None
@@ -159,8 +211,10 @@ def error_status(error: Any) -> int:
 
 
 def _has_token(chunk: Any) -> bool:
-    """Whether a chunk has more than the role of its message."""
+    """Whether a chunk has more than the role of its message, or an event more than the beginning of an answer."""
     try:
+        if "choices" not in chunk and "type" in chunk:
+            return chunk["type"] not in _BEFORE_A_TOKEN
         for choice in chunk["choices"]:
             delta = choice.get("delta") or {}
             if choice.get("text") or choice.get("token_ids") or choice.get("finish_reason") is not None:

@@ -96,14 +96,20 @@ _CONSUMED = frozenset(
 
 
 def conversation(
-    messages: Iterable[Mapping[str, Any]], rules: Rule, *, takes_parts: bool, names_developer: bool
+    messages: Iterable[Mapping[str, Any]],
+    rules: Rule,
+    *,
+    takes_parts: bool,
+    names_developer: bool,
+    orders_calls: bool = True,
 ) -> list[dict[str, Any]]:
     """Return the messages that a template gets.
 
-    takes_parts: whether it loops over the content of messages. names_developer: whether it names this role. Raises
-    InvalidRequest for what no engine accepts.
+    takes_parts: whether it loops over the content of messages. names_developer: whether it names this role.
+    orders_calls: whether the fields of tool calls come in the order of vLLM's classes. Raises InvalidRequest for what
+    no engine accepts.
     """
-    made = [_message(message, rules, takes_parts=takes_parts) for message in messages]
+    made = [_message(message, rules, takes_parts=takes_parts, orders_calls=orders_calls) for message in messages]
     if not names_developer and rules & Rule.DEVELOPER and any(message["role"] == "developer" for message in made):
         return _with_one_system_message(made)
     return made
@@ -162,7 +168,7 @@ def _set(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value not in _UNSET}
 
 
-def _message(message: Mapping[str, Any], rules: Rule, *, takes_parts: bool) -> dict[str, Any]:
+def _message(message: Mapping[str, Any], rules: Rule, *, takes_parts: bool, orders_calls: bool) -> dict[str, Any]:
     role = message.get("role")
     if not isinstance(role, str):
         raise InvalidRequest("a message has no role")
@@ -172,7 +178,7 @@ def _message(message: Mapping[str, Any], rules: Rule, *, takes_parts: bool) -> d
     content = _content(parts, rules, takes_parts=takes_parts)
     made: dict[str, Any] = {"role": role, "content": content}
     if role == "assistant":
-        made.update(_of_assistant(message, rules))
+        made.update(_of_assistant(message, rules, orders_calls=orders_calls))
     elif role == "tool":
         if "tool_call_id" in message:
             made["tool_call_id"] = message["tool_call_id"]
@@ -256,12 +262,12 @@ def _tool_text(parts: list[dict[str, Any]]) -> list[dict[str, Any]] | str:
     return "\n".join(texts) if len(texts) == len(parts) else parts
 
 
-def _of_assistant(message: Mapping[str, Any], rules: Rule) -> dict[str, Any]:
+def _of_assistant(message: Mapping[str, Any], rules: Rule, *, orders_calls: bool) -> dict[str, Any]:
     """Return the fields that only turns of the assistant have."""
     made: dict[str, Any] = {}
     calls = message.get("tool_calls")
     if isinstance(calls, list) and calls:
-        made["tool_calls"] = [_call(call, rules) for call in calls]
+        made["tool_calls"] = [_call(call, rules, is_ordered=orders_calls) for call in calls]
     reasoning = message.get("reasoning")
     if reasoning is None and rules & Rule.REASONING_CONTENT:
         reasoning = message.get("reasoning_content")
@@ -270,8 +276,8 @@ def _of_assistant(message: Mapping[str, Any], rules: Rule) -> dict[str, Any]:
     return made
 
 
-def _call(call: Any, rules: Rule) -> dict[str, Any]:
-    """Return a tool call in the order of vLLM's fields, whose arguments are what their JSON says."""
+def _call(call: Any, rules: Rule, *, is_ordered: bool) -> dict[str, Any]:
+    """Return a tool call whose arguments are what their JSON says. is_ordered: in the order of vLLM's fields."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict):
         raise InvalidRequest("a tool call is not that of a function")
@@ -281,7 +287,7 @@ def _call(call: Any, rules: Rule) -> dict[str, Any]:
             arguments = json.loads(arguments) if arguments else {}
         except ValueError:
             arguments = {}
-    function = _ordered(function, "arguments", "name")
+    function = _ordered(function, "arguments", "name") if is_ordered else dict(function)
     is_kept = isinstance(arguments, dict) or not (arguments is None or rules & Rule.ARGUMENTS)
     function["arguments"] = arguments if is_kept else {}
     return {**_ordered(call, "id", "function", "type"), "function": function}

@@ -3,9 +3,10 @@
 What lives here: the calls that engines have for this, and which of them an engine lacks. What must not: when an engine
 is asked (tokenizing, parity_probes), and what becomes of its answer.
 
-vLLM has two. `/v1/chat/completions/render` reads a chat as the call that generates does; 0.32 has it only with
-`--enable-scale-out`. `/tokenize` is always there, but from 0.24 on chats read more than it does: `documents`,
-`reasoning_effort` and the `reasoning_content` of past turns are then sent to it in other places.
+vLLM has two. `/v1/chat/completions/render` reads a chat as the call that generates does, and so do the calls of this
+kind for `/v1/responses` and `/v1/messages`; 0.32 has them only with `--enable-scale-out`. `/tokenize` is always there,
+but from 0.24 on chats read more than it does: `documents`, `reasoning_effort` and the `reasoning_content` of past turns
+are then sent to it in other places.
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ import orjson
 from streams.client.plain_http import PlainHttp
 from streams.frontend.requests import Kind
 
-RENDER, TOKENIZE, VERSION = "/v1/chat/completions/render", "/tokenize", "/version"
+TOKENIZE, VERSION = "/tokenize", "/version"
+
+#: Follows the path of a call that generates from a chat.
+RENDER = "/render"
 
 #: Statuses of engines that do not have a call; of 403, vLLM says that it is switched off.
 LACKING = (403, 404, 405, 501)
@@ -60,7 +64,7 @@ class EngineTokens:
         self._timeout_s = timeout_s
         self._bytes_max = bytes_max
         self._clock = clock
-        # Until when: engines without the render call, and whether chats of an engine read more than its /tokenize.
+        # Until when: engines without a render call, and whether chats of an engine read more than its /tokenize.
         self._lacks_render: dict[str, float] = {}
         self._reads_more: dict[str, tuple[float, bool]] = {}
 
@@ -71,11 +75,15 @@ class EngineTokens:
             headers["Authorization"] = f"Bearer {key}"
         if kind is Kind.COMPLETION:
             return await self._tokens(http, url, TOKENIZE, headers, body)
-        if self._lacks_render.get(url, 0.0) < self._clock():
-            answer = await self._tokens(http, url, RENDER, headers, without_media(body))
+        render = kind + RENDER
+        answer = TokensAnswer(404, None, render)
+        if self._lacks_render.get(url + render, 0.0) < self._clock():
+            answer = await self._tokens(http, url, render, headers, without_media(body))
             if answer.status not in LACKING:
                 return answer
-            _note(self._lacks_render, url, self._clock() + LACKS_S)
+            _note(self._lacks_render, url + render, self._clock() + LACKS_S)
+        if kind is not Kind.CHAT:
+            return answer
         if not any(name in body for name in ELSEWHERE):
             return await self._tokens(http, url, TOKENIZE, headers, body)
         reads_more = await self._reads(http, url, headers)

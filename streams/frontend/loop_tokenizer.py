@@ -63,7 +63,7 @@ class LoopTokenizer:
         """Return the text of a prompt; None if a process must render it. Raises InvalidRequest."""
         if len(raw) > BODY_BYTES_MAX or raw.count(b"{") > OBJECTS_MAX:
             return None
-        if kind is Kind.CHAT and not self._tokenizer.is_bounded:
+        if kind is not Kind.COMPLETION and not self._tokenizer.is_bounded:
             return None
         if self._clock() < self._slow_until_s:
             return None

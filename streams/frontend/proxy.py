@@ -33,7 +33,7 @@ from streams.errors import (
     Unauthorized,
 )
 from streams.frontend import metrics
-from streams.frontend.answers import StreamWatch, error_event, may_be_served_elsewhere, usage_tokens
+from streams.frontend.answers import StreamWatch, may_be_served_elsewhere, usage_tokens
 from streams.frontend.apis import APIS
 from streams.frontend.auditing import Auditing
 from streams.frontend.client_stream import ClientGone, ClientStream, FrontResponse
@@ -50,6 +50,7 @@ from streams.frontend.migrating import (
     StreamMigrator,
 )
 from streams.frontend.prefilling import PrefillFailed, Prefilling, RemotePrefill
+from streams.frontend.protocol import kind_of
 from streams.frontend.request_fields import PromptPart, estimated_tokens, request_digest
 from streams.frontend.requests import (
     DETAILS,
@@ -64,6 +65,7 @@ from streams.frontend.spans import Attributes, Spans
 from streams.frontend.tokenizing import NONE, Prompt, Tokenizing
 from streams.frontend.usage import (
     USAGE_FIELD,
+    EventUsageWatch,
     UsageWatch,
     usage_fields,
     usage_of_page,
@@ -224,7 +226,7 @@ class Proxy:
         request_id = headers.get(REQUEST_ID) or booking.request_id
         sent = engine_headers(headers, request_id, key)
         remote: RemotePrefill | None = None
-        known = None if prompt.source == NONE else prompt.tokens
+        known = prompt.tokens if api.splits and prompt.source != NONE else None
         if booking.phase is not None:
             remote = await self._prefilling.begin(booking, request.kind, body, known, {**options, **load}, sent)
         if self._settings.front_migration and request.stream and api.migrates:
@@ -403,7 +405,7 @@ class Proxy:
         """Pass on a stream. It begins with the first token, so that until then another engine can replace it."""
         loop, booking, watch = asyncio.get_running_loop(), exchange.booking, StreamWatch()
         assert booking is not None
-        usage = UsageWatch(hides=exchange.hides_usage) if exchange.migrating is None else None
+        usage = None if exchange.migrating is not None else _usage_watch(exchange)
         head = bytearray()
         # What can be made before the first token has no part in the time until it is passed on.
         headers = client_headers(answer.headers)
@@ -462,7 +464,7 @@ class Proxy:
         answer: HttpAnswer,
         client: ClientStream,
         watch: StreamWatch | None,
-        usage: UsageWatch | None = None,
+        usage: UsageWatch | EventUsageWatch | None = None,
     ) -> web.StreamResponse:
         """Copy the rest of an answer as it comes. The client has its beginning, which `watch` and `usage` have seen."""
         loop, booking = asyncio.get_running_loop(), exchange.booking
@@ -520,7 +522,12 @@ class Proxy:
         if watch is not None and watch.at_boundary:
             silent = isinstance(exc, TimeoutError)
             message = f"the engine failed after {exchange.n_tokens} tokens: it {'is silent' if silent else 'ended'}"
-            await client.end(error_event(EngineFailed.http_status, message, EngineFailed.code))
+            kind = kind_of(exchange.http)
+            if self._settings.front_migration and not APIS[kind].migrates:
+                message += f". Streams of {kind} do not migrate"
+            n_events = watch.n_before + watch.n_events
+            event = APIS[kind].error_event(EngineFailed.http_status, message, EngineFailed.code, n_events)
+            await client.end(event)
         elif exchange.http.transport is not None:
             exchange.http.transport.abort()
         return client.response
@@ -570,6 +577,13 @@ def load_options(request: FrontRequest, body: bytes, prompt: Prompt) -> dict[str
     if request.sequences > 1 and api.generates:
         options["sequences"] = request.sequences
     return options
+
+
+def _usage_watch(exchange: Exchange) -> UsageWatch | EventUsageWatch:
+    """Return what reads the usage of a stream, whose events have names in the calls that agents use."""
+    if APIS[kind_of(exchange.http)].becomes_chat:
+        return EventUsageWatch()
+    return UsageWatch(hides=exchange.hides_usage)
 
 
 def _may_be_replaced(watch: StreamWatch) -> bool:

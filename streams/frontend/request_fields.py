@@ -95,11 +95,44 @@ FIELDS: Mapping[str, Effect] = (
     | _named(Effect.OTHER_RANK, "data_parallel_rank routed_dp_rank")
 )
 
+#: Every field of `/v1/responses` that is known.
+RESPONSE_FIELDS: Mapping[str, Effect] = (
+    _named(
+        Effect.READ,
+        "model input instructions tools tool_choice reasoning chat_template_kwargs cache_salt stream max_output_tokens",
+    )
+    | _named(
+        Effect.NONE,
+        "background context_management frequency_penalty ignore_eos include include_reasoning "
+        "include_stop_str_in_output logit_bias max_tool_calls metadata min_p moderation parallel_tool_calls "
+        "presence_penalty prompt_cache_key prompt_cache_options prompt_cache_retention repetition_penalty "
+        "request_id safety_identifier seed service_tier session_id skip_special_tokens stop stop_token_ids store "
+        "stream_options structured_outputs temperature text top_k top_logprobs top_p user watermarking "
+        "enable_response_messages kv_transfer_params ec_transfer_params media_io_kwargs mm_processor_kwargs "
+        "priority vllm_xargs mm_payload return_mm_kwargs",
+    )
+    | _named(Effect.OTHER_PROMPT, "previous_response_id previous_input_messages prompt truncation conversation")
+)
+
+#: Every field of `/v1/messages` that is known.
+MESSAGE_FIELDS: Mapping[str, Effect] = _named(
+    Effect.READ,
+    "model messages system tools tool_choice thinking output_config chat_template_kwargs cache_salt stream max_tokens",
+) | _named(
+    Effect.NONE,
+    "cache_control container context_management diagnostics ec_transfer_params inference_geo kv_transfer_params "
+    "metadata mm_payload return_mm_kwargs service_tier speed stop_sequences temperature top_k top_p vllm_xargs "
+    "watermarking",
+)
+
 #: Effects with which the prompt is not compared.
 _NOT_COMPARED = frozenset({Effect.SKIPS_CACHE, Effect.OTHER_PROMPT, Effect.OTHER_CACHE})
 
-#: The fields that matter to the router, or may.
-_WITHOUT_EFFECT = frozenset(name for name, effect in FIELDS.items() if effect in (Effect.READ, Effect.NONE))
+#: Effects that do not matter to the router.
+_WITHOUT_EFFECT = frozenset({Effect.READ, Effect.NONE})
+
+#: The default of a field of /v1/responses, with its value.
+_NOT_TRUNCATED = ("truncation", b'"disabled"')
 
 #: The JSON of values with which a field has no effect. A number 0 has one: `prompt_logprobs`.
 _WITHOUT_VALUE = frozenset({b"null", b"false", b'""', b"[]", b"{}"})
@@ -154,13 +187,17 @@ def value(fields: Fields, name: str) -> Any:
         return None
 
 
-def prompt_part(fields: Fields, *, is_chat: bool) -> PromptPart:
-    """Return how much of a prompt may be compared, given all fields but the prompt and the salt."""
+def prompt_part(fields: Fields, known: Mapping[str, Effect] = FIELDS, *, is_chat: bool) -> PromptPart:
+    """Return how much of a prompt may be compared, given all fields but the prompt and the salt.
+
+    known: the fields of the call.
+    """
     part = PromptPart.WHOLE
-    for name in fields.keys() - _WITHOUT_EFFECT:
-        if bytes(fields[name]) in _WITHOUT_VALUE:
+    for name, raw in fields.items():
+        effect = known.get(name)
+        if effect in _WITHOUT_EFFECT or bytes(raw) in _WITHOUT_VALUE or (name, bytes(raw)) == _NOT_TRUNCATED:
             continue
-        if FIELDS.get(name) in _NOT_COMPARED:
+        if effect in _NOT_COMPARED:
             return PromptPart.NONE
         part = PromptPart.BEGINNING
     if "echo" in fields and _echo_skips_cache(fields, is_chat=is_chat):

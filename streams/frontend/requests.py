@@ -18,9 +18,12 @@ import msgspec
 import orjson
 
 from streams.client.failed_engines import DIGEST_BYTES
-from streams.errors import InvalidRequest
+from streams.errors import InvalidRequest, UnknownId
 from streams.frontend.request_fields import (
+    FIELDS,
+    MESSAGE_FIELDS,
     ONE_PROMPT,
+    RESPONSE_FIELDS,
     Fields,
     PromptPart,
     Prompts,
@@ -77,6 +80,9 @@ class Kind(enum.StrEnum):
 
     COMPLETION = "/v1/completions"
     CHAT = "/v1/chat/completions"
+    RESPONSES = "/v1/responses"
+    MESSAGES = "/v1/messages"
+    COUNT_TOKENS = "/v1/messages/count_tokens"
     EMBEDDINGS = "/v1/embeddings"
     TOKENIZE = "/tokenize"
     DETOKENIZE = "/detokenize"
@@ -108,6 +114,8 @@ class FrontRequest:
         return _TOKEN_IDS.match(self.prompt) is not None
 
 
+_FIELDS = {Kind.RESPONSES: RESPONSE_FIELDS, Kind.MESSAGES: MESSAGE_FIELDS}
+
 #: The beginning of the JSON of a list of numbers, or of lists of numbers.
 _TOKEN_IDS = re.compile(rb"\[\s*(\[\s*)?\d")
 
@@ -115,7 +123,8 @@ _TOKEN_IDS = re.compile(rb"\[\s*(\[\s*)?\d")
 def read_request(kind: Kind, body: bytes) -> FrontRequest:
     """Read what the front needs. Raises InvalidRequest if the body is not a JSON object.
 
-    A field of a wrong type is ignored: the engine refuses it, with an error of its own.
+    A field of a wrong type is ignored: the engine refuses it, with an error of its own. Raises UnknownId and
+    InvalidRequest for a request that depends on responses that engines keep.
     """
     try:
         fields = read_fields(body)
@@ -126,16 +135,18 @@ def read_request(kind: Kind, body: bytes) -> FrontRequest:
         raise InvalidRequest("the body is not JSON") from exc
     except RecursionError as exc:
         raise InvalidRequest("the body is nested too deeply") from exc
+    if kind is Kind.RESPONSES:
+        _refuse_kept(fields)
     model = value(fields, "model")
     if not isinstance(model, str) or not model:
         model = None
     if model is not None and len(model) > NAME_CHARS_MAX:
         raise InvalidRequest(f"model has more than {NAME_CHARS_MAX} characters")
-    limit = value(fields, "max_tokens")
+    limit = value(fields, "max_output_tokens" if kind is Kind.RESPONSES else "max_tokens")
     if "max_completion_tokens" in fields:
         limit = value(fields, "max_completion_tokens") or limit
     salt = value(fields, "cache_salt")
-    part = prompt_part(fields, is_chat=kind is Kind.CHAT)
+    part = prompt_part(fields, _FIELDS.get(kind, FIELDS), is_chat=kind is Kind.CHAT)
     if salt and not (isinstance(salt, str) and len(salt) <= NAME_CHARS_MAX):
         salt, part = None, PromptPart.NONE  # the engine may use it
     prompt = bytes(fields.get("prompt", b"")) if kind is Kind.COMPLETION else b""
@@ -154,6 +165,23 @@ def read_request(kind: Kind, body: bytes) -> FrontRequest:
         sequences=sequences_of(fields, prompts.n),
         fields=fields,
     )
+
+
+def _refuse_kept(fields: Fields) -> None:
+    """Refuse a request of /v1/responses that needs a response which one engine keeps, or will have to keep.
+
+    Engines keep responses in their own memory, vLLM only if it is configured to. Raises UnknownId, InvalidRequest.
+    """
+    if value(fields, "previous_response_id") is not None:
+        raise UnknownId(
+            "previous_response_id is not possible here: the front keeps no responses, and an engine at most its own",
+            remedy="Send the turns so far in `input`",
+        )
+    if value(fields, "background"):
+        raise InvalidRequest(
+            "background is not possible here: one engine keeps the response, and the front has no call that fetches it",
+            remedy="Leave `background` out, and use `stream` for long answers",
+        )
 
 
 def route_options(

@@ -1,7 +1,7 @@
 """`kvstreams front`: the calls of the front on a server of its own.
 
-What lives here: the table of calls, bodies and their limits, errors in OpenAI's shape, starting and stopping. What must
-not: what becomes of a request (proxy).
+What lives here: the table of calls, bodies and their limits, errors in the shape of each call, starting and stopping.
+What must not: what becomes of a request (proxy).
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from streams.errors import (
     UnsupportedEncoding,
 )
 from streams.frontend.answers import error_page
+from streams.frontend.apis import APIS
 from streams.frontend.fleet import Fleet
 from streams.frontend.metrics import FRONT_METRICS, FrontCounts
 from streams.frontend.parity_probes import ParityProbes
@@ -59,6 +60,11 @@ CHECK_EXCHANGES_S = 1.0
 SERVED_CALLS = f"POST {', POST '.join(Kind)} and GET /v1/models"
 
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+_PATHS = frozenset(Kind)
+
+#: The header in which Anthropic's client sends its key.
+_API_KEY = "X-Api-Key"
 
 _RIGHTS = {"/healthz": None, "/health": None, "/ready": None, "/metrics": Right.READ}
 
@@ -190,7 +196,7 @@ class Front:
 
     def runner(self) -> LimitedRunner:
         """Return what serves the calls."""
-        checks = self._access.middlewares(_right_of)
+        checks = self._access.middlewares(_right_of, _API_KEY)
         app = web.Application(middlewares=[self._shape_errors, *checks])
         for slash in ("", "/"):  # engines take both
             app.add_routes(
@@ -217,12 +223,12 @@ class Front:
     def _checked(self) -> _Handler:
         """Return what serves the calls that generate for clients that may make them."""
         handler: _Handler = self._generate
-        for check in self._access.middlewares(lambda _: Right.GENERATE):
+        for check in self._access.middlewares(lambda _: Right.GENERATE, _API_KEY):
             handler = partial(check, handler=handler)
         return handler
 
     def _shaped(self, handler: _Handler) -> Serve:
-        """Return a handler whose errors have OpenAI's shape."""
+        """Return a handler whose errors have the shape of the call."""
 
         async def shaped(http: web.BaseRequest) -> web.StreamResponse:
             return await self._shape_errors(cast(web.Request, http), handler)  # the application makes all requests
@@ -292,13 +298,13 @@ class Front:
 
     @web.middleware
     async def _shape_errors(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
-        """Answer every error in OpenAI's shape. Messages never quote a prompt."""
+        """Answer every error in the shape of the call. Messages never quote a prompt."""
         self.connections.note_request(request.protocol)
         preflight = self.proxy.cors.preflight(request.method, request.headers)
         try:
             response = await handler(request) if preflight is None else web.Response(status=204, headers=preflight)
         except KvStreamsError as exc:
-            response = json_page(error_page(exc.http_status, str(exc), exc.code), exc.http_status)
+            response = json_page(_page_of(request)(exc.http_status, str(exc), exc.code), exc.http_status)
             response.headers.update(error_headers(exc))
             if exc.http_status == NotReady.http_status:
                 response.headers["Retry-After"] = str(exc.detail.get("retry_after_s", RETRY_AFTER_S))
@@ -339,7 +345,13 @@ def _http_error(http: web.Request, exc: web.HTTPException) -> dict[str, Any]:
         message = f"there is no {path} here. The front serves {SERVED_CALLS}; ask an engine for anything else"
     elif isinstance(exc, web.HTTPMethodNotAllowed):
         message = f"{http.method[:NAME_CHARS_MAX]} {path} is not possible; use {exc.headers['Allow']}"
-    return error_page(exc.status, message, HTTP_CODES.get(exc.status))
+    return _page_of(http)(exc.status, message, HTTP_CODES.get(exc.status))
+
+
+def _page_of(http: web.BaseRequest) -> Callable[[int, str, str | None], dict[str, Any]]:
+    """Return what makes the page of an error, in the shape of the call."""
+    path = http.path.rstrip("/")
+    return APIS[Kind(path)].error_page if path in _PATHS else error_page
 
 
 def _right_of(http: web.Request) -> str | None:

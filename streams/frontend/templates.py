@@ -11,6 +11,7 @@ import datetime
 import json
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cached_property
 from typing import Any
 
 import jinja2
@@ -57,23 +58,41 @@ class ChatTemplate:
         environment.globals["raise_exception"] = _refuse
         environment.globals["strftime_now"] = lambda form: today().strftime(form)
         self._template = environment.from_string(source)
+        self._source = source
         self._special = dict(special)
         self._takes_parts = _takes_parts(parsed)
         self._names_developer = '"developer"' in source or "'developer'" in source
         self._is_bounded = _is_bounded(parsed)
+
+    @cached_property
+    def refuses_later_system(self) -> bool:
+        """Whether it refuses a system message that is not the first, as far as vLLM's test for this can tell."""
+        # Without the functions and variables above, as in vLLM: a template that calls one of them fails.
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+        messages = [{"role": role, "content": "t"} for role in ("system", "user") * 2]
+        try:
+            environment.from_string(self._source).render(messages=messages, add_generation_prompt=False)
+        except Exception:  # a template may raise anything
+            return True
+        return False
 
     @property
     def is_bounded(self) -> bool:
         """Whether rendering takes no longer than what a request contains demands."""
         return self._is_bounded
 
-    def render(self, body: Mapping[str, Any], rules: Rule = NEWEST) -> tuple[str, bool]:
+    def render(self, body: Mapping[str, Any], rules: Rule = NEWEST, *, orders_calls: bool = True) -> tuple[str, bool]:
         """Return a chat's prompt, and whether it is whole; otherwise it ends before the first part that is not text.
 
-        rules: that the engine follows. Raises InvalidRequest, jinja2.TemplateError.
+        rules: that the engine follows. orders_calls: as in `conversation`. Raises InvalidRequest, jinja2.TemplateError.
         """
-        given = _list_of_objects(body, "messages")
-        messages = conversation(given, rules, takes_parts=self._takes_parts, names_developer=self._names_developer)
+        messages = conversation(
+            _list_of_objects(body, "messages"),
+            rules,
+            takes_parts=self._takes_parts,
+            names_developer=self._names_developer,
+            orders_calls=orders_calls,
+        )
         continued = _mark_end(messages[-1]) if flag(body, "continue_final_message", default=False) else None
         values = {**self._special, **variables(body, self._accepted, rules), "messages": messages}
         text = self._template.render(values)

@@ -19,6 +19,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ import orjson
 from tokenizers import Tokenizer
 
 from streams.errors import InvalidRequest, SettingsError
+from streams.frontend.api_chats import chat_of_message, chat_of_response
 from streams.frontend.conversation import NEWEST, Rule, flag
 from streams.frontend.requests import Kind
 from streams.frontend.templates import ChatTemplate
@@ -47,6 +49,9 @@ _PROBES = (
 
 #: Special tokens of `tokenizer_config.json` that templates use.
 _SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
+
+#: The efforts that a request of /v1/messages may ask for.
+_EFFORTS = ("low", "medium", "high", "xhigh", "max")
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,12 +153,14 @@ class ModelTokenizer:
 
     def render(self, kind: Kind, body: Mapping[str, Any], rules: Rule = NEWEST) -> Rendered:
         """Return the text of the prompt of a request's body. rules: of its messages. Raises InvalidRequest."""
-        if kind is Kind.CHAT:
+        if kind is not Kind.COMPLETION:
+            body = self._chat(kind, body)
             template = self._tools_template if body.get("tools") else self._template
             if template is None:
                 raise InvalidRequest("the model has no chat template")
             try:
-                text, whole = template.render(body, rules)
+                # In a response's calls, vLLM keeps the order of fields in which it has made them.
+                text, whole = template.render(body, rules, orders_calls=kind is not Kind.RESPONSES)
             except jinja2.TemplateError as exc:
                 raise InvalidRequest(f"the messages do not fit the model's chat template: {exc}") from exc
         else:
@@ -161,6 +168,35 @@ class ModelTokenizer:
         pieces = [text] if self._pieces is None else self._pieces.split(text)
         has_special = flag(body, "add_special_tokens", default=kind is Kind.COMPLETION)
         return Rendered([piece for piece in pieces if piece], whole, has_special, len(text))
+
+    def _chat(self, kind: Kind, body: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the chat that a request is."""
+        if kind is Kind.RESPONSES:
+            return chat_of_response(body)
+        if kind is Kind.MESSAGES:
+            return chat_of_message(
+                body, merges_system=self._merges_system, disabled_effort=lambda: self._disabled_effort
+            )
+        return body
+
+    def _merges_system(self) -> bool:
+        templates = (self._template, self._tools_template)
+        return any(template is None or template.refuses_later_system for template in templates)
+
+    @cached_property
+    def _disabled_effort(self) -> str:
+        """The effort with which thinking is switched off: `low` where the template refuses or ignores `none`."""
+        without = self._probed("none")
+        if without is None or any(self._probed(effort) == without for effort in _EFFORTS):
+            return "low"
+        return "none"
+
+    def _probed(self, effort: str) -> list[str] | None:
+        body = {"messages": [{"role": "user", "content": "Hi"}], "reasoning_effort": effort}
+        try:
+            return self.render(Kind.CHAT, body).pieces
+        except Exception:  # a template may raise anything
+            return None
 
     def missing(self, rendered: Rendered) -> list[str]:
         """Return the pieces that are not cached, each once."""

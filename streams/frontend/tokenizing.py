@@ -178,7 +178,9 @@ class Tokenizing:
                 return _known((await self._in_process(lambda process: process.ids(request.prompt))).tokens, IDS)
             name = model if model in self._paths else ""
             rules = self.rules(model)
-            if name in self._paths and (rules is not None or engine is None):
+            # How other versions make chats of such requests is not known.
+            is_known = rules == NEWEST or (rules is not None and not APIS[request.kind].becomes_chat)
+            if name in self._paths and (is_known or engine is None):
                 encoded = await self._by_files(request.kind, name, body, NEWEST if rules is None else rules)
                 self.characters["cached"] += encoded.n_cached
                 self.characters["encoded"] += encoded.n_characters - encoded.n_cached
@@ -266,8 +268,9 @@ class Tokenizing:
         if answer.status in LACKING:
             self._log_once(
                 engine,
-                "requests for model %s are routed by load: its engine has no /tokenize (status %d). Set --tokenizer",
+                "requests for model %s are routed by load: its engine has no %s (status %d). Set --tokenizer",
                 request.model,
+                answer.call,
                 answer.status,
             )
         raise InvalidRequest(f"the engine answered {answer.status} to {answer.call}")

@@ -23,8 +23,14 @@ _NO_CHOICES = re.compile(rb'"choices"\s*:\s*\[\s*\]')
 _FINISH_REASON = re.compile(rb'"finish_reason"\s*:\s*"')
 _FINISH_REASON_BYTES_MAX = 32
 
+#: The name of an event of /v1/responses and /v1/messages that has the usage. No text looks like this, since line breaks
+#: in strings are escaped.
+_WITH_USAGE = re.compile(rb"event: ?(?:response\.(?:completed|incomplete|failed)|message_delta)\r?\n")
+_NAME_BYTES_MAX = 32
+
 #: The end of an event, as servers write it.
 _END = re.compile(rb"\r?\n\r?\n")
+_END_BYTES_MAX = 4
 
 _OPTIONS = "stream_options"
 
@@ -130,3 +136,58 @@ class UsageWatch:
             return False
         self.usage = page["usage"]
         return True
+
+
+class EventUsageWatch:
+    """Finds the usage in a stream whose events have names. Everything passes as it came.
+
+    usage: of the stream; None if it did not come yet.
+    """
+
+    __slots__ = ("_event", "_rest", "usage")
+
+    def __init__(self) -> None:
+        self._event: bytearray | None = None  # what has come of an event with the usage
+        self._rest = b""  # the last bytes, which may have the beginning of such an event
+        self.usage: dict[str, Any] | None = None
+
+    def feed(self, data: bytes) -> bytes:
+        """Take the next bytes of the stream, and return them."""
+        unread = data
+        while unread:
+            unread = self._search(unread) if self._event is None else self._collect(self._event, unread)
+        return data
+
+    def rest(self) -> bytes:
+        """Return what was held back, which is nothing."""
+        return b""
+
+    def _search(self, data: bytes) -> bytes:
+        """Look for an event with the usage; return the bytes after its name."""
+        joined = self._rest + data
+        name = _WITH_USAGE.search(joined)
+        if name is None:
+            self._rest = joined[-_NAME_BYTES_MAX:]
+            return b""
+        self._event, self._rest = bytearray(), b""
+        return joined[name.end() :]
+
+    def _collect(self, event: bytearray, data: bytes) -> bytes:
+        """Add bytes to an event until it is complete; return those after it."""
+        before = max(0, len(event) - _END_BYTES_MAX)
+        event += data
+        end = _END.search(event, before)
+        if end is not None:
+            self.usage = _usage_of_event(bytes(event[: end.start()])) or self.usage
+        if end is not None or len(event) > EVENT_BYTES_MAX:
+            self._event = None
+        return b"" if end is None else bytes(event[end.end() :])
+
+
+def _usage_of_event(event: bytes) -> dict[str, Any] | None:
+    try:
+        page = orjson.loads(event.removeprefix(b"data:"))
+        usage = page.get("response", page).get("usage")
+    except (orjson.JSONDecodeError, AttributeError):
+        return None
+    return usage if isinstance(usage, dict) else None

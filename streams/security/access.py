@@ -98,17 +98,23 @@ class Access:
                 host,
             )
 
-    def middlewares(self, right_of: RightOf) -> list[Middleware]:
-        """What checks each request; empty if there are no tokens, so that a check costs nothing then."""
-        return [] if self._tokens is None else [self._middleware(self._tokens, right_of)]
+    def middlewares(self, right_of: RightOf, key_header: str = "") -> list[Middleware]:
+        """What checks each request; empty if there are no tokens, so that a check costs nothing then.
+
+        key_header: may have the token if there is no Authorization.
+        """
+        return [] if self._tokens is None else [self._middleware(self._tokens, right_of, key_header)]
 
     @staticmethod
-    def _middleware(tokens: Watched[BearerTokens], right_of: RightOf) -> Middleware:
+    def _middleware(tokens: Watched[BearerTokens], right_of: RightOf, key_header: str) -> Middleware:
         @web.middleware
         async def authorize(request: web.Request, handler: _Handler) -> web.StreamResponse:
             right = right_of(request)
             if right is not None:
-                request[_GRANT] = granted(tokens.value, request.headers.get("Authorization"), right)
+                header = request.headers.get("Authorization")
+                if header is None and key_header and key_header in request.headers:
+                    header = f"Bearer {request.headers[key_header]}"
+                request[_GRANT] = granted(tokens.value, header, right)
             return await handler(request)
 
         return authorize

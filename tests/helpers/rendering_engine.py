@@ -62,7 +62,7 @@ def probe(
 
     pages: dict[str, Any] = {TOKENIZE: tokenize}
     if renders_chats is not None:
-        pages[RENDER] = lambda body: {"token_ids": list(renders_chats(body).encode())}
+        pages[Kind.CHAT + RENDER] = lambda body: {"token_ids": list(renders_chats(body).encode())}
     with HttpDouble(pages) as engine:
         return asyncio.run(_probe(model, engine.url, chats))
 

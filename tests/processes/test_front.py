@@ -505,7 +505,7 @@ async def test_refusals_have_openais_shape(
 @pytest.mark.parametrize(
     ("method", "path", "status", "code", "says"),
     [
-        ("POST", "/v1/responses", 404, "not_found", "POST /v1/chat/completions"),
+        ("POST", "/v1/conversations", 404, "not_found", "POST /v1/chat/completions"),
         ("POST", "/v1/rerank", 404, "not_found", "/v1/rerank"),
         ("GET", "/v1/responses/resp_1", 404, "not_found", "GET /v1/models"),
         ("POST", "/v1/audio/speech", 404, "not_found", "POST /v1/completions"),

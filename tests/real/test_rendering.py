@@ -9,7 +9,7 @@ import json
 import subprocess
 import tempfile
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from streams.frontend.conversation import NEWEST
 from streams.frontend.parity import PROMPTS
 from streams.frontend.requests import Kind
 from streams.frontend.tokenizer import ModelTokenizer
+from tests.helpers.api_requests import MESSAGES, RESPONSES
 from tests.helpers.message_lists import GOLDEN, TEMPLATES, Row, model_files, rows
 from tests.real.environment import environment
 
@@ -25,8 +26,9 @@ from tests.real.environment import environment
 N_CHATS = 700
 EQUAL_MIN = 0.99
 
-#: Chats whose results are stored.
+#: Chats whose results are stored, and templates for which those of other calls are.
 N_GOLDEN = 84
+STORED_FOR = ("qwen_like", "whole_message")
 
 
 def _loop(parts: str, *, messages: str = "messages", before: str = "", inside: str = "") -> str:
@@ -91,8 +93,10 @@ def render_with_vllm(given: Sequence[Row], folder: Path) -> tuple[str, list[dict
     return answer["version"], answer["results"]
 
 
-def differences(given: Sequence[Row], theirs: Sequence[dict[str, Any]], folder: Path) -> tuple[int, list[str]]:
-    """Return how many chats the engine renders, and those of which the front makes another prompt."""
+def differences(
+    given: Sequence[Row], theirs: Sequence[dict[str, Any]], folder: Path, kind: Kind = Kind.CHAT
+) -> tuple[int, list[str]]:
+    """Return how many requests the engine renders, and those of which the front makes another prompt."""
     tokenizers = {name: ModelTokenizer(folder / name, 1 << 20) for name in sources()}
     n_rendered, different = 0, []
     for (name, body), engine in zip(given, theirs, strict=True):
@@ -100,7 +104,7 @@ def differences(given: Sequence[Row], theirs: Sequence[dict[str, Any]], folder: 
             continue  # it answers a client with this error
         n_rendered += 1
         try:
-            rendered = tokenizers[name].render(Kind.CHAT, body, NEWEST)
+            rendered = tokenizers[name].render(kind, body, NEWEST)
             ours = "".join(rendered.pieces), array("I", tokenizers[name].join(rendered).tokens).tolist()
         except InvalidRequest as exc:
             ours = str(exc), []
@@ -128,17 +132,44 @@ def test_the_front_renders_what_vllm_renders(tmp_path: Path) -> None:
     assert n_rendered - len(different) >= EQUAL_MIN * n_rendered, "\n".join(different[:5])
 
 
+def test_responses_and_messages_become_the_chats_that_vllm_makes_of_them(tmp_path: Path) -> None:
+    """Every request of either API has the same text and token ids, over templates like those of well-known models."""
+    names = [path.stem for path in sorted(TEMPLATES.glob("*.jinja"))]
+    responses, messages = api_rows(names, RESPONSES), api_rows(names, MESSAGES, max_tokens=2048)
+    _, theirs = render_with_vllm([*responses, *messages], tmp_path)
+    n = len(responses)
+    for kind, given, answers in (
+        (Kind.RESPONSES, responses, theirs[:n]),
+        (Kind.MESSAGES, messages, theirs[n:]),
+    ):
+        n_rendered, different = differences(given, answers, tmp_path, kind)
+        assert n_rendered > 0.8 * len(answers), [answer for answer in answers if "error" in answer][:9]
+        assert not different, f"{len(different)}\n" + "\n".join(different[:12])
+
+
+def api_rows(names: Sequence[str], bodies: Mapping[str, Mapping[str, Any]], **more: Any) -> list[Row]:
+    """Return each of the bodies for each of the templates."""
+    return [(name, {"model": "m", **more, **body}) for name in names for body in bodies.values()]
+
+
 def store() -> None:
-    """Store what vLLM makes of some chats."""
-    given = rows(2 * N_GOLDEN, seed=1)
+    """Store what vLLM makes of some chats, and of requests of the calls that it makes chats of."""
+    given: dict[Kind, list[Row]] = {
+        Kind.CHAT: rows(2 * N_GOLDEN, seed=1),
+        Kind.RESPONSES: api_rows(STORED_FOR, RESPONSES),
+        Kind.MESSAGES: api_rows(STORED_FOR, MESSAGES, max_tokens=2048),
+    }
     with tempfile.TemporaryDirectory() as folder:
-        version, theirs = render_with_vllm(given, Path(folder))
-    kept = [
-        json.dumps({"template": name, "body": body, "text": engine["text"]}, ensure_ascii=False)
-        for (name, body), engine in zip(given, theirs, strict=True)
-        if "error" not in engine
-    ][:N_GOLDEN]
-    GOLDEN.write_text("\n".join([json.dumps({"vllm": version}), *kept, ""]))
+        version, theirs = render_with_vllm([row for asked in given.values() for row in asked], Path(folder))
+    lines = [json.dumps({"vllm": version})]
+    for kind, asked in given.items():
+        answers, theirs = theirs[: len(asked)], theirs[len(asked) :]
+        lines += [
+            json.dumps({"call": kind, "template": name, "body": body, "text": engine["text"]}, ensure_ascii=False)
+            for (name, body), engine in zip(asked, answers, strict=True)
+            if "error" not in engine
+        ][:N_GOLDEN]
+    GOLDEN.write_text("\n".join([*lines, ""]))
 
 
 if __name__ == "__main__":

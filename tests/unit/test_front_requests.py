@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streams.errors import InvalidRequest, SettingsError
+from streams.errors import InvalidRequest, SettingsError, UnknownId
 from streams.frontend.answers import StreamWatch, error_event, error_page, may_be_served_elsewhere, usage_tokens
 from streams.frontend.fleet import FLEET_STALE_S, Fleet
+from streams.frontend.request_fields import PromptPart
 from streams.frontend.requests import (
     FORWARDED,
     Kind,
@@ -140,6 +141,37 @@ def test_headers_of_one_connection_stay_there() -> None:
     """All other headers of an engine reach the client, also those that occur twice."""
     headers = {"Connection": "close, X-Once", "X-Once": "1", "Transfer-Encoding": "chunked", "X-Kept": "2"}
     assert client_headers(headers) == [("X-Kept", "2")]
+
+
+def test_what_one_engine_would_have_to_keep_is_refused() -> None:
+    """No request can depend on the engine that answered an earlier one. Other fields of that kind are the engine's."""
+    with pytest.raises(UnknownId, match="previous_response_id is not possible here"):
+        read(Kind.RESPONSES, input="a", previous_response_id="resp_1")
+    with pytest.raises(InvalidRequest, match="background is not possible here"):
+        read(Kind.RESPONSES, input="a", background=True)
+    fields = {"previous_response_id": None, "background": False, "store": True}
+    assert read(Kind.RESPONSES, input="a", **fields).part is PromptPart.WHOLE
+    assert read(Kind.CHAT, messages=[], previous_response_id="resp_1").part is PromptPart.BEGINNING
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "part"),
+    [
+        (Kind.RESPONSES, {"truncation": "disabled", "max_output_tokens": 9, "text": {"verbosity": "low"}}, "whole"),
+        (Kind.RESPONSES, {"truncation": "auto"}, "none"),
+        (Kind.RESPONSES, {"conversation": "conv_1"}, "none"),
+        (Kind.RESPONSES, {"previous_input_messages": [{}]}, "none"),
+        (Kind.RESPONSES, {"a_field_of_next_year": 1}, "beginning"),
+        (Kind.MESSAGES, {"thinking": {"type": "disabled"}, "max_tokens": 9, "cache_control": {}}, "whole"),
+        (Kind.MESSAGES, {"a_field_of_next_year": 1}, "beginning"),
+        (Kind.CHAT, {"thinking": {"type": "disabled"}}, "none"),
+    ],
+)
+def test_each_call_has_fields_of_its_own(kind: Kind, fields: dict[str, Any], part: str) -> None:
+    """The same name may have no effect in one call and change the prompt in another."""
+    request = read(kind, **fields)
+    assert request.part == part
+    assert request.expected_output_tokens == (9 if part == "whole" else None)
 
 
 # -- answers -----------------------------------------------------------------------------------------------------------

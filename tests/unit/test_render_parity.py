@@ -681,6 +681,40 @@ def test_an_engine_without_the_render_call_is_asked_by_the_other_one() -> None:
         asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("kind", [Kind.RESPONSES, Kind.MESSAGES])
+def test_calls_of_agents_have_render_calls_of_their_own(kind: Kind) -> None:
+    """An engine may lack one of them, which is remembered. No other call makes their tokens."""
+    clock = FrontClock()
+    body = b'{"model": "m"}'
+    calls: list[str] = []
+
+    def page(name: str, tokens: str) -> Any:
+        def answer(_: Any) -> dict[str, Any]:
+            calls.append(name)
+            return {tokens: [1]}
+
+        return answer
+
+    with HttpDouble(
+        {"/tokenize": page("tokenize", "tokens"), f"{Kind.CHAT}/render": page("chat", "token_ids")}
+    ) as engine:
+
+        async def scenario() -> None:
+            http = PlainHttp(keepalive_s=5.0, connect_timeout_s=5.0)
+            asking = EngineTokens(5.0, 1 << 20, clock)
+            assert (await asking.ask(http, engine.url, Kind.CHAT, body, None)).tokens == [1]
+            assert (await asking.ask(http, engine.url, kind, body, None)).status == 404
+            engine.pages[f"{kind}/render"] = page("own", "token_ids")
+            for after_s, status, tokens in ((1, 404, None), (LACKS_S, 200, [1])):
+                clock.now_s += after_s
+                answer = await asking.ask(http, engine.url, kind, body, None)
+                assert (answer.status, answer.tokens, answer.call) == (status, tokens, f"{kind}/render")
+            http.close()
+
+        asyncio.run(scenario())
+    assert calls == ["chat", "own"]
+
+
 @pytest.mark.parametrize(
     ("version", "reasoning"), [({"version": "0.32.0"}, "R"), ({"version": "0.20.2rc1"}, None), ({}, None), (None, None)]
 )

@@ -15,7 +15,14 @@ from streams.client.payloads import PromptUsage, pack_tokens, prompt_usage
 from streams.client.reports import OutstandingReport
 from streams.frontend import render_audit
 from streams.frontend.render_audit import RenderAudit, Rendering, compare
-from streams.frontend.usage import UsageWatch, usage_fields, usage_options, with_fields
+from streams.frontend.usage import (
+    EVENT_BYTES_MAX,
+    EventUsageWatch,
+    UsageWatch,
+    usage_fields,
+    usage_options,
+    with_fields,
+)
 
 USAGE = {"prompt_tokens": 65, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 64}}
 
@@ -81,6 +88,48 @@ def test_a_stream_that_breaks_off_is_passed_on_to_its_last_byte() -> None:
     assert watch.rest() == b""
 
 
+def named(type_: str, end: str = "\n\n", **page: Any) -> bytes:
+    """An event of /v1/responses or /v1/messages."""
+    line_end = end[: len(end) // 2]
+    return f"event: {type_}{line_end}data: ".encode() + orjson.dumps({"type": type_, **page}) + end.encode()
+
+
+#: Streams whose events have names, with a text that looks like the event with the usage.
+NAMED: dict[str, tuple[str, dict[str, Any]]] = {
+    "response.completed": ("response.output_text.delta", {"response": {"output": ["x" * 99], "usage": USAGE}}),
+    "response.incomplete": ("response.output_text.delta", {"response": {"usage": USAGE, "output": []}}),
+    "message_delta": ("content_block_delta", {"delta": {"stop_reason": "end_turn"}, "usage": USAGE}),
+}
+
+
+@pytest.mark.parametrize("end", ["\n\n", "\r\n\r\n"])
+@pytest.mark.parametrize("last", NAMED)
+def test_the_usage_is_found_by_the_name_of_its_event(last: str, end: str) -> None:
+    """Wherever the stream is cut. The usage that comes last counts, and each byte passes at once."""
+    delta, page = NAMED[last]
+    text = f"event: {last}\ndata: {{}}\n\n"
+    begin = named(delta, end, delta=text) + named("message_start", end, message={"usage": {"input_tokens": 9}})
+    whole = begin + named(last, end, usage={"input_tokens": 1}) + named(last, end, **page) + named("message_stop", end)
+    for step in (*range(1, 60), len(whole)):
+        watch = EventUsageWatch()
+        for cut in range(0, len(whole), step):
+            part = whole[cut : cut + step]
+            assert watch.feed(part) == part
+        assert (watch.usage, watch.rest()) == (USAGE, b"")
+
+
+@pytest.mark.parametrize("page", [b"[]", b'{"usage": 7}', b'{"response": null}', b"not JSON", b"", b'{"response": {}}'])
+def test_an_event_without_a_usage_changes_nothing(page: bytes) -> None:
+    """Also one that ends in the middle, and one that is too long."""
+    watch = EventUsageWatch()
+    for data in (b"event: message_delta\ndata: " + page + b"\n\n", named("response.completed", response={"usage": {}})):
+        assert watch.feed(data) == data
+    assert watch.usage in (None, {})
+    watch.feed(b"event: response.completed\ndata: " + b"x" * (EVENT_BYTES_MAX + 1))
+    watch.feed(named("message_delta", usage=USAGE))
+    assert watch.usage == USAGE
+
+
 @pytest.mark.parametrize(
     ("body", "options"),
     [
@@ -112,7 +161,25 @@ def test_the_usage_is_asked_for_where_it_was_not(body: dict[str, Any], options: 
         ({"prompt_tokens": 65, "prompt_tokens_details": {"cached_tokens": 66}}, PromptUsage(65)),
         ({"prompt_tokens": 65, "prompt_tokens_details": {"cached_tokens": True}}, PromptUsage(65)),
         ({"input_tokens": 5, "input_tokens_details": {"cached_tokens": 4}}, PromptUsage(5, 4)),
-        ({"input_tokens": 1, "cache_read_input_tokens": 64}, None),
+        (
+            {"input_tokens": 5, "input_tokens_details": {"cached_tokens": 4, "input_tokens_per_turn": []}},
+            PromptUsage(5, 4),
+        ),
+        (
+            {"input_tokens": 5, "input_tokens_details": {"cached_tokens": 4, "input_tokens_per_turn": [5]}},
+            PromptUsage(5, 4),
+        ),
+        ({"input_tokens": 9, "input_tokens_details": {"cached_tokens": 4, "input_tokens_per_turn": [4, 5]}}, None),
+        ({"input_tokens": 65, "output_tokens": 2}, PromptUsage(65)),
+        ({"input_tokens": 1, "cache_read_input_tokens": 64}, PromptUsage(65, 64)),
+        (
+            {"input_tokens": 0, "cache_read_input_tokens": 64, "cache_creation_input_tokens": 33},
+            PromptUsage(97, 64),
+        ),
+        ({"input_tokens": 3, "cache_read_input_tokens": None, "cache_creation_input_tokens": 2}, PromptUsage(5)),
+        ({"input_tokens": 1, "cache_read_input_tokens": "64"}, None),
+        ({"input_tokens": None, "cache_read_input_tokens": 64}, None),
+        ({"input_tokens": 2**31 - 1, "cache_read_input_tokens": 1}, None),
         ({"prompt_tokens": -1}, None),
         ({"prompt_tokens": "65"}, None),
         ({"prompt_tokens": 2**31}, None),
