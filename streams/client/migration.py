@@ -24,13 +24,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, assert_never
 
+from streams.client.payloads import MEDIA_FIELDS, text_field
 from streams.errors import KvStreamsError
 
 #: Fields of a request whose output an engine's parser or grammar has to finish. Its state is lost with the engine.
 _GUIDED = ("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
-
-#: Types of a message's parts that are text.
-_TEXT_PARTS = ("text", "input_text", "output_text", "refusal", "thinking")
 
 
 class IllegalMigrationEvent(KvStreamsError, AssertionError):
@@ -367,10 +365,16 @@ def _has_several_prompts(prompt: Any) -> bool:
 
 
 def _has_media(messages: Any) -> bool:
-    """Whether messages have a part that is not text."""
+    """Whether messages have a part that is not text. Without a type, its fields decide."""
     contents = [message.get("content") for message in messages or () if isinstance(message, Mapping)]
     parts = [part for content in contents if isinstance(content, list) for part in content]
-    return any(isinstance(part, Mapping) and part.get("type", "text") not in _TEXT_PARTS for part in parts)
+    return any(isinstance(part, Mapping) and _is_media(part) for part in parts)
+
+
+def _is_media(part: Mapping[str, Any]) -> bool:
+    if part.get("type") is None:
+        return not MEDIA_FIELDS.isdisjoint(part)
+    return text_field(part) is None
 
 
 # -- decisions ---------------------------------------------------------------------------------------------------------

@@ -43,6 +43,23 @@ SAMPLING_OPTIONS = (
 _CACHE_READ = "cache_read_input_tokens"
 _MESSAGE_PARTS = frozenset({_CACHE_READ, "cache_creation_input_tokens"})
 
+#: Types of a message's parts that are text, and the field with it.
+TEXT_FIELDS = {
+    "text": "text",
+    "input_text": "text",
+    "output_text": "text",
+    "refusal": "refusal",
+    "thinking": "thinking",
+}
+
+#: Fields of parts that vLLM reads as media. They count more than the type if there is none, or if a part has a `uuid`.
+MEDIA_FIELDS = frozenset(
+    {
+        *("input_image", "image_url", "image_embeds", "image_pil", "audio_embeds", "audio_url", "input_audio"),
+        *("video_embeds", "video_url", "prompt_embeds"),
+    }
+)
+
 #: Fields of a completion that the client sets itself.
 _OWN_FIELDS = ("prompt", "stream", "return_token_ids", "n", "model")
 
@@ -204,6 +221,13 @@ def prompt_usage(usage: Any) -> PromptUsage | None:
     if not is_count(n_prompt):
         return None
     return PromptUsage(n_prompt, cached if is_count(cached) and cached <= n_prompt else None)
+
+
+def text_field(part: Mapping[str, Any]) -> str | None:
+    """Return the field of a message's part with its text; None if the part is no text, or no type says that it is."""
+    type_ = part.get("type")
+    field = TEXT_FIELDS.get(type_) if isinstance(type_, str) else None
+    return None if part.get("uuid") is not None and not MEDIA_FIELDS.isdisjoint(part) else field
 
 
 def is_count(value: Any) -> TypeGuard[int]:

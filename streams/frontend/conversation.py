@@ -25,6 +25,7 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from streams.client.payloads import text_field
 from streams.errors import InvalidRequest
 
 #: Stands for an image or another part that is not text. The prompt is cut there: what an engine makes of such a part
@@ -61,15 +62,6 @@ class Rule(enum.IntFlag):
 
 #: The rules of the newest version.
 NEWEST = ~Rule(0)
-
-#: Types of parts that are text, and the field with it.
-_TEXT_FIELDS = {
-    "text": "text",
-    "input_text": "text",
-    "output_text": "text",
-    "refusal": "refusal",
-    "thinking": "thinking",
-}
 
 #: Fields of parts that vLLM knows, and does not pass on with a text. Those of the OpenAI client are among them.
 _PART_FIELDS = frozenset(
@@ -234,7 +226,7 @@ def _text(part: Any) -> str | None:
     if type_ == "tool_reference":
         name = part.get("name")
         return name if isinstance(name, str) else None
-    field = _TEXT_FIELDS.get(type_) if isinstance(type_, str) else None
+    field = text_field(part)
     if field is None:
         return CUT
     text = part.get(field)

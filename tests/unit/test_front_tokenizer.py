@@ -125,9 +125,21 @@ def test_a_completion_has_the_tokens_that_the_engine_computes(of_the_engine: Mod
         assert ids(encoded.tokens) == expected
 
 
-def test_a_prompt_with_an_image_ends_before_it(of_the_engine: ModelTokenizer, tmp_path: Path) -> None:
-    """What an engine makes of it is not known. It comes before the text of a message, unless templates take parts."""
-    image = {"type": "image_url", "image_url": {"url": "data:..."}}
+@pytest.mark.parametrize(
+    "image",
+    [
+        {"type": "image_url", "image_url": {"url": "data:..."}},
+        {"image_url": "data:..."},
+        {"type": "text", "text": "x", "uuid": "u", "image_url": "data:..."},
+    ],
+)
+def test_a_prompt_with_an_image_ends_before_it(
+    of_the_engine: ModelTokenizer, tmp_path: Path, image: dict[str, Any]
+) -> None:
+    """What an engine makes of it is not known. It comes before the text of a message, unless templates take parts.
+
+    vLLM takes a part without a type for what its fields are, and so one with a `uuid`.
+    """
     parts = [{"type": "text", "text": "Look:"}, image, {"type": "text", "text": "What is it?"}]
     body = {"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": parts}]}
     encoded = of_the_engine.encode(Kind.CHAT, orjson.dumps(body))

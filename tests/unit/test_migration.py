@@ -156,6 +156,10 @@ def test_events_that_cannot_happen_are_errors() -> None:
         ({"echo": True}, False),
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}, {"content": None}]}, True),
         ({"messages": [{"content": [{"type": "image_url"}]}]}, False),
+        ({"messages": [{"content": [{"text": "x"}, {"type": "output_text", "text": "y", "uuid": "u"}]}]}, True),
+        ({"messages": [{"content": [{"type": "text", "text": "x"}, {"image_url": "x"}]}]}, False),
+        ({"messages": [{"content": [{"type": "text", "text": "x", "uuid": "u", "audio_url": "x"}]}]}, False),
+        ({"messages": [{"content": [{"type": ["text"], "text": "x"}]}]}, False),
     ],
 )
 def test_what_an_engine_has_to_finish_is_not_resumed(body: dict[str, Any], resumes: bool) -> None:
