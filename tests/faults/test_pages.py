@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
+from streams.core.ids import Tier
 from streams.core.reducer.ordering import Health
 from tests.helpers.reported_rank import BLOCK, ReportedRank, store, tokens_from
-from tests.helpers.trtllm_events import block, created, pack, removed, stored
+from tests.helpers.trtllm_events import block, created, pack, removed, stored, updated
 
 pytestmark = pytest.mark.first_ring()
 
@@ -163,6 +164,31 @@ def test_the_tail_of_a_prompt_in_pages_of_a_whole_block_leaves_the_rank_exact(di
     assert rank.answer(tokens_from(0, 32)) == (2, Health.EXACT)
     rank.pages(4000, 4000 + n_tail, parent=77)
     assert rank.answer(tokens_from(0, 32)) == (2, Health.APPROXIMATE)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("restarts", [False, True])
+def test_a_page_that_moves_to_another_tier_never_adds_a_block(size: int, restarts: bool) -> None:
+    """TensorRT-LLM offloads the last page first, and returns it last.
+
+    A bridge that restarted does not know that the block has other pages. The block is found in both tiers together, so
+    it then counts as one of the lower tier. A page in the middle of the block is not known to it.
+    """
+    rank = PagedRank("trtllm", size)
+    rank.pages(0, 32)
+    if restarts:
+        rank.restart_bridge()
+    rank.send_payload(pack(updated(1032, 0, 1)))
+    assert rank.answer(tokens_from(0, 32)) == ((2, Health.EXACT) if restarts else (1, Health.APPROXIMATE))
+    assert rank.blocks_in(Tier.DEVICE) == 1
+    rank.send_payload(pack(updated(1032, 1, 0)))
+    assert rank.answer(tokens_from(0, 32)) == ((2, Health.EXACT) if restarts else (1, Health.APPROXIMATE))
+    assert rank.blocks_in(Tier.HOST) == 0
+    rank.send_payload(pack(updated(1032, 0, 1), updated(1032 - size, 0, 1)))
+    assert rank.health is Health.APPROXIMATE
+    rank.evict(16, 32)
+    assert rank.answer(tokens_from(0, 32)) == (1, Health.APPROXIMATE)
+    assert (rank.n_resyncs, rank.is_complete) == (0, True)
 
 
 def test_pages_behind_content_that_no_request_can_name_leave_the_rank_exact() -> None:
