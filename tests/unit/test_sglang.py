@@ -120,6 +120,20 @@ def test_salted_blocks_match_only_prompts_with_the_salt(event: Any) -> None:
     assert not {block for _, block in rank.held()} & set(chain(TOKENS + more, first_seed=salted_seed(seed, "t")))
 
 
+@pytest.mark.parametrize("field", [{"cache_salt": "s"}, {"lora_name": "poet"}])
+@pytest.mark.parametrize("n_first", [1, 3])
+def test_a_block_has_the_salt_and_the_adapter_of_its_first_page(field: dict[str, str], n_first: int) -> None:
+    """The pages that complete it need not repeat them, so that its prompt never matches another one."""
+    rank = Rank()
+    rank.take(stored(block_hashes=list(range(1, n_first + 1)), token_ids=TOKENS[:n_first], block_size=1, **field))
+    rest = list(range(n_first + 1, BLOCK + 1))
+    rank.take(stored(block_hashes=rest, parent_block_hash=n_first, token_ids=TOKENS[n_first:BLOCK], block_size=1))
+    seed = hash_seed(field.get("lora_name"))
+    first_seed = salted_seed(seed, field.get("cache_salt"))
+    [block] = chain(TOKENS[:BLOCK], seed=seed, first_seed=first_seed)
+    assert rank.held() == {(Tier.DEVICE, block)}
+
+
 @pytest.mark.parametrize("page_size", [1, 2])
 def test_pages_that_divide_a_block_make_blocks(page_size: int) -> None:
     """A block is held while all of its pages are, under the same hash as with pages of a block."""

@@ -32,7 +32,10 @@ PAGES_MAX = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Salting:
-    """What the hashes of a store's blocks depend on, besides their tokens."""
+    """What the hashes of a store's blocks depend on, besides their tokens.
+
+    A block has that of its first page: engines need not repeat a salt with the pages that complete the block.
+    """
 
     lora: str | None = None
     cache_salt: str | None = None
@@ -52,6 +55,7 @@ class _Page:
     parent: EngineHash | None
     tokens: list[Any]
     end: int
+    salting: Salting
     tiers: int = 0
     published: int = 0
     after: dict[int, _Page] = field(default_factory=dict)
@@ -86,9 +90,9 @@ class Pages:
             raise BadRecord("over_capacity", f"a rank holds {len(self._pages)} pages; the limit is {PAGES_MAX}")
         out: list[BlocksStored] = []
         for index, name in enumerate(names.tolist()):
-            page = self._add(parent, name, tokens[index * size : (index + 1) * size])
+            page = self._add(parent, name, tokens[index * size : (index + 1) * size], salting)
             page.tiers |= 1 << tier
-            out += [self._stored(last, tier, salting) for last in self._completed(page, tier)]
+            out += [self._stored(last, tier) for last in self._completed(page, tier)]
             parent = EngineHash(name)
         return out
 
@@ -114,7 +118,7 @@ class Pages:
         page = self._pages.get(name)
         return [] if page is None else [tier for tier in Tier if page.tiers >> tier & 1]
 
-    def _add(self, parent: EngineHash | None, name: int, tokens: list[Any]) -> _Page:
+    def _add(self, parent: EngineHash | None, name: int, tokens: list[Any], salting: Salting) -> _Page:
         known = self._pages.get(name)
         if known is not None:
             if known.tokens != tokens:
@@ -128,7 +132,7 @@ class Pages:
         end = len(tokens) + (0 if before is None else before.end)
         if end > self._block_size:
             raise wrong_block_size(len(tokens), self._block_size)
-        page = self._pages[name] = _Page(name, before, parent, tokens, end)
+        page = self._pages[name] = _Page(name, before, parent, tokens, end, salting)
         if before is not None:
             before.after[name] = page
         return page
@@ -149,11 +153,13 @@ class Pages:
                 yield following
             stack += following.after.values()
 
-    def _stored(self, last: _Page, tier: Tier, salting: Salting) -> BlocksStored:
+    def _stored(self, last: _Page, tier: Tier) -> BlocksStored:
         tokens: list[Any] = []
+        salting = last.salting
         page: _Page | None = last
         while page is not None:
             tokens[:0] = page.tokens
+            salting = page.salting
             page = page.before
         at_root = last.parent is None
         local = hash_blocks(tokens, self._block_size, salting.lora, salting.cache_salt, at_root=at_root)
