@@ -15,7 +15,7 @@ import numpy as np
 
 from streams.core.events import BEFORE_FIRST, EngineBatch, EngineEvents
 from streams.core.hashing import Tokens, hash_seed, local_hashes, salted_seed
-from streams.core.ids import DpRank, Incarnation, RankId, WorkerId
+from streams.core.ids import DpRank, Incarnation, RankId, Tier, WorkerId
 from streams.core.reducer.maintenance import MAINTENANCE_TICK_MS, RankMaintenance
 from streams.core.reducer.ordering import Health, Verdict
 from streams.engines.dialects.interface import Decoder, undecodable
@@ -55,8 +55,14 @@ def store(hashes: list[int], parent: int | None, tokens: list[int], **more: Any)
 
 
 def as_array(event: dict[str, Any]) -> list[Any]:
-    """A store as vLLM before 0.22 writes it, up to its extra keys."""
-    return ["BlockStored", *(event.get(name) for name in [*list(store([], None, []))[1:], "extra_keys"])]
+    """An event as vLLM before 0.26 writes it, a store up to its extra keys, or its cache group if it has one."""
+    tag = event["type"]
+    if tag == "BlockRemoved":
+        return [tag, event["block_hashes"], event["medium"], event.get("group_idx")]
+    if tag != "BlockStored":
+        return [tag]
+    names = [*list(store([], None, []))[1:], "extra_keys", *(["group_idx"] if "group_idx" in event else [])]
+    return [tag, *(event.get(name) for name in names)]
 
 
 class _Log:
@@ -159,6 +165,10 @@ class ReportedRank:
     def is_complete(self) -> bool:
         """Whether the ledger has all events that the engine reported."""
         return self._writer.ledger.complete
+
+    def blocks_in(self, tier: Tier) -> int:
+        """Return how many blocks the ledger has in a tier."""
+        return sum(len(run.engine) for run in self._writer.ledger.restated() if run.tier is tier)
 
     def answer(self, tokens: Tokens, salt: str | None = None, lora: str | None = None) -> tuple[int, Health]:
         """Return a prompt's overlap in blocks, and how far it can be trusted."""

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import time
+from contextlib import ExitStack
 
 import msgpack
 
+from streams.lab.kafka.ports import free_ports_in_a_row
 from tests.helpers.engine_double import BLOCK_SIZE, EngineDouble
 from tests.helpers.trtllm_events import block, created, removed, stored, updated
 from tests.helpers.trust import TrustFleet, engine_option
@@ -61,3 +64,28 @@ def test_tensorrt_llms_blocks_match_exactly_and_follow_their_tier(fleet: TrustFl
         fleet.wait_exact(model, TOKENS, N_BLOCKS)
         engine.send(json.dumps([removed(3)]).encode())
         fleet.wait_exact(model, TOKENS, N_BLOCKS - 1)
+
+
+def test_ranks_have_the_numbers_that_the_engines_batches_name(fleet: TrustFleet) -> None:
+    """One engine of a larger deployment has the ranks 8 and 9, which requests for them name."""
+    model, worker_id = fleet.model(), fleet.worker_id()
+    events, replay = free_ports_in_a_row(2), free_ports_in_a_row(2)
+    with ExitStack() as stack:
+        sockets = [
+            stack.enter_context(EngineDouble(model=model, ports=(None, events + n, replay + n))) for n in range(2)
+        ]
+        fleet.bridge(engine_option(worker_id, sockets[0], dp="2"))
+        for n, socket in enumerate(sockets):
+            tokens = TOKENS[: (n + 1) * BLOCK_SIZE]
+            store = ["BlockStored", list(range(1, n + 2)), None, tokens, BLOCK_SIZE]
+            socket.send(msgpack.packb([time.time(), [store], 8 + n]))
+        for n_blocks, dp_rank in ((1, 8), (2, 9)):
+            answer = fleet.wait_answer(
+                model,
+                TOKENS[: n_blocks * BLOCK_SIZE],
+                lambda found, n=n_blocks: (found["overlap_blocks"], found["mode"]) == (n, "exact"),  # type: ignore[misc]
+                f"rank {dp_rank}",
+                worker_id=worker_id,
+                dp_rank=dp_rank,
+            )
+            assert (answer["dp_rank"], answer["dp_size"]) == (dp_rank, 2)
