@@ -1,8 +1,9 @@
-"""Requests of /v1/responses and /v1/messages, one for each part that an engine makes something of."""
+"""Requests of /v1/responses and /v1/messages: one for each part that an engine makes something of, and random ones."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from random import Random
 from typing import Any
 
 _PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -76,3 +77,90 @@ MESSAGES: Mapping[str, dict[str, Any]] = {
     "thinks not": {"messages": [_USER], "thinking": {"type": "disabled"}},
     "kwargs": {"messages": [_USER], "chat_template_kwargs": {"enable_thinking": False}},
 }
+
+_TEXTS = ("a", "Hello there", "  spaced \n", "x\n\ny", "", "Héllo 你好", "x-anthropic-billing-header: c\nrest")
+_HOSTED = {"type": "web_search"}
+_CUSTOM = {"type": "custom", "name": "shell"}
+_NAMESPACE = {"type": "namespace", "name": "home", "description": "of it", "tools": [_FUNCTION]}
+
+
+def _often(random: Random, **fields: Any) -> dict[str, Any]:
+    """Return some of these fields."""
+    return {name: value for name, value in fields.items() if random.random() < 0.4}
+
+
+def _texts(random: Random, type_: str, at_least: int = 1) -> list[dict[str, Any]]:
+    return [{"type": type_, "text": random.choice(_TEXTS)} for _ in range(random.randint(at_least, 3))]
+
+
+def _item(random: Random) -> dict[str, Any]:
+    text, role = random.choice(_TEXTS), random.choice(["user", "system", "developer"])
+    arguments = random.choice(["{}", "", '{"b": 1, "a": [2]}', "[1]", "not JSON"])
+    summary = _texts(random, "summary_text", 0)
+    return random.choice(
+        [
+            {"role": random.choice([role, "assistant"]), "content": text},
+            {"type": "message", "role": role, "content": _texts(random, "input_text")},
+            _ANSWER | {"content": _texts(random, "output_text")} | _often(random, id="msg_1", status="incomplete"),
+            _CALL | {"arguments": arguments} | _often(random, id="fc_1", status="completed", namespace="home"),
+            _OUTPUT | {"output": random.choice([text, _texts(random, "input_text")])},
+            {"type": "reasoning", "summary": summary}
+            | _often(random, content=_texts(random, "reasoning_text"), status="in_progress", id="rs_1"),
+            {"type": "custom_tool_call", "call_id": "call_3", "name": "shell", "input": text},
+            {"type": "custom_tool_call_output", "call_id": "call_3", "output": text},
+        ]
+    )
+
+
+def random_response(random: Random) -> dict[str, Any]:
+    """Return a request of /v1/responses that an engine may refuse."""
+    function = _FUNCTION | _often(random, strict=True, description=None, parameters={})
+    tools = [function, *random.sample([_HOSTED, _CUSTOM, _NAMESPACE], random.randint(0, 3))]
+    items = [_item(random) for _ in range(random.randint(1, 6))]
+    return {"input": random.choice([random.choice(_TEXTS), items, items])} | _often(
+        random,
+        instructions=random.choice(_TEXTS),
+        tools=tools,
+        tool_choice=random.choice(["none", "auto"]),
+        reasoning={"effort": random.choice(["low", "none", "high", None])},
+        chat_template_kwargs={"enable_thinking": random.random() < 0.5, "style": "s"},
+    )
+
+
+def _block(random: Random, role: str) -> dict[str, Any]:
+    texts = _texts(random, "text", 0)
+    text = {"type": "text", "text": random.choice(_TEXTS)} | _often(random, cache_control={"type": "ephemeral"})
+    reference = {"type": "tool_reference", "tool_name": "weather"}
+    if role == "user":
+        content = random.choice([random.choice(_TEXTS), None, texts, [reference]])
+        return random.choice([text, _RESULT | {"content": content}])
+    if role == "system":
+        return text
+    return random.choice(
+        [
+            text,
+            _USE | {"input": random.choice([{}, None, {"b": 1, "a": [2]}])},
+            _THINKS | {"thinking": random.choice(_TEXTS)},
+            {"type": "redacted_thinking", "data": "x"},
+            reference,
+        ]
+    )
+
+
+def random_message(random: Random) -> dict[str, Any]:
+    """Return a request of /v1/messages that an engine may refuse."""
+    messages = []
+    for _ in range(random.randint(1, 5)):
+        role = random.choice(["user", "assistant", "user", "assistant", "system"])
+        blocks = [_block(random, role) for _ in range(random.randint(0, 3))]
+        messages.append({"role": role, "content": random.choice([random.choice(_TEXTS), blocks])})
+    tool = _TOOL | _often(random, strict=True, defer_loading=True, description=None, input_schema={}, type="custom")
+    thinking = random.choice([{"type": "disabled"}, {"type": "enabled", "budget_tokens": 1024}, {"type": "adaptive"}])
+    return {"messages": messages} | _often(
+        random,
+        system=random.choice([random.choice(_TEXTS), _texts(random, "text")]),
+        tools=[tool],
+        tool_choice={"type": random.choice(["auto", "none"])},
+        thinking=thinking,
+        output_config={"effort": random.choice(["low", "max"])},
+    )

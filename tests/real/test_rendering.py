@@ -11,6 +11,7 @@ import tempfile
 from array import array
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from random import Random
 from typing import Any
 
 from streams.errors import InvalidRequest
@@ -18,13 +19,16 @@ from streams.frontend.conversation import NEWEST
 from streams.frontend.parity import PROMPTS
 from streams.frontend.requests import Kind
 from streams.frontend.tokenizer import ModelTokenizer
-from tests.helpers.api_requests import MESSAGES, RESPONSES
+from tests.helpers.api_requests import MESSAGES, RESPONSES, random_message, random_response
 from tests.helpers.message_lists import GOLDEN, TEMPLATES, Row, model_files, rows
 from tests.real.environment import environment
 
 #: Chats that are compared, and the share of them that must be equal.
 N_CHATS = 700
 EQUAL_MIN = 0.99
+
+#: Random requests of each of the calls that become chats, for every template.
+N_DRAWN = 60
 
 #: Chats whose results are stored, and templates for which those of other calls are.
 N_GOLDEN = 84
@@ -133,9 +137,12 @@ def test_the_front_renders_what_vllm_renders(tmp_path: Path) -> None:
 
 
 def test_responses_and_messages_become_the_chats_that_vllm_makes_of_them(tmp_path: Path) -> None:
-    """Every request of either API has the same text and token ids, over templates like those of well-known models."""
+    """All that the engine renders have the same text and token ids, over templates like those of well-known models."""
     names = [path.stem for path in sorted(TEMPLATES.glob("*.jinja"))]
-    responses, messages = api_rows(names, RESPONSES), api_rows(names, MESSAGES, max_tokens=2048)
+    random = Random(38)
+    drawn = [{str(number): made(random) for number in range(N_DRAWN)} for made in (random_response, random_message)]
+    responses = api_rows(names, {**RESPONSES, **drawn[0]})
+    messages = api_rows(names, {**MESSAGES, **drawn[1]}, max_tokens=2048)
     _, theirs = render_with_vllm([*responses, *messages], tmp_path)
     n = len(responses)
     for kind, given, answers in (
@@ -143,7 +150,8 @@ def test_responses_and_messages_become_the_chats_that_vllm_makes_of_them(tmp_pat
         (Kind.MESSAGES, messages, theirs[n:]),
     ):
         n_rendered, different = differences(given, answers, tmp_path, kind)
-        assert n_rendered > 0.8 * len(answers), [answer for answer in answers if "error" in answer][:9]
+        print(f"{kind}: {n_rendered - len(different)} of {n_rendered} are equal")
+        assert n_rendered > 0.7 * len(answers), [answer for answer in answers if "error" in answer][:9]
         assert not different, f"{len(different)}\n" + "\n".join(different[:12])
 
 
