@@ -12,7 +12,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 #: Templates that have the same structure as those of well-known models, in few lines.
 TEMPLATES = Path(__file__).parents[1] / "real" / "templates"
@@ -70,6 +70,9 @@ def model_files(folder: Path, template: str) -> Path:
     )
     tokenizer.train_from_iterator(["the name of the tool is text, and its arguments are content 123"] * 20, trainer)
     tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in _SPECIAL])
+    # Begins every text but that of a chat, whose template does so.
+    begin = ("<s>", tokenizer.token_to_id("<s>"))
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[begin])
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {
