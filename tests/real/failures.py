@@ -10,12 +10,13 @@ from __future__ import annotations
 import random
 import signal
 import socket
+import statistics
 import tempfile
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from urllib.parse import urlsplit
 import click
 
 from streams.process.waiting import wait_for
-from tests.real.engine import RealEngine
+from tests.real.engine import BLOCK_SIZE, RealEngine
 from tests.real.environment import FULL, missing
 from tests.real.fleet import NOTICE_S, Fleet, Streamed, running
 
@@ -54,7 +55,8 @@ class Link:
         pairs, self._pairs = self._pairs, []
         for pair in pairs:
             for end in pair:
-                end.close() if end.fileno() < 0 else end.shutdown(socket.SHUT_RDWR)
+                with suppress(OSError):  # it broke before
+                    end.shutdown(socket.SHUT_RDWR)
 
     @contextmanager
     def open(self) -> Iterator[Link]:
@@ -86,16 +88,12 @@ class Link:
 
 
 def _pump(source: socket.socket, sink: socket.socket) -> None:
-    try:
+    with suppress(OSError):
         while part := source.recv(65536):
             sink.sendall(part)
-    except OSError:
-        pass
     for end in (source, sink):
-        try:
+        with suppress(OSError):
             end.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass
 
 
 class LinkedEngine(RealEngine):
@@ -127,8 +125,25 @@ def _repair(kind: str, engine: LinkedEngine, fleet: Fleet, began_s: float) -> No
     fleet.wait_exact(FULL)
 
 
-def run(fleet: Fleet, kind: str, rng: random.Random) -> str:
-    """One stream whose engine fails at a random token. Returns how it ended; raises AssertionError if that is wrong."""
+def _until_no_candidate(fleet: Fleet, engine: RealEngine, noticed_s: list[float]) -> None:
+    """Add how long an engine that has just ended is still a candidate of the router."""
+    began_s = time.monotonic()
+    while time.monotonic() < began_s + NOTICE_S:
+        try:
+            candidates = fleet.route([1] * BLOCK_SIZE, FULL, explain=True)["candidates"]
+        except OSError:
+            candidates = []
+        if all(row["worker_id"] != engine.worker_id for row in candidates):
+            break
+        time.sleep(0.05)
+    noticed_s.append(time.monotonic() - began_s)
+
+
+def run(fleet: Fleet, kind: str, rng: random.Random, noticed_s: list[float]) -> str:
+    """One stream whose engine fails at a random token. Returns how it ended; raises AssertionError if that is wrong.
+
+    noticed_s: gets how long an engine that was killed is still a candidate.
+    """
     first = rng.randrange(3, 60)
     prompt = [first + place * 3 % 1900 for place in range(rng.randrange(*PROMPT_TOKENS))]
     n_tokens = rng.randrange(*ANSWER_TOKENS)
@@ -145,6 +160,7 @@ def run(fleet: Fleet, kind: str, rng: random.Random) -> str:
     fleet.settle()
     fails_after = rng.randrange(1, n_tokens - 5)
     hit: list[tuple[LinkedEngine, float]] = []
+    watching: list[threading.Thread] = []
 
     def fail(streamed: Streamed) -> None:
         if streamed.n_tokens >= fails_after and not hit:
@@ -152,9 +168,14 @@ def run(fleet: Fleet, kind: str, rng: random.Random) -> str:
             assert isinstance(engine, LinkedEngine)
             hit.append((engine, time.monotonic()))
             _fail(kind, engine)
+            if kind == KILL:
+                watching.append(threading.Thread(target=_until_no_candidate, args=(fleet, engine, noticed_s)))
+                watching[0].start()
 
     disturbed = fleet.stream("/v1/completions", body, fail)
     engine, began_s = hit[0]
+    for thread in watching:
+        thread.join()
     _repair(kind, engine, fleet, began_s)
     if disturbed.error is not None:
         assert undisturbed.text.startswith(disturbed.text), (kind, disturbed)
@@ -176,16 +197,20 @@ def main(failures: int, kills: int, seed: int) -> None:
     kinds = [KILL] * kills + [(STOP, BREAK)[number % 2] for number in range(failures - kills)]
     rng.shuffle(kinds)
     ends: Counter[tuple[str, str]] = Counter()
+    noticed_s: list[float] = []
     began_s = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="kvstreams-real-") as name, ExitStack() as stack:
         engines = [LinkedEngine(number, Path(name) / "engines", stack) for number in (1, 2)]
         with running(engines, Path(name), **SETTINGS) as fleet:
             for number, kind in enumerate(kinds, 1):
-                ended = run(fleet, kind, rng)
+                ended = run(fleet, kind, rng, noticed_s)
                 ends[kind, ended] += 1
                 click.echo(f"{number} of {failures}: {kind}, {ended}")
             wait_for(lambda: not fleet.n_active(), NOTICE_S, "every booking to end", 0.5)
     click.echo(f"{failures} failures in {time.monotonic() - began_s:.0f} s, no booking is left: {dict(ends)}")
+    if noticed_s:
+        median_s = statistics.median(noticed_s)
+        click.echo(f"engines that ended were candidates for {median_s:.2f} s, at most {max(noticed_s):.2f} s")
 
 
 if __name__ == "__main__":

