@@ -70,9 +70,10 @@ FIELDS: Mapping[str, Effect] = (
         # vLLM
         "allowed_token_ids bad_words ec_transfer_params ignore_eos include_reasoning include_stop_str_in_output "
         "kv_transfer_params length_penalty logits_processors logprob_token_ids media_io_kwargs min_p min_tokens "
-        "mm_processor_kwargs priority repetition_detection repetition_penalty request_id return_prompt_text "
-        "return_token_ids return_token_offsets return_tokens_as_token_ids session_id skip_special_tokens "
-        "spaces_between_special_tokens stop_token_ids stream_interval structured_outputs thinking_token_budget top_k "
+        "mm_processor_kwargs priority repetition_detection repetition_penalty request_id return_mm_kwargs "
+        "return_prompt_text return_token_ids return_token_offsets return_tokens_as_token_ids "
+        "routed_experts_prompt_start session_id skip_special_tokens spaces_between_special_tokens stop_token_ids "
+        "stream_interval structured_outputs thinking_token_budget top_k "
         "truncation_side use_beam_search vllm_xargs watermarking guided_json guided_regex guided_choice guided_grammar "
         "guided_decoding_backend guided_whitespace_pattern "
         # SGLang
@@ -134,8 +135,17 @@ _WITHOUT_EFFECT = frozenset({Effect.READ, Effect.NONE})
 #: The default of a field of /v1/responses, with its value.
 _NOT_TRUNCATED = ("truncation", b'"disabled"')
 
-#: The JSON of values with which a field has no effect. A number 0 has one: `prompt_logprobs`.
-_WITHOUT_VALUE = frozenset({b"null", b"false", b'""', b"[]", b"{}"})
+#: The JSON of the value with which no field has an effect.
+_NULL = b"null"
+
+#: The JSON of values with which fields that are known have no effect. A number 0 has one: `prompt_logprobs`.
+_EMPTY = frozenset({b"false", b'""', b"[]", b"{}"})
+
+#: Known fields that have an effect unless they are null. The numbers among them are 0 if they are false, since engines
+#: read them so; an empty suffix makes vLLM render a prompt with a hole.
+_SET_IF_EMPTY = frozenset(
+    {"data_parallel_rank", "prompt_logprobs", "routed_dp_rank", "suffix", "truncate_prompt_tokens"}
+)
 
 #: Fields without which a request is the same one, if a client sends it again.
 _NOT_IDENTIFYING = frozenset(
@@ -195,7 +205,7 @@ def prompt_part(fields: Fields, known: Mapping[str, Effect] = FIELDS, *, is_chat
     part = PromptPart.WHOLE
     for name, raw in fields.items():
         effect = known.get(name)
-        if effect in _WITHOUT_EFFECT or bytes(raw) in _WITHOUT_VALUE or (name, bytes(raw)) == _NOT_TRUNCATED:
+        if effect in _WITHOUT_EFFECT or _has_no_value(name, bytes(raw), effect):
             continue
         if effect in _NOT_COMPARED:
             return PromptPart.NONE
@@ -205,12 +215,19 @@ def prompt_part(fields: Fields, known: Mapping[str, Effect] = FIELDS, *, is_chat
     return part
 
 
+def _has_no_value(name: str, raw: bytes, effect: Effect | None) -> bool:
+    """Whether an engine does with a field what it does without it. Of an unknown field, the default may be true."""
+    if raw == _NULL or (name, raw) == _NOT_TRUNCATED:
+        return True
+    return effect is not None and raw in _EMPTY and name not in _SET_IF_EMPTY
+
+
 def _echo_skips_cache(fields: Fields, *, is_chat: bool) -> bool:
     """Whether a request wants log probabilities of its prompt, by vLLM's rules: in a chat, `echo` alone does."""
     if not value(fields, "echo"):
         return False
     given = fields.get("top_logprobs" if is_chat else "logprobs", b"0" if is_chat else b"null")
-    return bytes(given) != b"null"
+    return bytes(given) != _NULL
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,7 @@ NOT_READ = [
     {"prompt_logprobs": 1},
     {"prompt_logprobs": 0},
     {"prompt_logprobs": -1},
+    {"prompt_logprobs": False},  # engines read it as the number 0
     {"prompt_logprob_token_ids": [1]},
     {"echo": True, "logprobs": 1},
     {"echo": True, "logprobs": 0},
@@ -37,19 +38,26 @@ OTHER = [
     {"extra_key": ["t2"]},
     {"truncate_prompt_tokens": 16},
     {"truncate_prompt_tokens": -1},
+    {"truncate_prompt_tokens": False},
     {"cache_salt": "s" * 513},
     {"cache_salt": ["a"]},
     {"cache_salt": {"a": 1}},
     {"lora_path": "adapter"},
     {"lora_request": {"lora_name": "a"}},
     {"suffix": "after"},
+    {"suffix": ""},
     {"prompt_embeds": "AAAA"},
     {"session_params": {"id": "1"}},
 ]
 PERHAPS = [
     {"data_parallel_rank": 1},
     {"routed_dp_rank": 0},
+    {"routed_dp_rank": False},
     {"a_field_of_next_year": 1},
+    {"a_field_of_next_year": False},  # its default may be true
+    {"a_field_of_next_year": ""},
+    {"a_field_of_next_year": []},
+    {"a_field_of_next_year": {}},
     {"return_hidden_states": True},
 ]
 WITHOUT_EFFECT = [
@@ -62,6 +70,7 @@ WITHOUT_EFFECT = [
     {"truncate_prompt_tokens": None},
     {"a_field_of_next_year": None},
     {"return_context_logits": False},
+    {"routed_experts_prompt_start": 3, "return_mm_kwargs": False},
     {"stop": ["a"], "user": "u", "seed": 3, "temperature": 0.5, "min_p": 0.1, "rid": "r", "priority": 3},
 ]
 
