@@ -28,7 +28,11 @@ from streams.client.payloads import MEDIA_FIELDS, text_field
 from streams.errors import KvStreamsError
 
 #: Fields of a request whose output an engine's parser or grammar has to finish. Its state is lost with the engine.
-_GUIDED = ("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
+#: The last three are SGLang's.
+_GUIDED = (
+    *("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+    *("json_schema", "regex", "ebnf"),
+)
 
 
 class IllegalMigrationEvent(KvStreamsError, AssertionError):
@@ -346,7 +350,7 @@ def obstacle(body: Mapping[str, Any]) -> str | None:
         return "prompt embeddings cannot be resumed"
     if body.get("echo") or body.get("suffix"):
         return "an answer that contains its prompt, or has a suffix, cannot be resumed"
-    if any(body.get(name) is not None and body[name] is not False for name in ("logprobs", "prompt_logprobs")):
+    if _wants_log_probabilities(body):
         return "log probabilities cannot be resumed"
     if _has_media(body.get("messages")):
         return "prompts with images, audio or video cannot be resumed from token ids"
@@ -357,6 +361,14 @@ def obstacle(body: Mapping[str, Any]) -> str | None:
         if value and not (isinstance(value, Mapping) and value.get("type") == "text"):
             return f"{name} constrains the whole answer, and its state is lost"
     return None
+
+
+def _wants_log_probabilities(body: Mapping[str, Any]) -> bool:
+    """Whether an answer has log probabilities. Engines read a false number as 0, which asks for those of each token."""
+    logprobs = body.get("logprobs")
+    if logprobs is False and "prompt" not in body:  # a truth value, in a chat
+        logprobs = None
+    return logprobs is not None or body.get("prompt_logprobs") is not None
 
 
 def _has_several_prompts(prompt: Any) -> bool:

@@ -27,6 +27,7 @@ from typing import Any
 
 from streams.client.payloads import text_field
 from streams.errors import InvalidRequest
+from streams.frontend.request_fields import is_true
 
 #: Stands for an image or another part that is not text. The prompt is cut there: what an engine makes of such a part
 #: is not known here, so blocks match up to it. Nothing that writes text for JSON, Python or HTML changes it.
@@ -150,10 +151,7 @@ def variables(body: Mapping[str, Any], accepted: frozenset[str], rules: Rule) ->
 
 def flag(body: Mapping[str, Any], name: str, *, default: bool) -> bool:
     """Return a field that is true or false, as vLLM reads it: also from a number or a word."""
-    value = body.get(name, default)
-    if isinstance(value, str):
-        return value.lower() in ("1", "on", "t", "true", "y", "yes")
-    return bool(value)
+    return is_true(body.get(name, default))
 
 
 def _set(values: Mapping[str, Any]) -> dict[str, Any]:

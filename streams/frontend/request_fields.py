@@ -29,6 +29,10 @@ BYTES_PER_TOKEN = 4
 SEQUENCES_MAX = 65_536
 
 
+#: Numbers of requests have at most 64 bits; JSON with larger ones could not be written again.
+NUMBER_MAX = 2**63 - 1
+
+
 class Effect(enum.Enum):
     """What a field does, if it has a value."""
 
@@ -169,6 +173,9 @@ _NOT_IDENTIFYING = frozenset(
     }
 )
 
+#: A whole number that is given as a text.
+_WHOLE_NUMBER = re.compile(r"\s*[+-]?[0-9]{1,19}(\.0+)?\s*")
+
 #: What a text contains of images, audio and video.
 _MEDIA = re.compile(rb'"data:[^"]*"')
 
@@ -195,6 +202,27 @@ def value(fields: Fields, name: str) -> Any:
         return orjson.loads(bytes(raw))
     except orjson.JSONDecodeError:  # such as a number that is too large
         return None
+
+
+def whole_number(value: Any) -> int | None:
+    """Return a field that is a whole number, as engines read it: also from 8.0, a text or a truth value.
+
+    None for every other value, and for numbers of more than 64 bits.
+    """
+    if isinstance(value, str) and _WHOLE_NUMBER.fullmatch(value):
+        number = int(value.partition(".")[0])
+    elif isinstance(value, int) or (isinstance(value, float) and value.is_integer()):
+        number = int(value)
+    else:
+        return None
+    return number if abs(number) <= NUMBER_MAX else None
+
+
+def is_true(value: Any) -> bool:
+    """Return a field that is true or false, as engines read it: also from a number or a word."""
+    if isinstance(value, str):
+        return value.lower() in ("1", "on", "t", "true", "y", "yes")
+    return bool(value)
 
 
 def prompt_part(fields: Fields, known: Mapping[str, Effect] = FIELDS, *, is_chat: bool) -> PromptPart:
@@ -271,8 +299,7 @@ def sequences_of(fields: Fields, n_prompts: int) -> int:
     n = 1
     for name in ("n", "best_of"):
         if name in fields:
-            number = value(fields, name)
-            n = max(n, number) if type(number) is int else n
+            n = max(n, whole_number(value(fields, name)) or 1)
     return min(n * n_prompts, SEQUENCES_MAX)
 
 

@@ -27,11 +27,13 @@ from streams.frontend.request_fields import (
     Fields,
     PromptPart,
     Prompts,
+    is_true,
     prompt_part,
     prompts_of,
     read_fields,
     sequences_of,
     value,
+    whole_number,
 )
 from streams.security.tokens import PRIORITY_MAX, Grant
 from streams.settings import BodyPriority, FrontSettings, listed
@@ -143,8 +145,9 @@ def read_request(kind: Kind, body: bytes) -> FrontRequest:
     if model is not None and len(model) > NAME_CHARS_MAX:
         raise InvalidRequest(f"model has more than {NAME_CHARS_MAX} characters")
     limit = value(fields, "max_output_tokens" if kind is Kind.RESPONSES else "max_tokens")
-    if "max_completion_tokens" in fields:
+    if kind is Kind.CHAT and "max_completion_tokens" in fields:
         limit = value(fields, "max_completion_tokens") or limit
+    limit = whole_number(limit)
     salt = value(fields, "cache_salt")
     part = prompt_part(fields, _FIELDS.get(kind, FIELDS), is_chat=kind is Kind.CHAT)
     if salt and not (isinstance(salt, str) and len(salt) <= NAME_CHARS_MAX):
@@ -156,8 +159,8 @@ def read_request(kind: Kind, body: bytes) -> FrontRequest:
     return FrontRequest(
         kind,
         model,
-        stream=value(fields, "stream") is True,
-        expected_output_tokens=limit if type(limit) is int and 0 < limit <= PRIORITY_MAX else None,
+        stream=is_true(value(fields, "stream")),
+        expected_output_tokens=limit if limit is not None and 0 < limit <= PRIORITY_MAX else None,
         cache_salt=salt or None,
         prompt=prompt,
         part=part,

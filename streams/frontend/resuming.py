@@ -30,7 +30,7 @@ from streams.client.migration import (
     rewound_characters,
 )
 from streams.frontend.answers import DONE, error_status, may_be_served_elsewhere, usage_tokens
-from streams.frontend.request_fields import prompts_of
+from streams.frontend.request_fields import is_true, prompts_of, whole_number
 from streams.frontend.requests import Kind
 
 #: Bytes of one event of an engine. The first one repeats the prompt's ids, about 8 bytes for each.
@@ -101,7 +101,7 @@ _NOT_RESUMED = frozenset(
 class _Fields(msgspec.Struct):
     """The fields of a body that matter while an answer is passed on. Everything else is skipped and not parsed."""
 
-    max_tokens: Any = None
+    max_tokens: Any = msgspec.UNSET
     max_completion_tokens: Any = None
     min_tokens: Any = None
     stop: Any = None
@@ -145,18 +145,20 @@ def answer_options(kind: Kind, body: bytes) -> AnswerOptions:
     is_several = (
         any((number or 1) != 1 for number in (fields.n, fields.best_of)) or prompts_of(bytes(fields.prompt)).n > 1
     )
-    limit = fields.max_tokens if fields.max_completion_tokens is None else fields.max_completion_tokens
-    if limit is None and kind is not Kind.CHAT:
+    limit = fields.max_tokens
+    if kind is Kind.CHAT and fields.max_completion_tokens is not None:  # engines do not read it in completions
+        limit = fields.max_completion_tokens
+    if limit is msgspec.UNSET and kind is not Kind.CHAT:  # null means that there is no limit
         limit = COMPLETION_TOKENS_DEFAULT
     return AnswerOptions(
         is_chat=kind is Kind.CHAT,
-        wants_ids=fields.return_token_ids is True,
+        wants_ids=is_true(fields.return_token_ids),
         wants_usage=wants_usage,
         wants_usage_so_far=wants_usage and usage.get("continuous_usage_stats") is True,
         is_greedy=fields.temperature == 0,
         is_several=is_several,
-        tokens_max=limit if type(limit) is int and not is_several else None,
-        tokens_min=fields.min_tokens if type(fields.min_tokens) is int else 0,
+        tokens_max=None if is_several else whole_number(limit),
+        tokens_min=whole_number(fields.min_tokens) or 0,
         stops={"stop": fields.stop, "include_stop_str_in_output": fields.include_stop_str_in_output},
     )
 

@@ -59,7 +59,8 @@ async def booked(stage: Stage, **body: Any) -> tuple[int, int]:
             {"prompt": ids(2000, 0), "n": 16}, 1200, 125 + 16, id="16 answers to a prompt that is partly held"
         ),
         pytest.param({"prompt": ids(160, 5000), "n": 0}, 160, 10, id="a wrong number"),
-        pytest.param({"prompt": ids(160, 5000), "n": "16"}, 160, 10, id="not a number"),
+        pytest.param({"prompt": ids(160, 5000), "n": "16"}, 160, 10 + 16, id="a text that is a number"),
+        pytest.param({"prompt": ids(160, 5000), "n": "many"}, 160, 10, id="not a number"),
     ],
 )
 async def test_all_prompts_and_all_answers_are_booked(backend: Backend, body: Any, tokens: int, blocks: int) -> None:

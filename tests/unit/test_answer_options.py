@@ -33,13 +33,39 @@ def test_a_request_without_options_gets_openais_defaults() -> None:
         ({"max_tokens": 5, "n": 2}, None),
         ({"max_tokens": 5, "best_of": 2}, None),
         ({"max_tokens": 5, "n": 1, "best_of": None}, 5),
-        ({"max_tokens": "5"}, None),  # the engine refuses it
-        ({"max_tokens": True}, None),
+        ({"max_tokens": "5"}, 5),  # engines read all of these as numbers
+        ({"max_tokens": 5.0}, 5),
+        ({"max_tokens": " 5.0 "}, 5),
+        ({"max_tokens": True}, 1),
+        ({"max_tokens": 5, "max_completion_tokens": "7"}, 7),
+        ({"max_tokens": "many"}, None),  # the engine refuses these
+        ({"max_tokens": 5.5}, None),
+        ({"max_tokens": 2**63}, None),  # no limit that could be reached
+        ({"max_tokens": 1e300}, None),
     ],
 )
 def test_the_limit_is_that_of_the_only_answer(fields: dict[str, Any], tokens_max: int | None) -> None:
     """With several answers, no limit of one stream follows from it."""
     assert options(Kind.CHAT, **fields).tokens_max == tokens_max
+
+
+@pytest.mark.parametrize(
+    ("fields", "tokens_max"),
+    [
+        ({"max_tokens": None}, None),
+        ({"max_completion_tokens": 100}, COMPLETION_TOKENS_DEFAULT),
+        ({"max_tokens": 5, "max_completion_tokens": 100}, 5),
+    ],
+)
+def test_the_limit_of_a_completion_is_max_tokens_which_may_be_null(fields: Any, tokens_max: int | None) -> None:
+    """Null is no limit. Engines do not read max_completion_tokens, so a stream that moves must not go on up to it."""
+    assert options(Kind.COMPLETION, **fields).tokens_max == tokens_max
+
+
+def test_numbers_and_truth_values_are_read_as_engines_read_them() -> None:
+    """Otherwise a stream that moved would have other limits, and its client no token ids."""
+    asked = options(Kind.CHAT, min_tokens="3", return_token_ids="true")
+    assert (asked.tokens_min, asked.wants_ids) == (3, True)
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,7 @@ def test_a_body_that_is_nested_too_deeply_is_refused() -> None:
 
 def test_fields_of_wrong_types_are_left_to_the_engine() -> None:
     """The front reads what it can use; an engine refuses the rest with its own error."""
-    request = read(model=7, stream="yes", max_tokens="many", cache_salt=[1], prompt={"a": 1}, other=[{}])
+    request = read(model=7, stream="perhaps", max_tokens="many", cache_salt=[1], prompt={"a": 1}, other=[{}])
     assert (request.model, request.stream, request.expected_output_tokens, request.cache_salt) == (
         None,
         False,
@@ -73,6 +73,20 @@ def test_the_limit_of_a_chat_is_max_completion_tokens_if_it_is_given() -> None:
     """OpenAI's API has two names for it, of which max_tokens is the older one."""
     assert read(Kind.CHAT, max_tokens=5).expected_output_tokens == 5
     assert read(Kind.CHAT, max_tokens=5, max_completion_tokens=7).expected_output_tokens == 7
+
+
+def test_a_completion_has_no_limit_of_that_name() -> None:
+    """Engines do not read it there."""
+    assert read(max_tokens=5, max_completion_tokens=7).expected_output_tokens == 5
+    assert read(max_completion_tokens=7).expected_output_tokens is None
+
+
+@pytest.mark.parametrize("stream", [True, 1, "true", "Yes", "on", "1"])
+def test_fields_are_read_as_engines_read_them(stream: Any) -> None:
+    """A stream is one in every spelling, and numbers may be texts or have a decimal point."""
+    request = read(stream=stream, max_tokens="9", n="3", best_of=2.0)
+    assert (request.stream, request.expected_output_tokens, request.sequences) == (True, 9, 3)
+    assert not read(stream="false").stream and read(max_tokens=9.0).expected_output_tokens == 9
 
 
 def test_headers_become_fields_of_the_route_request() -> None:
