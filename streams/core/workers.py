@@ -216,6 +216,7 @@ class RenderPart(enum.StrEnum):
     VARIABLES = "variables_of_the_template"
     EFFORT = "a_reasoning_effort"
     DOCUMENTS = "documents"
+    TOOL_CHOICE = "tools_that_may_not_be_called"
 
     @property
     def words(self) -> str:

@@ -113,6 +113,7 @@ PROMPTS: Mapping[RenderPart, tuple[Kind, Mapping[str, Any]]] = {
             },
             RenderPart.EFFORT: {**_user(), "reasoning_effort": "none"},
             RenderPart.DOCUMENTS: {**_user(), "documents": [{"title": "Sums", "text": "2 + 2 is 4."}]},
+            RenderPart.TOOL_CHOICE: {**_user(), "tools": _TOOLS, "tool_choice": "none"},
         }.items()
     },
 }

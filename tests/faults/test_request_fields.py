@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from streams.core.hashing import local_hashes
 from streams.core.routing.selection import RouterMode
+from streams.core.workers import RenderPart
 from streams.frontend.request_fields import FIELDS, Effect
 from streams.settings import Settings
 from tests.helpers.front_stage import Backend, Stage, on_stage
 from tests.helpers.local_router import SureRouter, hold, local_router, rank, register
 from tests.helpers.pages import ROOT
+from tests.helpers.rendering_engine import byte_model, probe
 from tests.helpers.scripted_engine import Script, ScriptedEngine, scripted_engines
 
 PROMPT = list(range(1000, 1160))
@@ -165,6 +168,36 @@ async def test_a_prompt_of_which_no_tokens_are_known_is_not_exact(backend: Backe
         assert mode == "fallback" and overlap.startswith("0/") and 30 <= int(overlap[2:]) <= 45
         overlap, mode = await answer(stage, "/v1/chat/completions", {"model": "m", "messages": chat, "stream": True})
         assert mode == "fallback" and 30 <= int(overlap[2:]) <= 45
+
+
+WITH_TOOLS = (
+    "{% for tool in tools or [] %}[{{tool.function.name}}]{% endfor %}"
+    "{% for m in messages if m.role not in ('system', 'developer') %}{{m.content}}{% endfor %}"
+)
+CHAT = {"messages": [{"role": "user", "content": "2 + 2?"}]}
+TOOLS = [{"type": "function", "function": {"name": "sum", "parameters": {}}}]
+
+
+@pytest.mark.parametrize("leaves_out", [False, True], ids=["shown", "left-out"])
+def test_tools_that_may_not_be_called_are_rendered_as_the_engine_does(tmp_path: Path, leaves_out: bool) -> None:
+    """A flag of vLLM leaves them out (`--exclude-tools-when-tool-choice-none`). The probe finds it out."""
+
+    def renders(body: Mapping[str, Any]) -> str:
+        is_none = leaves_out and body.get("tool_choice") == "none"
+        names = [] if is_none else [tool["function"]["name"] for tool in body.get("tools") or ()]
+        shown = [message for message in body["messages"] if message["role"] not in ("system", "developer")]
+        contents = [message.get("content") or "" for message in shown]
+        texts = [
+            content if isinstance(content, str) else "\n".join(part["text"] for part in content if part["text"])
+            for content in contents
+        ]
+        return "".join([*(f"[{name}]" for name in names), *texts])
+
+    chats = [{**CHAT, "tools": TOOLS, "tool_choice": choice} for choice in ("none", "auto")]
+    probed = probe(byte_model(tmp_path, WITH_TOOLS), renders, chats, renders)
+    source = "engine" if leaves_out else "files"
+    assert probed.prompts == [(renders(chat), source) for chat in chats]
+    assert probed.outcome == (("differs", RenderPart.TOOL_CHOICE.value) if leaves_out else ("equal", None))
 
 
 def test_the_documentation_has_every_field_with_an_effect() -> None:
