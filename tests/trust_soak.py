@@ -9,6 +9,10 @@ leading blocks of the prompt as the answer says at no moment from one second bef
 arrived.
 
     python -m tests.trust_soak --minutes 60
+    KVSTREAMS_REAL_VLLM=FOLDER python -m tests.trust_soak --real 2 --minutes 36
+
+With --real, so many of the engines are real vLLM servers, and the load is one that a CPU can compute. Their journals
+are written from their own events (tests/real/journaled_engine.py).
 """
 
 from __future__ import annotations
@@ -44,13 +48,32 @@ from streams.lab.trace import ChatShape, TraceRequest, generate, tokens_for
 from streams.process.waiting import wait_for
 from streams.settings import Settings, as_environ
 from streams.topics import topics
+from tests.real.engine import BLOCK_SIZE as REAL_BLOCK_SIZE
+from tests.real.environment import FULL, missing
+from tests.real.journaled_engine import JournaledEngine
 
-MODEL = "soak"
-BLOCK_SIZE = 16
 N_ENGINES = 4
 
-#: Small, so that blocks are evicted all the time, as on engines under load.
+#: Of scopes with simulated engines only. A real vLLM on a CPU takes multiples of 32.
+BLOCK_SIZE = 16
+
+#: Small, so that blocks are evicted all the time, as on engines under load. Real engines compute shorter prompts.
 BLOCKS_PER_ENGINE = 4096
+REAL_BLOCKS_PER_ENGINE = 600
+
+#: What a real engine on a CPU can compute: prompts of up to 2,500 tokens.
+REAL_SHAPE = ChatShape(
+    n_system_prompts=8,
+    system_prompt_blocks_max=2,
+    first_text_mean=200,
+    next_text_mean=80,
+    output_mean=8,
+    output_max=16,
+    input_max=2_500,
+)
+
+#: Tokens of the real engines' model.
+REAL_TOKENS = 1_900
 
 #: How old an answer's knowledge may be: an event needs some milliseconds to reach a router.
 LATE_NS = 1_000_000_000
@@ -82,33 +105,104 @@ class Asked:
 
 @dataclass
 class EngineSlot:
-    """One engine: its ports and journal stay the same when its process is replaced."""
+    """One simulated engine: its addresses and its journal stay the same when its process is replaced."""
 
     worker_id: int
-    ports: tuple[int, int, int]
-    journal: Path
-    child: Child | None = None
+    model: str
+    block_size: int
+    n_blocks: int
+    directory: Path
+    children: Children
     deaths_ns: list[int] = field(default_factory=list)
 
-    @property
-    def url(self) -> str:
-        """Address of its HTTP API."""
-        return f"http://127.0.0.1:{self.ports[0]}"
+    def __post_init__(self) -> None:
+        self._ports = free_port(), free_port(), free_port()
+        self._child: Child | None = None
+        self.url, self.events, self.replay = (
+            f"{scheme}://127.0.0.1:{port}" for scheme, port in zip(("http", "tcp", "tcp"), self._ports, strict=True)
+        )
+        self.journal = self.directory / f"journal-{self.worker_id}"
+
+    def start(self, *, other_block_size: bool = False) -> None:
+        """Start a process."""
+        http, events, replay = self._ports
+        size = self.block_size * (1 + other_block_size)
+        arguments = [
+            *("-m", "streams.cli", "sim", "--worker", str(self.worker_id), "--model", self.model),
+            *("--port", str(http), "--events-port", str(events), "--replay-port", str(replay)),
+            *("--blocks", str(self.n_blocks), "--time-scale", "2", "--journal", str(self.journal)),
+            *("--block-size", str(size)),
+        ]
+        log = self.directory / "logs" / f"engine-{self.worker_id}.log"
+        self._child = self.children.add(Child(f"engine-{self.worker_id}", arguments, log, {})).start()
+
+    def kill(self) -> None:
+        """End the process with SIGKILL, and note when its cache was gone."""
+        assert self._child is not None
+        self._child.kill()
+        self.deaths_ns.append(time.time_ns())
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to the process."""
+        assert self._child is not None
+        self._child.signal(number)
+
+    def wait_ready(self) -> None:
+        """Nothing is waited for: the process is registered once it answers."""
+
+    def close(self) -> None:
+        """`children` ends the process."""
+
+
+class RealSlot:
+    """One real engine, as EngineSlot has a simulated one."""
+
+    def __init__(self, worker_id: int, directory: Path) -> None:
+        self.worker_id = worker_id
+        self.journal = directory / f"journal-{worker_id}"
+        self.deaths_ns: list[int] = []
+        flags = ("--num-gpu-blocks-override", str(REAL_BLOCKS_PER_ENGINE))
+        self._engine = JournaledEngine(worker_id, FULL, directory / "engines", self.journal, flags)
+        self.url, self.events, self.replay = self._engine.url, self._engine.events, self._engine.replay
+
+    def start(self, *, other_block_size: bool = False) -> None:
+        """Start the processes, and return at once."""
+        self._engine.start(block_size=REAL_BLOCK_SIZE * (1 + other_block_size))
+
+    def kill(self) -> None:
+        """End the processes with SIGKILL, and note when the cache was gone."""
+        self._engine.kill()
+        self.deaths_ns.append(time.time_ns())
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to the processes."""
+        self._engine.signal(number)
+
+    def wait_ready(self) -> None:
+        """Wait until the engine answers."""
+        self._engine.wait_ready()
+
+    def close(self) -> None:
+        """End the processes and the journal."""
+        self._engine.close()
 
 
 class Fleet:
     """The processes of the soak, and the faults that can be done to them."""
 
-    def __init__(self, stack: Stack, children: Children, broker_pid: int, directory: Path, rng: random.Random) -> None:
+    def __init__(
+        self,
+        stack: Stack,
+        children: Children,
+        broker_pid: int,
+        engines: Sequence[EngineSlot | RealSlot],
+        rng: random.Random,
+    ) -> None:
         self._stack = stack
         self._children = children
         self._broker_pid = broker_pid
-        self._directory = directory
         self._rng = rng
-        self.engines = [
-            EngineSlot(number, (free_port(), free_port(), free_port()), directory / f"journal-{number}")
-            for number in range(1, N_ENGINES + 1)
-        ]
+        self.engines = engines
         self.bridges: list[Child] = []
         self.worker: RouterProcess
         self.router: RouterProcess
@@ -119,45 +213,30 @@ class Fleet:
         self.worker = self._stack.worker()
         self.router = self._stack.router("router")
         for slot in self.engines:
-            self.start_engine(slot)
+            slot.start()
+        for slot in self.engines:
+            slot.wait_ready()
         # Two bridges, so that one without faults always feeds half of the engines.
         self.bridges = [self._bridge(number, {}) for number in range(2)]
         for router in (self.worker, self.router):
             wait_workers(router.url, N_ENGINES)
 
-    def start_engine(self, slot: EngineSlot, *options: str) -> None:
-        """Start an engine on its ports."""
-        http, events, replay = slot.ports
-        arguments = [
-            *("-m", "streams.cli", "sim", "--worker", str(slot.worker_id), "--model", MODEL),
-            *("--port", str(http), "--events-port", str(events), "--replay-port", str(replay)),
-            *("--blocks", str(BLOCKS_PER_ENGINE), "--time-scale", "2", "--journal", str(slot.journal), *options),
-        ]
-        log = self._directory / "logs" / f"engine-{slot.worker_id}.log"
-        slot.child = self._children.add(Child(f"engine-{slot.worker_id}", arguments, log, {})).start()
-
-    def kill_engine(self, slot: EngineSlot) -> None:
-        """End an engine with SIGKILL, and note when its cache was gone."""
-        assert slot.child is not None
-        slot.child.kill()
-        slot.deaths_ns.append(time.time_ns())
-
-    def _option(self, slot: EngineSlot, fault: str) -> str:
-        _, events, replay = slot.ports
+    def _option(self, slot: EngineSlot | RealSlot, fault: str) -> str:
+        events, replay = slot.events, slot.replay
         if fault == "swapped ports":
             events, replay = replay, events
         if fault == "no events":
-            events = free_port()
-        parts = [f"id={slot.worker_id}", f"url={slot.url}", f"events=tcp://127.0.0.1:{events}"]
+            events = f"tcp://127.0.0.1:{free_port()}"
+        parts = [f"id={slot.worker_id}", f"url={slot.url}", f"events={events}"]
         if fault != "no replay":
-            parts.append(f"replay=tcp://127.0.0.1:{replay}")
+            parts.append(f"replay={replay}")
         return ",".join(parts)
 
     def _bridge(self, number: int, faults: dict[int, str]) -> Child:
         arguments = ["-m", "streams.cli", "bridge"]
         for slot in self.engines[number::2]:
             arguments += ["--engine", self._option(slot, faults.get(slot.worker_id, ""))]
-        log = self._directory / "logs" / f"bridge-{number}.log"
+        log = self._stack.directory / "logs" / f"bridge-{number}.log"
         return self._children.add(Child("bridge", arguments, log, as_environ(self._stack.settings))).start()
 
     # -- faults, each of which ends as it should be --------------------------------------------------------------------
@@ -165,24 +244,22 @@ class Fleet:
     async def engine_killed(self, lasts_s: float) -> None:
         """An engine is killed and starts again with an empty cache."""
         slot = self._rng.choice(self.engines)
-        self.kill_engine(slot)
+        slot.kill()
         await asyncio.sleep(lasts_s)
-        self.start_engine(slot)
+        slot.start()
 
     async def engine_paused(self, lasts_s: float) -> None:
         """An engine stops for a while and continues."""
-        slot = self._rng.choice(self.engines)
-        assert slot.child is not None
-        await _paused(slot.child, lasts_s)
+        await _paused(self._rng.choice(self.engines), lasts_s)
 
     async def engine_with_other_blocks(self, lasts_s: float) -> None:
         """An engine is replaced by one with another block size, and back."""
         slot = self._rng.choice(self.engines)
-        self.kill_engine(slot)
-        self.start_engine(slot, "--block-size", "32")
+        slot.kill()
+        slot.start(other_block_size=True)
         await asyncio.sleep(lasts_s)
-        self.kill_engine(slot)
-        self.start_engine(slot)
+        slot.kill()
+        slot.start()
 
     async def bridge_killed(self, lasts_s: float) -> None:
         """A bridge is killed and starts again."""
@@ -237,7 +314,9 @@ class Fleet:
         """A router with another block size must not start; if it does, it never ends by itself."""
         del lasts_s
         self.counts["routers"] += 1
-        other = self._stack.router(f"other-{self.counts['routers']}", wait=False, block_size=32)
+        other = self._stack.router(
+            f"other-{self.counts['routers']}", wait=False, block_size=2 * self._stack.settings.block_size
+        )
         await asyncio.to_thread(wait_for, lambda: not other.child.running, READY_TIMEOUT_S, "the router to be refused")
 
     async def broker_paused(self, lasts_s: float) -> None:
@@ -275,7 +354,7 @@ class Fleet:
         return [fault for fault in every if only in fault.__name__]
 
 
-async def _paused(child: Child, lasts_s: float) -> None:
+async def _paused(child: Child | EngineSlot | RealSlot, lasts_s: float) -> None:
     child.signal(signal.SIGSTOP)
     try:
         await asyncio.sleep(lasts_s)
@@ -286,8 +365,9 @@ async def _paused(child: Child, lasts_s: float) -> None:
 class Load:
     """Clients that route each request of a trace, let the chosen engine compute it, and free it."""
 
-    def __init__(self, fleet: Fleet, requests: Sequence[TraceRequest], speedup: float) -> None:
+    def __init__(self, fleet: Fleet, model: str, requests: Sequence[TraceRequest], speedup: float) -> None:
         self._fleet = fleet
+        self._model = model
         self._requests = requests
         self._speedup = speedup
         self._in_flight = asyncio.Semaphore(IN_FLIGHT_MAX)
@@ -308,6 +388,13 @@ class Load:
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
+    def tokens_of(self, number: int) -> bytes:
+        """Return the prompt of a request, u32 LE."""
+        tokens = tokens_for(self._requests[number])
+        if self._model != FULL:
+            return tokens
+        return (np.frombuffer(tokens, dtype="<u4") % REAL_TOKENS).astype("<u4").tobytes()
+
     async def cancel(self) -> None:
         """End the requests that are still running."""
         for task in self._tasks:
@@ -318,7 +405,7 @@ class Load:
         async with self._in_flight:
             router = number % 2
             url = (self._fleet.worker, self._fleet.router)[router].url
-            tokens = tokens_for(request)
+            tokens = self.tokens_of(number)
             try:
                 choice = await self._route(http, router, url, number, tokens)
                 if choice is None:
@@ -345,7 +432,7 @@ class Load:
         sent_ns = time.time_ns()
         async with http.post(
             f"{url}/route",
-            params={"request_id": f"s{number}", "model": MODEL},
+            params={"request_id": f"s{number}", "model": self._model},
             data=tokens,
             headers={"Content-Type": "application/octet-stream"},
         ) as response:
@@ -390,14 +477,20 @@ class Wrong:
 
 
 def wrong_answers(
-    asked: Iterable[Asked], requests: Sequence[TraceRequest], histories: dict[int, CacheHistory]
+    asked: Iterable[Asked],
+    tokens_of: Callable[[int], bytes],
+    block_size: int,
+    histories: dict[int, CacheHistory],
 ) -> list[Wrong]:
-    """Return the answers that claim to be exact and were true at no moment of the last second."""
+    """Return the answers that claim to be exact and were true at no moment of the last second.
+
+    tokens_of: returns the prompt of a request, u32 LE.
+    """
     wrong: list[Wrong] = []
     for answer in asked:
         if answer.chosen_mode != "exact":
             continue
-        sequence = hash_prompt(tokens_for(requests[answer.prompt]), BLOCK_SIZE).sequence.tolist()
+        sequence = hash_prompt(tokens_of(answer.prompt), block_size).sequence.tolist()
         held = histories[answer.worker_id].overlaps(sequence, answer.sent_ns - LATE_NS, answer.received_ns)
         if answer.overlap not in held:
             true_until_ns = histories[answer.worker_id].last_held_ns(sequence, answer.overlap, answer.sent_ns)
@@ -453,35 +546,51 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=None)
-    parser.add_argument("--rate", type=float, default=14.0, help="requests per second")
+    parser.add_argument("--rate", type=float, default=None, help="requests per second; 14 by default")
+    parser.add_argument("--real", type=int, default=0, help="so many of the engines are real; at 3 requests per second")
     parser.add_argument("--only", default="", help="only faults whose names contain this")
     parser.add_argument(
         "--keep", action="store_true", help="keep the folder with journals and logs even if no answer was wrong"
     )
     options = parser.parse_args()
+    reason = missing()
+    if options.real and reason is not None:
+        parser.error(reason)
+    model, block_size = (FULL, REAL_BLOCK_SIZE) if options.real else ("soak", BLOCK_SIZE)
+    n_blocks = REAL_BLOCKS_PER_ENGINE if options.real else BLOCKS_PER_ENGINE
+    if options.rate is None:
+        options.rate = 3.0 if options.real else 14.0
     seed = random.randrange(1 << 32) if options.seed is None else options.seed
     print(f"seed {seed}", flush=True)
     rng = random.Random(seed)
     n_requests = round(options.minutes * 60.0 * options.rate * 1.2) + 100
-    requests = generate(n_requests, np.random.default_rng(seed), ChatShape())
+    requests = generate(n_requests, np.random.default_rng(seed), REAL_SHAPE if options.real else ChatShape())
     rate = len(requests) / (requests[-1].timestamp_ms / 1000.0)
     directory = Path(tempfile.mkdtemp(prefix="kvstreams-trust-soak-"))
     kafka = LocalKafka(LocalKafkaConfig(directory / "kafka"))
     wrong: list[Wrong] = []
     try:
         broker = kafka.up()
-        settings = Settings(kafka=broker.bootstrap, partitions=4, session_timeout_s=6.0)
+        settings = Settings(kafka=broker.bootstrap, partitions=4, session_timeout_s=6.0, block_size=block_size)
         ensure_topics(settings, topics(settings).all())
         with Children() as children:
-            fleet = Fleet(Stack(settings, directory, children), children, broker.pid, directory, rng)
-            fleet.start()
-            load = Load(fleet, requests, options.rate / rate)
+            engines = [
+                RealSlot(number, directory)
+                if number <= options.real
+                else EngineSlot(number, model, block_size, n_blocks, directory, children)
+                for number in range(1, N_ENGINES + 1)
+            ]
+            fleet = Fleet(Stack(settings, directory, children), children, broker.pid, engines, rng)
+            load = Load(fleet, model, requests, options.rate / rate)
             events: list[tuple[int, str]] = []
             try:
+                fleet.start()
                 asyncio.run(run(fleet, load, options.minutes * 60.0, options.only, rng, events))
             finally:
-                histories = {slot.worker_id: CacheHistory.read(slot.journal, slot.deaths_ns) for slot in fleet.engines}
-                wrong = wrong_answers(load.asked, requests, histories)
+                for slot in engines:
+                    slot.close()
+                histories = {slot.worker_id: CacheHistory.read(slot.journal, slot.deaths_ns) for slot in engines}
+                wrong = wrong_answers(load.asked, load.tokens_of, block_size, histories)
                 report(load, wrong, events)
                 print(f"faults: {dict(Counter(what.split()[0] for _, what in events if ' for ' in what))}")
     finally:

@@ -60,7 +60,7 @@ class RealEngine:
         self._flags = tuple(flags)
         self._process: subprocess.Popen[bytes] | None = None
 
-    def start(self, env: Mapping[str, str] | None = None) -> None:
+    def start(self, env: Mapping[str, str] | None = None, block_size: int = BLOCK_SIZE) -> None:
         """Start the processes, and return at once."""
         published = {
             "enable_kv_cache_events": True,
@@ -78,7 +78,7 @@ class RealEngine:
                 self.model,
             ),
             *("--dtype", "float32", "--host", "127.0.0.1", "--port", str(self._port), "--enforce-eager"),
-            *("--enable-prompt-tokens-details", "--max-model-len", "4096", "--block-size", str(BLOCK_SIZE)),
+            *("--enable-prompt-tokens-details", "--max-model-len", "4096", "--block-size", str(block_size)),
             *("--kv-events-config", json.dumps(published), *self._flags),
         ]
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
