@@ -176,6 +176,9 @@ _NOT_IDENTIFYING = frozenset(
 #: A whole number that is given as a text.
 _WHOLE_NUMBER = re.compile(r"\s*[+-]?[0-9]{1,19}(\.0+)?\s*")
 
+#: How a list of texts or of lists begins, after whatever white space.
+_LIST = re.compile(rb'\s*\[\s*(["\[])')
+
 #: What a text contains of images, audio and video.
 _MEDIA = re.compile(rb'"data:[^"]*"')
 
@@ -282,11 +285,11 @@ ONE_PROMPT = Prompts()
 
 def prompts_of(raw: bytes) -> Prompts:
     """Read the field `prompt`: a text, a list of ids, or a list of either. Ids are counted and not parsed."""
-    begin = raw[:64].translate(None, b" \t\r\n")
-    if begin.startswith(b"[["):
-        return Prompts(raw.count(b"[") - 1, raw.count(b",") + 1)
-    if not begin.startswith(b'["'):
+    begin = _LIST.match(raw)
+    if begin is None:
         return ONE_PROMPT
+    if begin[1] == b"[":
+        return Prompts(raw.count(b"[") - 1, raw.count(b",") + 1)
     try:
         texts = _TEXTS.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError):

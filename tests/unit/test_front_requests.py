@@ -75,6 +75,15 @@ def test_the_limit_of_a_chat_is_max_completion_tokens_if_it_is_given() -> None:
     assert read(Kind.CHAT, max_tokens=5, max_completion_tokens=7).expected_output_tokens == 7
 
 
+@pytest.mark.parametrize("space", [b"", b" ", b"\n" + b" " * 200], ids=["none", "one", "indented"])
+def test_several_prompts_are_recognised_in_indented_json(space: bytes) -> None:
+    """Each of them is booked, and an answer that compares one is not exact."""
+    for first, second in ((b"[1, 2]", b"[3]"), (b'"a"', b'"b"')):
+        prompt = b"[" + space + first + b"," + space + second + space + b"]"
+        request = read_request(Kind.COMPLETION, b'{"prompt":' + space + prompt + b"}")
+        assert (request.prompts.n, request.sequences, request.part) == (2, 2, PromptPart.BEGINNING)
+
+
 def test_a_completion_has_no_limit_of_that_name() -> None:
     """Engines do not read it there."""
     assert read(max_tokens=5, max_completion_tokens=7).expected_output_tokens == 5
