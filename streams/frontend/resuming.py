@@ -141,7 +141,7 @@ def answer_options(kind: Kind, body: bytes) -> AnswerOptions:
     """Parse a request. body: a JSON object."""
     fields = _DECODER.decode(body)
     usage = fields.stream_options if isinstance(fields.stream_options, dict) else {}
-    wants_usage = usage.get("include_usage") is True
+    wants_usage = is_true(usage.get("include_usage"))
     is_several = (
         any((number or 1) != 1 for number in (fields.n, fields.best_of)) or prompts_of(bytes(fields.prompt)).n > 1
     )
@@ -154,7 +154,7 @@ def answer_options(kind: Kind, body: bytes) -> AnswerOptions:
         is_chat=kind is Kind.CHAT,
         wants_ids=is_true(fields.return_token_ids),
         wants_usage=wants_usage,
-        wants_usage_so_far=wants_usage and usage.get("continuous_usage_stats") is True,
+        wants_usage_so_far=wants_usage and is_true(usage.get("continuous_usage_stats")),
         is_greedy=fields.temperature == 0,
         is_several=is_several,
         tokens_max=None if is_several else whole_number(limit),

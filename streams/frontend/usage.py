@@ -13,6 +13,8 @@ from typing import Any
 import msgspec
 import orjson
 
+from streams.frontend.request_fields import is_true
+
 #: Bytes of an event that is not complete and is held back. A longer one is passed on as it comes.
 EVENT_BYTES_MAX = 64 << 20
 
@@ -50,7 +52,7 @@ def usage_options(body: bytes) -> dict[str, Any] | None:
     options = _DECODER.decode(body).stream_options
     own = options if isinstance(options, dict) else {}
     # Options that the engine will refuse stay as they are.
-    return None if own.get("include_usage") is True or options not in (None, own) else {**own, "include_usage": True}
+    return None if is_true(own.get("include_usage")) or options not in (None, own) else {**own, "include_usage": True}
 
 
 def with_fields(body: bytes, fields: Mapping[str, Any]) -> bytes:

@@ -76,11 +76,13 @@ def test_numbers_and_truth_values_are_read_as_engines_read_them() -> None:
         ({"include_usage": True}, True, False),
         ({"include_usage": True, "continuous_usage_stats": True}, True, True),
         ({"continuous_usage_stats": True}, False, False),
-        ({"include_usage": 1}, False, False),
+        ({"include_usage": 1}, True, False),  # as engines read it
+        ({"include_usage": "true", "continuous_usage_stats": 1}, True, True),
+        ({"include_usage": "false"}, False, False),
     ],
 )
 def test_usage_so_far_is_only_for_clients_that_want_usage(stream_options: Any, usage: bool, so_far: bool) -> None:
-    """Values other than `true` do not ask for it."""
+    """Truth values are read as engines read them."""
     asked = options(Kind.CHAT, stream_options=stream_options)
     assert (asked.wants_usage, asked.wants_usage_so_far) == (usage, so_far)
 

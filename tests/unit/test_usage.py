@@ -138,6 +138,8 @@ def test_an_event_without_a_usage_changes_nothing(page: bytes) -> None:
         ({"stream_options": {}}, {"include_usage": True}),
         ({"stream_options": {"include_usage": False, "other": 1}}, {"include_usage": True, "other": 1}),
         ({"stream_options": {"include_usage": True}}, None),
+        ({"stream_options": {"include_usage": 1}}, None),
+        ({"stream_options": {"include_usage": "true"}}, None),
         ({"stream_options": "wrong"}, None),
     ],
 )
