@@ -85,6 +85,9 @@ FAULT_S = (1.0, 15.0)
 #: Requests of the load at once. While engines are dead or paused, further requests are dropped.
 IN_FLIGHT_MAX = 64
 
+#: vLLM refuses a body that is not said to be JSON.
+_JSON = {"Content-Type": "application/json"}
+
 _TIMEOUT = aiohttp.ClientTimeout(total=20.0)
 
 
@@ -415,8 +418,11 @@ class Load:
                     "max_tokens": max(1, request.output_length),
                     "seed": number,
                 }
-                async with http.post(f"{choice['url']}/v1/completions", data=orjson.dumps(body)) as response:
+                url_of_engine, sent = f"{choice['url']}/v1/completions", orjson.dumps(body)
+                async with http.post(url_of_engine, data=sent, headers=_JSON) as response:
                     await response.read()
+                    if response.status != 200:
+                        self.failures[f"engine: {response.status}"] += 1
             except (aiohttp.ClientError, TimeoutError, OSError) as exc:
                 self.failures[type(exc).__name__] += 1
             finally:
@@ -527,6 +533,7 @@ async def run(
 def report(load: Load, wrong: Sequence[Wrong], events: Sequence[tuple[int, str]]) -> None:
     """Print what was answered, and each wrong answer with the last fault before it."""
     print(f"{len(load.asked):,} answers by chosen_mode: {dict(Counter(answer.chosen_mode for answer in load.asked))}")
+    print(f"by worker: {dict(sorted(Counter(answer.worker_id for answer in load.asked).items()))}")
     print(f"by mode: {dict(Counter(answer.mode for answer in load.asked))}")
     print(f"why degraded: {dict(Counter(answer.because for answer in load.asked if answer.because))}")
     print(f"not answered: {dict(load.failures)}")
