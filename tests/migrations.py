@@ -162,8 +162,6 @@ class MigrationRun:
         self.asked: list[Asked] = []
         self.faults: Counter[str] = Counter()
         self.n_migrations = 0
-        #: Streams that met two failures in so short a time that the front took them for the cause.
-        self.n_broke_engines = 0
         self._rng = random.Random(seed)
         self._requests = Requests(random.Random(seed + 1))
         self._enough = asyncio.Event()
@@ -245,10 +243,10 @@ class MigrationRun:
         except Exception as exc:
             left = [f"bookings are left: {exc}"]
         truth = Truth(self.fleet)
-        self.n_broke_engines = 0
         wrong = [*left, *truth.wrong, *(line for asked in self.asked for line in self._wrong_of(asked, truth))]
-        if self.n_broke_engines > 1 + len(self.asked) * BROKE_ENGINES_SHARE_MAX:
-            wrong.append(f"{self.n_broke_engines} streams ended as requests that break engines")
+        n_broke_engines = sum(map(self._broke_engines, self.asked))
+        if n_broke_engines > 1 + len(self.asked) * BROKE_ENGINES_SHARE_MAX:
+            wrong.append(f"{n_broke_engines} streams ended as requests that break engines")
         return wrong
 
     def _wrong_of(self, asked: Asked, truth: Truth) -> Iterator[str]:
@@ -298,13 +296,11 @@ class MigrationRun:
         So ends a request that breaks engines; here it met two failures in short succession.
         """
         got = asked.streamed
-        ended = (
+        return (
             BROKE_ENGINES in str((got.error or {}).get("message"))
             and "".join(map(chr, asked.answer)).startswith(got.text)
             and (got.n_ends, got.finish_reason) == (1, None)
         )
-        self.n_broke_engines += ended
-        return ended
 
     def summary(self) -> dict[str, Any]:
         """Return what happened."""
@@ -318,7 +314,7 @@ class MigrationRun:
             "most_in_one_stream": max((each["migrations"] for each in figures), default=0),
             "moved_more_than_once": sum(each["migrations"] > 1 for each in figures),
             "faults": dict(self.faults),
-            "taken_for_the_cause": self.n_broke_engines,
+            "taken_for_the_cause": sum(map(self._broke_engines, self.asked)),
             "failures_met": self._failures_met(),
             "tokens_recovered": sum(each["tokens_recovered"] for each in figures),
             "tokens_prefilled_again": sum(each["tokens_prefilled_again"] for each in figures),

@@ -126,15 +126,14 @@ class EngineSlot:
         )
         self.journal = self.directory / f"journal-{self.worker_id}"
 
-    def start(self, *, other_block_size: bool = False) -> None:
+    def start(self, *, block_size: int | None = None) -> None:
         """Start a process."""
         http, events, replay = self._ports
-        size = self.block_size * (1 + other_block_size)
         arguments = [
             *("-m", "streams.cli", "sim", "--worker", str(self.worker_id), "--model", self.model),
             *("--port", str(http), "--events-port", str(events), "--replay-port", str(replay)),
             *("--blocks", str(self.n_blocks), "--time-scale", "2", "--journal", str(self.journal)),
-            *("--block-size", str(size)),
+            *("--block-size", str(block_size or self.block_size)),
         ]
         log = self.directory / "logs" / f"engine-{self.worker_id}.log"
         self._child = self.children.add(Child(f"engine-{self.worker_id}", arguments, log, {})).start()
@@ -157,39 +156,6 @@ class EngineSlot:
         """`children` ends the process."""
 
 
-class RealSlot:
-    """One real engine, as EngineSlot has a simulated one."""
-
-    def __init__(self, worker_id: int, directory: Path) -> None:
-        self.worker_id = worker_id
-        self.journal = directory / f"journal-{worker_id}"
-        self.deaths_ns: list[int] = []
-        flags = ("--num-gpu-blocks-override", str(REAL_BLOCKS_PER_ENGINE))
-        self._engine = JournaledEngine(worker_id, FULL, directory / "engines", self.journal, flags)
-        self.url, self.events, self.replay = self._engine.url, self._engine.events, self._engine.replay
-
-    def start(self, *, other_block_size: bool = False) -> None:
-        """Start the processes, and return at once."""
-        self._engine.start(block_size=REAL_BLOCK_SIZE * (1 + other_block_size))
-
-    def kill(self) -> None:
-        """End the processes with SIGKILL, and note when the cache was gone."""
-        self._engine.kill()
-        self.deaths_ns.append(time.time_ns())
-
-    def signal(self, number: signal.Signals) -> None:
-        """Send a signal to the processes."""
-        self._engine.signal(number)
-
-    def wait_ready(self) -> None:
-        """Wait until the engine answers."""
-        self._engine.wait_ready()
-
-    def close(self) -> None:
-        """End the processes and the journal."""
-        self._engine.close()
-
-
 class Fleet:
     """The processes of the soak, and the faults that can be done to them."""
 
@@ -198,7 +164,7 @@ class Fleet:
         stack: Stack,
         children: Children,
         broker_pid: int,
-        engines: Sequence[EngineSlot | RealSlot],
+        engines: Sequence[EngineSlot | JournaledEngine],
         rng: random.Random,
     ) -> None:
         self._stack = stack
@@ -224,7 +190,7 @@ class Fleet:
         for router in (self.worker, self.router):
             wait_workers(router.url, N_ENGINES)
 
-    def _option(self, slot: EngineSlot | RealSlot, fault: str) -> str:
+    def _option(self, slot: EngineSlot | JournaledEngine, fault: str) -> str:
         events, replay = slot.events, slot.replay
         if fault == "swapped ports":
             events, replay = replay, events
@@ -259,7 +225,7 @@ class Fleet:
         """An engine is replaced by one with another block size, and back."""
         slot = self._rng.choice(self.engines)
         slot.kill()
-        slot.start(other_block_size=True)
+        slot.start(block_size=2 * self._stack.settings.block_size)
         await asyncio.sleep(lasts_s)
         slot.kill()
         slot.start()
@@ -357,7 +323,7 @@ class Fleet:
         return [fault for fault in every if only in fault.__name__]
 
 
-async def _paused(child: Child | EngineSlot | RealSlot, lasts_s: float) -> None:
+async def _paused(child: Child | EngineSlot | JournaledEngine, lasts_s: float) -> None:
     child.signal(signal.SIGSTOP)
     try:
         await asyncio.sleep(lasts_s)
@@ -582,7 +548,7 @@ def main() -> int:
         ensure_topics(settings, topics(settings).all())
         with Children() as children:
             engines = [
-                RealSlot(number, directory)
+                JournaledEngine(number, directory, ("--num-gpu-blocks-override", str(REAL_BLOCKS_PER_ENGINE)))
                 if number <= options.real
                 else EngineSlot(number, model, block_size, n_blocks, directory, children)
                 for number in range(1, N_ENGINES + 1)

@@ -21,6 +21,7 @@ import zmq
 from streams.core.hashing import local_hashes, sequence_hashes
 from streams.core.ids import SequenceHash
 from tests.real.engine import BLOCK_SIZE, RealEngine
+from tests.real.environment import FULL
 
 POLL_MS = 100
 
@@ -80,14 +81,21 @@ def _name(name: int | bytes) -> str:
 
 
 class JournaledEngine(RealEngine):
-    """A real engine whose cache changes are in a journal."""
+    """A real engine whose cache changes are in a journal. deaths_ns: when its processes were killed."""
 
-    def __init__(self, worker_id: int, model: str, directory: Path, journal: Path, flags: Sequence[str] = ()) -> None:
-        super().__init__(worker_id, model, directory, flags)
+    def __init__(self, worker_id: int, directory: Path, flags: Sequence[str] = ()) -> None:
+        super().__init__(worker_id, FULL, directory / "engines", flags)
+        self.journal = directory / f"journal-{worker_id}"
+        self.deaths_ns: list[int] = []
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        self._journal = EventJournal(self.events, journal)
+        self._events = EventJournal(self.events, self.journal)
+
+    def kill(self) -> None:
+        """See RealEngine; notes when the cache was gone."""
+        super().kill()
+        self.deaths_ns.append(time.time_ns())
 
     def close(self) -> None:
         """Kill the engine, and end the journal."""
         self.kill()
-        self._journal.close()
+        self._events.close()
