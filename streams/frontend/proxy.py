@@ -454,8 +454,10 @@ class Proxy:
         """Pass on a stream that goes on at another engine if its engine fails. data: its beginning."""
         await client.begin()
         with_figures = DETAILS in exchange.http.headers
-        await self._migrator.carry(exchange, stream, answer, data, client, with_figures=with_figures)
-        exchange.usage = None if stream.relay is None else stream.relay.usage
+        try:
+            await self._migrator.carry(exchange, stream, answer, data, client, with_figures=with_figures)
+        finally:  # many clients leave at the stream's last mark
+            exchange.usage = None if stream.relay is None else stream.relay.usage
         return client.response
 
     async def _copy(
