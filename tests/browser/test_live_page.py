@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Page, expect
 
+from streams.process.waiting import wait_for
 from streams.router_api.http.calls import CALLS
 from streams.settings import Settings
 from tests.helpers.browser import browser
 from tests.helpers.local_router import LocalRouter, hold, local_router, random_blocks, rank
+from tests.helpers.page_texts import unreadable
 
 #: The page asks every two seconds; on a busy machine an answer may take a while.
 PATIENCE_MS = 20_000.0
@@ -76,13 +80,18 @@ def test_the_page_shows_the_fleet_and_follows_it(chromium: Browser, served: Loca
         expect(rows.nth(1).locator("td").nth(4)).to_have_text("8")
         expect(rows.nth(1).locator("td").nth(6)).to_have_text("100 %")
         expect(rows.nth(1).locator("td").nth(1)).to_have_text("degraded no events yet")
-        expect(page.locator("#tile-requests .value")).to_have_text("5 8 blocks", timeout=PATIENCE_MS)
+        expect(page.locator("#tile-requests .value")).to_have_text("5 0 waiting, 8 blocks", timeout=PATIENCE_MS)
         expect(page.locator("#tile-hits .value")).to_have_text("100 %", timeout=PATIENCE_MS)
         expect(page.locator("#modes-legend .degraded")).to_have_text("degraded 100 %")
-        expect(page.locator("#tile-latency .value")).to_have_text(re.compile(r"^[\d.]+ ms p50, [\d.]+ p99$"))
+        expect(page.locator("#tile-latency .value")).to_have_text(re.compile(r"^[\d.]+ ms p50, [\d.]+ ms p99$"))
         expect(page.locator("#tiles svg polyline").nth(3)).to_be_attached(timeout=PATIENCE_MS)
         expect(page.locator("#modes-chart svg polygon.degraded")).to_be_attached()
         expect(page.locator("#partitions li")).to_have_count(Settings().partitions)
+        expect(page.locator("#decisions tr:not(.terms)").first.locator("th")).to_have_text("2/0", timeout=PATIENCE_MS)
+        expect(page.locator("#decisions tr:not(.terms)").first.locator("td").nth(1)).to_have_text("8 of 8")
+        expect(page.locator("#decisions .terms").first).to_contain_text(
+            "cached 8 blocks · uncached 1 tokens · prefill 20 ms"
+        )
         assert page.locator("#notice").is_hidden() and page.locator("#token-form").is_hidden()
 
 
@@ -120,6 +129,111 @@ def test_light_and_dark_follow_the_system_and_are_accessible(chromium: Browser, 
                 assert drawing.get_attribute("aria-label")
     light, dark = (sum(map(int, re.findall(r"\d+", grounds[scheme])[:3])) for scheme in ("light", "dark"))
     assert dark < 3 * 64 < 3 * 192 < light
+
+
+#: Wide enough for a desk, and a phone.
+WIDTHS = (1280, 390)
+
+
+def crowded(served: LocalRouter) -> dict[str, Any]:
+    """The router's answer of GET /live, with the longest names and numbers that a page gets."""
+    live: dict[str, Any] = served.api.get("/live")
+    n = 100
+    samples: dict[str, Any] = {name: [1234567.89] * n for name in live["samples"] if name != "modes"}
+    modes = {mode: [4321.5] * n for mode in live["samples"]["modes"]}
+    samples |= {"age_s": [2.0 * (n - i) for i in range(n)], "modes": modes, "latency_ms_p99": [12345.67] * n}
+    samples |= {"hit_rate": [0.99] * n, "agreed_share": [0.999] * n, "imbalance": [12.34] * n, "lag_s": [1234.5] * n}
+    reasons = ("no_events_yet", "pooled_rank_unknown", None, "bridge_silent")
+    numbers = {"requests": 1234567, "prefill_tokens": 12345678, "decode_blocks": 1234567, "hit_rate": 1.0}
+    workers = [
+        {
+            **live["workers"][0],
+            **numbers,
+            "worker_id": str(2**64 - 1 - number) if number == 3 else str(number),
+            "ranks": 16,
+            "model": "meta-llama/Llama-3.3-70B-Instruct-FP8-dynamic",
+            "state": "wrong_block_size" if reason is None else "degraded",
+            "reason": reason,
+            "cache_usage": 1.0,
+        }
+        for number, reason in enumerate(reasons)
+    ]
+    terms = {
+        **dict.fromkeys(("own_prefill_blocks", "active_prefill_blocks", "decode_blocks"), 1234567.0),
+        "x_ms": -12.5,
+    }
+    decision = {**live["decisions"][0], "cost": 1234567.0, "load_blocks": 1234567.0, "terms": terms, "candidates": 9}
+    decision |= {"next_best": {"worker_id": "12345", "dp_rank": 15, "overlap_blocks": 1, "cost": 2345678.0}}
+    explanations = {name: {"meaning": "It lags. " * 9, "remedy": "Do this. " * 20} for name in reasons if name}
+    router = {**live["router"], "audited": {**live["router"]["audited"], "over": 1234567}, "agreed_share": 0.9876}
+    router |= {"index_blocks": 123456789, "dead_letters": 1234567}
+    return {
+        **live,
+        "router": router,
+        "samples": samples,
+        "workers": workers,
+        "explanations": explanations,
+        "decisions": [{**decision, "age_s": float(age)} for age in range(9)],
+    }
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_no_text_overlaps_another_or_is_cut_off(chromium: Browser, served: LocalRouter, width: int) -> None:
+    """At a desk and on a phone, everything can be read: with the figures of this router, and with crowded ones."""
+    served.api.route(request_id=f"texts-{width}", block_hashes=list(map(str, BLOCKS.tolist())))
+    wait_for(lambda: bool(served.api.get("/live")["decisions"]), PATIENCE_MS / 1000, "a decision to be shown")
+    answer = json.dumps(crowded(served))
+    for scheme in ("light", "dark"):
+        with opened(chromium, served.api.url, scheme) as page:
+            page.set_viewport_size({"width": width, "height": 900})
+            expect(page.locator("#decisions tr").first).to_be_visible(timeout=PATIENCE_MS)
+            expect(page.locator("#tiles svg polyline").first).to_be_attached(timeout=PATIENCE_MS)
+            assert unreadable(page, texts_min=60) == []
+            page.route("**/live", lambda route: route.fulfill(body=answer, content_type="application/json"))
+            expect(page.locator("#workers tr")).to_have_count(4, timeout=PATIENCE_MS)
+            assert unreadable(page, texts_min=100) == []
+            for chart in page.locator(".chart svg").all():
+                drawn, holder = chart.locator(":scope > *").first.bounding_box(), chart.bounding_box()
+                assert drawn is not None and holder is not None
+                assert drawn["width"] > 0.95 * holder["width"], chart.get_attribute("aria-label")
+            found = Axe().run(page)
+            assert found.violations_count == 0, found.generate_report()
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_no_text_of_the_page_of_the_api_overlaps_another(chromium: Browser, served: LocalRouter, width: int) -> None:
+    """Also with a call's fields shown."""
+    for scheme in ("light", "dark"):
+        with opened(chromium, served.api.url, scheme, path="/docs") as page:
+            page.set_viewport_size({"width": width, "height": 900})
+            expect(page.locator("main > details")).to_have_count(len(CALLS), timeout=PATIENCE_MS)
+            page.locator("#route > summary").click()
+            page.locator("#route details > summary", has_text="RouteRequest").first.click()
+            assert unreadable(page, texts_min=150) == []
+            found = Axe().run(page)
+            assert found.violations_count == 0, found.generate_report()
+
+
+def test_a_reason_leads_to_its_meaning_and_remedy(chromium: Browser, served: LocalRouter) -> None:
+    """A click on a degraded worker's reason shows what it means and what to do; a router without one shows nothing."""
+    with opened(chromium, served.api.url) as page:
+        page.locator("#workers a", has_text="no events yet").first.click(timeout=PATIENCE_MS)
+        meaning = page.locator("#why-no_events_yet:target + dd")
+        expect(meaning).to_contain_text("No event of a rank has arrived yet")
+        expect(meaning).to_contain_text("What to do: Check events= and replay=")
+
+
+def test_the_test_of_texts_finds_what_cannot_be_read(chromium: Browser, served: LocalRouter) -> None:
+    """Texts over each other, a text that is cut off and a page that is too wide are found, each by its words."""
+    faults = {
+        '<p>first</p><p style="margin-top: -30px">second</p>': "overlap: first | second",
+        '<p style="width: 20px; overflow: hidden; white-space: nowrap">a long text</p>': "cut off: a long text",
+        '<p style="width: 2000px">wide</p>': "the page is",
+    }
+    for body, fault in faults.items():
+        with opened(chromium, served.api.url, path="/live.css") as page:
+            page.set_content(f"<body><p>plain</p>{body}</body>")
+            assert [each for each in unreadable(page, texts_min=2) if each.startswith(fault)], fault
 
 
 def test_a_narrow_window_scrolls_only_the_table(chromium: Browser, served: LocalRouter) -> None:

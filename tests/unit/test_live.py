@@ -33,7 +33,7 @@ def served() -> Iterator[LocalRouter]:
 
 def sample(at_s: float, decisions: int = 0, **more: Any) -> Sample:
     modes = tuple(decisions if mode is AnswerMode.EXACT else 0 for mode in AnswerMode)
-    plain = Sample(at_s, modes, 0, 0, (0,) * N_BUCKETS, None, 0, 0, Load(0, 0, 0), 0.0)
+    plain = Sample(at_s, modes, 0, 0, (0,) * N_BUCKETS, None, 0, 0, Load(0, 0, 0), 0.0, 0, 0)
     return plain._replace(**more)
 
 
@@ -41,13 +41,12 @@ def test_samples_become_rates_and_shares_between_neighbours() -> None:
     """Totals of the router's whole life become what happened between one sample and the next."""
     latency = [0] * N_BUCKETS
     latency[4] = 4  # above 1 ms, up to 2.5 ms
+    totals = {"blocks": 90, "hit_blocks": 40, "gaps": 4, "latency": tuple(latency), "agreed": 3, "judged": 4}
     shown = samples_json(
         [
             sample(10.0, 100, blocks=50, hit_blocks=10, gaps=3),
-            sample(12.0, 104, blocks=90, hit_blocks=40, gaps=4, latency=tuple(latency), lag_s=0.25, queue=7),
-            sample(
-                14.0, 104, blocks=90, hit_blocks=40, gaps=4, latency=tuple(latency), load=Load(1, 2, 3), imbalance=0.5
-            ),
+            sample(12.0, 104, **totals, lag_s=0.25, queue=7),
+            sample(14.0, 104, **totals, load=Load(1, 2, 3), imbalance=0.5),
         ],
         now_s=15.0,
     )
@@ -65,6 +64,7 @@ def test_samples_become_rates_and_shares_between_neighbours() -> None:
         "imbalance": [0.0, 0.5],
         "gaps": [1, 0],
         "queue": [7, 0],
+        "agreed_share": [0.75, None],
     }
 
 
@@ -135,6 +135,8 @@ def test_the_answer_has_the_fleet_and_what_was_decided(served: LocalRouter, monk
     assert answer["router"]["not_ready_because"] is None
     assert len(answer["partitions"]) == Settings().partitions
     monkeypatch.setattr(live, "WORKERS_SHOWN_MAX", 2)
+    assert answer["explanations"].keys() == {"no_events_yet"}
+    assert answer["explanations"]["no_events_yet"]["remedy"].startswith("Check events=")
     limited = kept.answer()
     assert [worker["worker_id"] for worker in limited["workers"]] == ["2", "1"]
     assert limited["workers_left_out"] == 1
@@ -144,8 +146,9 @@ def test_states_that_keep_requests_away_come_first(served: LocalRouter) -> None:
     """A worker whose blocks have another size shows that, whatever else is true of it."""
     register(served.router, 9, model="other")
     served.router.view.fleet.workers[9] = replace(served.router.view.fleet.workers[9], block_size=32)  # type: ignore[index]
-    states = {worker["worker_id"]: worker["state"] for worker in served.api.get("/live")["workers"]}
-    assert states["9"] == "wrong_block_size"
+    live = served.api.get("/live")
+    assert {worker["worker_id"]: worker["state"] for worker in live["workers"]}["9"] == "wrong_block_size"
+    assert "another size" in live["explanations"]["wrong_block_size"]["meaning"]
 
 
 @pytest.mark.parametrize(

@@ -5,24 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import combinations
 
+from streams.core.routing.reasons import EXPLANATIONS
 from streams.doctor.findings import Finding, Group, listed
 from streams.doctor.observations import Observations, RouterSeen
-
-#: What to do about a rank that is degraded for a reason. Reasons about owners and bridges have checks of their own,
-#: but show here as well when Kafka cannot be read.
-_REMEDIES = {
-    "no_events_yet": "Check events= and replay= of its --engine option. An idle engine without a replay socket stays "
-    "so until its next request",
-    "bridge_silent": "Check the bridge that feeds it",
-    "feed_behind": "Its bridge lags: give it more processor, or divide its engines among several bridges",
-    "events_lost": "Give the engine a replay socket; a restatement, a clear or a restart of the engine ends it",
-    "removed": "Restart its bridge, or start one, or remove it with DELETE /workers/{id}",
-    "over_capacity": "The router's index is full: use more block per token, or fewer engines per scope",
-    "owner_silent": "Check the Faust workers",
-    "owner_behind": "Check the Faust workers; they lag behind the events",
-    "audit_disagrees": "The engine has evicted blocks without reporting it, or something else sends it requests that "
-    "change its cache. Compare its version with docs/engines.md, reset its prefix cache or restart it, and report it",
-}
 
 #: Of reasons that do not make answers degraded.
 _MODES = {"audit_disagrees": "approximate"}
@@ -173,7 +158,9 @@ def _ranks(router: RouterSeen, subject: str) -> Iterator[Finding]:
             f"{_MODES.get(reason, 'degraded')}_{reason}",
             subject,
             f"its answers for workers {listed(ids)} are {_MODES.get(reason, 'degraded')}: {reason}",
-            _REMEDIES.get(reason, "docs/http.md explains the reason"),
+            EXPLANATIONS[reason].remedy.removesuffix(".")
+            if reason in EXPLANATIONS
+            else "docs/http.md explains the reason",
         )
     silent = frozenset.intersection(*router.silent) if router.silent else frozenset()
     if silent:

@@ -46,6 +46,7 @@ from streams.router_api.deciding.decision_recorder import wall_ms
 from streams.router_api.deciding.matching import match
 from streams.router_api.deciding.prepared_request import PreparedRequest, booked_phase
 from streams.router_api.deciding.prompt_matches import PromptMatches
+from streams.router_api.deciding.recent_decisions import RecentDecisions
 from streams.router_api.messages.answer import RouteAnswer
 from streams.router_api.messages.answer_json import booking_json, matches_json, trust_json
 from streams.router_api.messages.requests import (
@@ -129,6 +130,7 @@ class Router:
         self._request_ids = RequestIds(lambda request_id: request_partition(request_id, n_partitions))
         self._asked_at_s = float("-inf")
         self.decisions = DecisionCounts()
+        self.recent = RecentDecisions()
         self.prompt_matches = PromptMatches(lambda model: self.view.fleet.blocks_of_model(model))
         #: Whether the process has begun to stop (draining), and how many requests it did not finish.
         self.stopping = False
@@ -162,6 +164,7 @@ class Router:
         if over:
             self.registry.forget(over)
         self.registry.poll()
+        self.recent.settle()
         for _ in range(LEARNT_MAX // LEARNT_TOGETHER_MAX):
             with self.loads.locked() as loads:
                 if not self._chooser.learn(loads, self.settings.block_size_of):
@@ -307,6 +310,8 @@ class Router:
             chosen_trust,
             reads_index=reads_index,
         )
+        if self._asked_at_s >= self.recent.due_s:
+            self.recent.note(self._asked_at_s, decision, chosen_trust)
         if reads_index:
             self.prompt_matches.note(
                 prompt.model,

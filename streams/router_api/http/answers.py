@@ -396,6 +396,7 @@ class LiveSamples(TypedDict):
     imbalance: list[float]
     gaps: list[int]
     queue: list[int]
+    agreed_share: list[float | None]
     modes: dict[AnswerMode, list[float]]
 
 
@@ -425,8 +426,50 @@ class LiveWorker(TypedDict):
     hit_rate: float | None
 
 
+class LiveExplanation(TypedDict):
+    """What a reason or a state of a worker means, and what to do about it."""
+
+    meaning: str
+    remedy: str
+
+
+class LiveNextBest(TypedDict):
+    """The candidate with the lowest cost, of those that were not chosen."""
+
+    worker_id: str
+    dp_rank: int
+    overlap_blocks: int
+    cost: float
+
+
+class LiveDecision(TypedDict):
+    """A decision of the last minute; at most one per second is kept. worker_id: as text, as of LiveWorker.
+
+    load_blocks: distinct blocks in use at the chosen rank, with those of the request. terms: what the cost is made of.
+    candidates: how many ranks were eligible. mode, reason: of the chosen rank.
+    """
+
+    age_s: float
+    model: str
+    router_mode: RouterMode
+    worker_id: str
+    dp_rank: int
+    overlap_blocks: int
+    request_blocks: int
+    load_blocks: float
+    cost: float
+    terms: dict[str, float]
+    candidates: int
+    next_best: LiveNextBest | None
+    mode: AnswerMode
+    reason: DegradedReason | None
+
+
 class LiveAnswer(TypedDict):
-    """What the live page shows. workers: those with the most requests first."""
+    """What the live page shows. workers: those with the most requests first. decisions: the newest first.
+
+    explanations: of each reason that a worker has, or of its state if it has none and is not exact.
+    """
 
     every_s: float
     router: LiveRouter
@@ -434,3 +477,5 @@ class LiveAnswer(TypedDict):
     partitions: list[LivePartition]
     workers: list[LiveWorker]
     workers_left_out: int
+    explanations: dict[str, LiveExplanation]
+    decisions: list[LiveDecision]

@@ -12,12 +12,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 from streams.core.engine_metrics import WorkerMetrics
 from streams.core.routing.audit import AuditOutcome
+from streams.core.routing.reasons import EXPLANATIONS
 from streams.core.routing.trust import AnswerMode
 from streams.core.workers import Worker, WorkerState
 from streams.errors import NotReady
@@ -41,6 +42,7 @@ class Sample(NamedTuple):
 
     modes: answers by the mode of the chosen rank, in the order of AnswerMode. latency: decisions by LATENCY_BOUNDS.
     lag_s: of the partition that lags most; None if no lag is known. imbalance: the greatest score of any model.
+    agreed, judged: exact answers whose overlap the engine found, and those whose engine reported.
     """
 
     at_s: float
@@ -53,6 +55,8 @@ class Sample(NamedTuple):
     queue: int
     load: Load
     imbalance: float
+    agreed: int
+    judged: int
 
 
 class Live:
@@ -84,6 +88,7 @@ class Live:
         router.decisions.roll(now_s, view.fleet.workers)
         load = self._load()
         lags = [lag.ms for lag in view.lags().values() if lag.ms is not None]
+        audited = router.audit.exact
         self._samples.append(
             Sample(
                 now_s,
@@ -96,6 +101,8 @@ class Live:
                 self._queue_length(),
                 load.total(),
                 max((decode for decode, _ in load.imbalance().values()), default=0.0),
+                audited[AuditOutcome.AGREED],
+                audited.total() - audited[AuditOutcome.NOT_REPORTED],
             )
         )
 
@@ -106,6 +113,13 @@ class Live:
         shown = sorted(load.workers, key=lambda entry: (-load.by_worker[entry.worker_id].requests, entry.worker_id))
         del shown[WORKERS_SHOWN_MAX:]
         hit_rates, engines = router.decisions.hit_rates(), view.fleet.engines.fleet().metrics
+        workers = [
+            {
+                **self._worker_json(worker, load.by_worker[worker.worker_id], engines),
+                "hit_rate": _rounded(hit_rates.get(worker.worker_id)),
+            }
+            for worker in shown
+        ]
         return {
             "every_s": SAMPLE_EVERY_S,
             "router": {
@@ -123,14 +137,10 @@ class Live:
                 {"partition": partition, "lag_s": None if lag.ms is None else lag.ms / 1000, "lag_records": lag.records}
                 for partition, lag in view.lags().items()
             ],
-            "workers": [
-                {
-                    **self._worker_json(worker, load.by_worker[worker.worker_id], engines),
-                    "hit_rate": _rounded(hit_rates.get(worker.worker_id)),
-                }
-                for worker in shown
-            ],
+            "workers": workers,
             "workers_left_out": len(load.workers) - len(shown),
+            "explanations": explanations_json(workers),
+            "decisions": router.recent.answer(self._now_s()),
         }
 
     def _load(self) -> FleetLoad:
@@ -175,19 +185,25 @@ class Live:
         return trust.mode, trust.reason
 
 
+def explanations_json(workers: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, str]]:
+    """What each reason of these workers means and its remedy; of a state if there is no reason."""
+    names = {worker["reason"] or worker["state"] for worker in workers}
+    return {name: EXPLANATIONS[name]._asdict() for name in EXPLANATIONS if name in names}
+
+
 def samples_json(samples: Sequence[Sample], now_s: float) -> dict[str, Any]:
     """Samples as columns, the oldest first: rates and shares between each sample and the one before it."""
     columns: dict[str, list[float | None]] = {
         name: []
         for name in (
             *("age_s", "decisions_per_s", "hit_rate", "latency_ms_p50", "latency_ms_p99", "lag_s"),
-            *("requests", "prefill_tokens", "decode_blocks", "imbalance", "gaps", "queue"),
+            *("requests", "prefill_tokens", "decode_blocks", "imbalance", "gaps", "queue", "agreed_share"),
         )
     }
     modes: dict[str, list[float | None]] = {mode: [] for mode in AnswerMode}
     for before, after in pairwise(samples):
         elapsed_s = after.at_s - before.at_s
-        blocks = after.blocks - before.blocks
+        blocks, judged = after.blocks - before.blocks, after.judged - before.judged
         by_mode = [(now - then) / elapsed_s for now, then in zip(after.modes, before.modes, strict=True)]
         latency = [now - then for now, then in zip(after.latency, before.latency, strict=True)]
         row = {
@@ -201,6 +217,7 @@ def samples_json(samples: Sequence[Sample], now_s: float) -> dict[str, Any]:
             "imbalance": after.imbalance,
             "gaps": after.gaps - before.gaps,
             "queue": after.queue,
+            "agreed_share": (after.agreed - before.agreed) / judged if judged else None,
         }
         for name, value in row.items():
             columns[name].append(_rounded(value))

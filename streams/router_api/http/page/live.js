@@ -6,6 +6,7 @@ const MODES = ["exact", "approximate", "degraded", "fallback"];
 const TOKEN = "kvstreams-token";
 const EVERY_MS = 2000;
 const LAG_SHOWN_AS_BEHIND_S = 5;
+const DECISIONS_SHOWN = 8;
 const SVG = "http://www.w3.org/2000/svg";
 
 const at = (id) => document.getElementById(id);
@@ -48,10 +49,18 @@ function shape(name, attributes) {
   return made;
 }
 
-// Time runs from right to left, five minutes wide, so that a router that has just started fills its charts slowly.
+// A chart is as wide as the time from the oldest sample to the newest one, so that it is full also if a router has run
+// for a minute.
 const WIDTH = 300;
 const HEIGHT = 100;
-const x = (age) => (WIDTH - age).toFixed(1);
+let newestS = 0;
+let spanS = 1;
+const x = (age) => (WIDTH * (1 - (age - newestS) / spanS)).toFixed(1);
+
+function duration(s) {
+  if (s < 90) return `${Math.round(s)} seconds`;
+  return `${Math.round(s / 60)} minutes`;
+}
 
 function canvas(label) {
   return shape("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: "none", role: "img", "aria-label": label });
@@ -63,7 +72,8 @@ function stretches(ages, values) {
     if (value === null) found.push([]);
     else found[found.length - 1].push([ages[i], value]);
   });
-  return found.filter((points) => points.length > 1);
+  // A single point is drawn as a dot: a line from it to itself, with round ends.
+  return found.filter((points) => points.length).map((points) => (points.length > 1 ? points : [points[0], points[0]]));
 }
 
 function drawLines(holder, label, ages, series, top) {
@@ -96,6 +106,8 @@ function drawModes(holder, label, ages, modes) {
     drawing.append(shape("polygon", { class: mode, points: [...ages.map((_, i) => point(i)), ...floor].join(" ") }));
   }
   holder.replaceChildren(drawing);
+  at("modes-from").textContent = `${duration(spanS)} ago`;
+  at("modes-top").textContent = `at most ${short(Math.max(0, ...totals), 1)} per second`;
 }
 
 // -- tiles ------------------------------------------------------------------------------------------------------------
@@ -109,10 +121,21 @@ const TILES = [
   },
   { id: "hits", title: "Hit share of prompts", value: (s) => percent(recent(s.hit_rate)), series: (s) => [s.hit_rate], top: 1 },
   {
+    id: "agreed",
+    title: "Exact answers that engines confirmed",
+    value: (s, router) => (router.agreed_share === null ? NONE : `${(100 * router.agreed_share).toFixed(1)} %`),
+    small: (s, router) => {
+      if (router.agreed_share === null) return "no engine has reported yet";
+      return router.audited.over ? `${short(router.audited.over)} found less` : "none found less";
+    },
+    series: (s) => [s.agreed_share],
+    top: 1,
+  },
+  {
     id: "latency",
     title: "Latency",
     value: (s) => short(lastKnown(s.latency_ms_p50), 2),
-    small: (s) => `ms p50, ${short(lastKnown(s.latency_ms_p99), 2)} p99`,
+    small: (s) => `ms p50, ${short(lastKnown(s.latency_ms_p99), 2)} ms p99`,
     series: (s) => [s.latency_ms_p50, s.latency_ms_p99],
   },
   { id: "lag", title: "View lag, slowest partition", value: (s) => seconds(last(s.lag_s)), series: (s) => [s.lag_s] },
@@ -120,8 +143,8 @@ const TILES = [
     id: "requests",
     title: "Requests in flight",
     value: (s) => short(last(s.requests)),
-    small: (s) => `${short(last(s.decode_blocks))} blocks`,
-    series: (s) => [s.requests],
+    small: (s) => `${short(last(s.queue))} waiting, ${short(last(s.decode_blocks))} blocks`,
+    series: (s) => [s.requests, s.queue],
   },
   {
     id: "balance",
@@ -130,18 +153,20 @@ const TILES = [
     small: () => "0 is even",
     series: (s) => [s.imbalance],
   },
-  { id: "queue", title: "Waiting in the queue", value: (s) => short(last(s.queue)), series: (s) => [s.queue] },
   {
     id: "gaps",
     title: "Gaps in event streams",
     value: (s) => short(sum(s.gaps.filter((n) => n > 0))),
-    small: () => "in 5 minutes",
+    small: () => `in ${duration(spanS)}`,
     series: (s) => [s.gaps],
   },
 ];
 
-function drawTiles(samples) {
+function drawTiles(samples, router) {
   const holder = at("tiles");
+  newestS = last(samples.age_s) ?? 0;
+  spanS = Math.max(1, (samples.age_s[0] ?? 0) - newestS);
+  at("now-heading").textContent = `Last ${duration(spanS)}`;
   for (const tile of TILES) {
     let card = at(`tile-${tile.id}`);
     if (!card) {
@@ -154,10 +179,10 @@ function drawTiles(samples) {
       );
       holder.append(card);
     }
-    const value = tile.value(samples);
-    const small = tile.small ? tile.small(samples) : "";
+    const value = tile.value(samples, router);
+    const small = tile.small ? tile.small(samples, router) : "";
     card.querySelector(".value").replaceChildren(value, " ", element("small", {}, small));
-    const label = `${tile.title} over the last 5 minutes; now ${value} ${small}`.trim();
+    const label = `${tile.title} over the last ${duration(spanS)}; now ${value} ${small}`.trim();
     drawLines(card.querySelector(".chart"), label, samples.age_s, tile.series(samples), tile.top);
   }
 }
@@ -180,36 +205,100 @@ function bar(text, share) {
   return made;
 }
 
-function workerRow(worker, most) {
+const number = (...content) => element("td", { class: "number" }, ...content);
+const roomy = (...content) => element("td", { class: "number roomy" }, ...content);
+
+function workerRow(worker, most, explanations) {
   const state = element("span", { class: `state ${worker.state}` }, worker.state.replaceAll("_", " "));
-  if (worker.reason) state.append(" ", element("small", {}, worker.reason.replaceAll("_", " ")));
-  const number = (...content) => element("td", { class: "number" }, ...content);
+  const why = worker.reason ?? worker.state;
+  if (explanations[why]) {
+    const text = worker.reason ? worker.reason.replaceAll("_", " ") : "why";
+    state.append(" ", element("a", { href: `#why-${why}` }, text));
+  }
   const name = worker.ranks > 1 ? `${worker.worker_id} (${worker.ranks} ranks)` : worker.worker_id;
   return element(
     "tr",
     {},
     element("th", { scope: "row" }, name),
-    element("td", {}, worker.model),
+    element("td", { class: "roomy" }, worker.model),
     element("td", {}, state),
     number(short(worker.requests)),
-    number(bar(short(worker.prefill_tokens), worker.prefill_tokens / Math.max(most.prefill_tokens, 1))),
+    roomy(bar(short(worker.prefill_tokens), worker.prefill_tokens / Math.max(most.prefill_tokens, 1))),
     number(bar(short(worker.decode_blocks), worker.decode_blocks / Math.max(most.decode_blocks, 1))),
-    number(bar(percent(worker.cache_usage), worker.cache_usage)),
+    roomy(bar(percent(worker.cache_usage), worker.cache_usage)),
     number(bar(percent(worker.hit_rate), worker.hit_rate)),
   );
 }
 
 // Workers arrive in order of their load. Rows in order of their ids stay where they are while someone reads them.
-function drawWorkers(workers, leftOut) {
+function drawWorkers(workers, leftOut, explanations) {
   const most = {
     prefill_tokens: Math.max(0, ...workers.map((worker) => worker.prefill_tokens)),
     decode_blocks: Math.max(0, ...workers.map((worker) => worker.decode_blocks)),
   };
   const inOrder = [...workers].sort((a, b) => a.worker_id.localeCompare(b.worker_id, "en", { numeric: true }));
-  at("workers").replaceChildren(...inOrder.map((worker) => workerRow(worker, most)));
+  at("workers").replaceChildren(...inOrder.map((worker) => workerRow(worker, most, explanations)));
   at("workers-empty").hidden = workers.length > 0;
   at("workers-more").hidden = !leftOut;
   at("workers-more").textContent = `${leftOut} more workers have fewer requests in flight and are not shown.`;
+}
+
+// Drawn only when they change, so that a link to one keeps its target.
+function drawExplanations(explanations) {
+  const holder = at("explanations");
+  const names = Object.keys(explanations);
+  if (holder.dataset.names === names.join()) return;
+  holder.dataset.names = names.join();
+  holder.hidden = !names.length;
+  holder.replaceChildren(
+    ...names.flatMap((name) => [
+      element("dt", { id: `why-${name}`, tabindex: -1 }, name.replaceAll("_", " ")),
+      element("dd", {}, explanations[name].meaning, " ", element("strong", {}, "What to do: "), explanations[name].remedy),
+    ]),
+  );
+}
+
+// "kv_room_ms" is a number of milliseconds, "own_prefill_blocks" one of blocks; a policy may have others.
+function term(name, value) {
+  const unit = name.match(/_(ms|blocks|tokens)$/);
+  const words = (unit ? name.slice(0, unit.index) : name).replaceAll("_", " ");
+  return `${words} ${value === null ? NONE : signed(value)}${unit ? ` ${unit[1]}` : ""}`;
+}
+
+const signed = (value) => (value < 0 ? "−" : "") + short(Math.abs(value), Number.isInteger(value) || Math.abs(value) >= 10 ? 0 : 1);
+const rank = (choice) => `${choice.worker_id}/${choice.dp_rank}`;
+
+function decisionRows(decision) {
+  const best = decision.next_best;
+  const terms = Object.entries(decision.terms).filter(([, value]) => value === null || Math.abs(value) >= 0.05);
+  const held = `${short(decision.overlap_blocks)} of ${short(decision.request_blocks)}`;
+  const difference = best && best.cost - decision.cost;
+  const mode = element("span", { class: `state ${decision.mode}` }, decision.mode);
+  if (decision.reason) mode.append(" ", element("small", {}, decision.reason.replaceAll("_", " ")));
+  const alone = decision.candidates > 1 ? NONE : "only candidate";
+  return [
+    element(
+      "tr",
+      {},
+      element("td", {}, `${seconds(decision.age_s)} ago`),
+      element("th", { scope: "row" }, rank(decision)),
+      number(bar(held, decision.overlap_blocks / Math.max(decision.request_blocks, 1))),
+      roomy(short(decision.load_blocks)),
+      number(signed(decision.cost) + (decision.router_mode === "expected-time" ? " ms" : "")),
+      roomy(best ? `${rank(best)}: ${difference < 0 ? "" : "+"}${signed(difference)}` : alone),
+      element("td", { class: "roomy" }, mode),
+    ),
+    element(
+      "tr",
+      { class: "terms" },
+      element("td", { colspan: 7 }, terms.map(([name, value]) => term(name, value)).join(" · ") || "no terms above 0"),
+    ),
+  ];
+}
+
+function drawDecisions(decisions) {
+  at("decisions").replaceChildren(...decisions.slice(0, DECISIONS_SHOWN).flatMap(decisionRows));
+  at("decisions-empty").hidden = decisions.length > 0;
 }
 
 function drawPartitions(partitions) {
@@ -235,19 +324,18 @@ function draw(live) {
   const { router, samples } = live;
   const parts = [`mode ${router.router_mode}`, `${short(router.index_blocks)} blocks indexed`];
   if (router.dead_letters) parts.push(`${short(router.dead_letters)} dead letters since its start`);
-  if (router.agreed_share !== null) {
-    const over = router.audited.over ? `, ${short(router.audited.over)} found less` : "";
-    parts.push(`engines agreed with ${(100 * router.agreed_share).toFixed(1)} % of exact answers${over}`);
-  }
   parts.push(`id ${router.id.slice(0, 8)}`);
   at("about").textContent = parts.join(" · ");
   if (router.not_ready_because) setStatus("waiting", "Not ready", router.not_ready_because);
   else if (!router.bookings_in_sync)
     setStatus("waiting", "Degraded", "Kafka is away: this router does not see the bookings of other routers.");
   else setStatus("ready", "Ready");
-  drawTiles(samples);
-  drawModes(at("modes-chart"), `Shares of modes over the last 5 minutes: ${drawLegend(samples)}`, samples.age_s, samples.modes);
-  drawWorkers(live.workers, live.workers_left_out);
+  drawTiles(samples, router);
+  const shares = `Shares of modes over the last ${duration(spanS)}: ${drawLegend(samples)}`;
+  drawModes(at("modes-chart"), shares, samples.age_s, samples.modes);
+  drawExplanations(live.explanations);
+  drawWorkers(live.workers, live.workers_left_out, live.explanations);
+  drawDecisions(live.decisions);
   drawPartitions(live.partitions);
 }
 
