@@ -7,7 +7,7 @@ BIN := .venv/bin
 LOCAL := .venv/.installed-local
 INSTALLED := .venv/.installed
 
-.PHONY: demo test test-all nightly up lint fast warm soak chaos replicas migrations trust real conformance witness fuzz-events bench bench-stream bench-http calibrate clean
+.PHONY: demo test test-all nightly up docs lint fast warm soak chaos replicas migrations trust real conformance witness fuzz-events bench bench-stream bench-http calibrate clean
 
 demo: $(LOCAL)
 	$(BIN)/kvstreams demo
@@ -31,6 +31,10 @@ nightly: test-all real trust chaos replicas soak migrations
 
 # Up to five tests that fail next to others are run once more alone, and listed. Failures of former runs do not count.
 pytest = $(BIN)/pytest --cache-clear $(1) || { [ $$? -eq 1 ] && $(BIN)/python -m tests.rerun; }
+
+# The documentation as a site, in build/site. Open build/site/index.html; no server and no network is needed to read it.
+docs: $(INSTALLED)
+	$(BIN)/python -m tools.site
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check --quiet

@@ -1,7 +1,7 @@
 """The documentation's examples run and give the results that the pages show.
 
-The Python blocks of docs/index.md and docs/sim.md run as they are, all blocks of a page in order in one namespace.
-`# -> X` after an expression is its expected value; an expression without it must give None.
+The Python blocks of docs/prefix-index.md and docs/sim.md run as they are, all blocks of a page in order in one
+namespace. `# -> X` after an expression is its expected value; an expression without it must give None.
 """
 
 from __future__ import annotations
@@ -43,6 +43,9 @@ from tests.helpers.pages import ROOT, blocks
 
 SHOWN = "# -> "
 
+TOP_PAGES = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")
+PAGES = tuple(sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")))
+
 _DEFINITIONS = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
@@ -56,8 +59,8 @@ def statements(page: str) -> Iterator[tuple[str, ast.stmt, str]]:
 
 
 def test_the_index_page_runs_and_gives_the_results_that_it_shows() -> None:
-    """All Python blocks of docs/index.md run in order, and the index is consistent at the end."""
-    namespace, n_shown = run_page("docs/index.md")
+    """All Python blocks of docs/prefix-index.md run in order, and the index is consistent at the end."""
+    namespace, n_shown = run_page("docs/prefix-index.md")
     assert n_shown > 15
     check(namespace["index"])
 
@@ -122,7 +125,7 @@ def test_commands_in_shell_blocks_are_valid(page: str) -> None:
     assert n_lines > 4
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/http.md", "docs/sim.md", "docs/cxl.md", "docs/index.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/http.md", "docs/sim.md", "docs/cxl.md", "docs/prefix-index.md"])
 def test_commands_are_in_blocks_that_are_marked_as_shell(page: str) -> None:
     """tests/kafka/test_pasted_docs.py pastes these blocks, so a command in another block would not be tested."""
     commands = ("kvstreams ", "curl ", "make ", "pip ", "faust ", "export ", "$ ")
@@ -131,21 +134,15 @@ def test_commands_are_in_blocks_that_are_marked_as_shell(page: str) -> None:
 
 
 def test_every_dotted_name_on_the_index_page_exists() -> None:
-    """Each dotted name in docs/index.md is a module of this package or an attribute of one."""
-    text = (ROOT / "docs/index.md").read_text()
+    """Each dotted name in docs/prefix-index.md is a module of this package or an attribute of one."""
+    text = (ROOT / "docs/prefix-index.md").read_text()
     names = set(re.findall(r"(streams(?:\.\w+)+)", text))
     assert len(names) > 10
     for name in sorted(names):
         pkgutil.resolve_name(name)
 
 
-@pytest.mark.parametrize(
-    "page",
-    [
-        *("README.md", "docs/index.md", "docs/http.md", "docs/architecture.md", "docs/sim.md", "docs/cxl.md"),
-        *("docs/client.md", "docs/from-dynamo.md", "docs/engines.md", "docs/decisions.md"),
-    ],
-)
+@pytest.mark.parametrize("page", [*TOP_PAGES, *PAGES])
 def test_pages_name_commands_and_pages_that_exist(page: str) -> None:
     """Each `kvstreams X` is a command, and each link within the project leads to a file."""
     text = (ROOT / page).read_text()

@@ -1,1 +1,1 @@
-"""The prefix index: which leading blocks of a request each rank holds (docs/index.md)."""
+"""The prefix index: which leading blocks of a request each rank holds (docs/prefix-index.md)."""
