@@ -506,6 +506,18 @@ class QueueSettings:
 
 
 @dataclass(frozen=True)
+class ScalingSettings:
+    """What a router tells autoscalers."""
+
+    scale_saturation_target: float = _setting(
+        0.7,
+        "saturation that worker pools should have: GET /scale and the metrics say how many replicas have it",
+        low=0.05,
+        high=1.0,
+    )
+
+
+@dataclass(frozen=True)
 class DecisionLogSettings:
     """What a router records of its decisions."""
 
@@ -529,7 +541,13 @@ class DecisionLogSettings:
 
 @dataclass(frozen=True)
 class RouterSettings(
-    DecisionLogSettings, QueueSettings, ExpectedTimeSettings, RoutingSettings, ProcessSettings, ScopeSettings
+    DecisionLogSettings,
+    ScalingSettings,
+    QueueSettings,
+    ExpectedTimeSettings,
+    RoutingSettings,
+    ProcessSettings,
+    ScopeSettings,
 ):
     """What a router needs, apart from its HTTP server."""
 

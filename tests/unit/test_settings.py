@@ -77,6 +77,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "router_queue_timeout_s": (0.001, 3600.0),
     "router_queue_requests_max": (1, NUMBER_MAX),
     "router_queue_tenant_requests_max": (1, NUMBER_MAX),
+    "scale_saturation_target": (0.05, 1.0),
     "router_queue_bytes_max": (65_536, NUMBER_MAX),
     "cxl_score_weight": (0.0, WEIGHT_MAX),
     "moe_score_weight": (0.0, WEIGHT_MAX),

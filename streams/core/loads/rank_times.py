@@ -107,6 +107,11 @@ class RankTimes:
         """int64[N_NUMBERS, n_rows]. It is the state itself: callers must not write to it, and it may be replaced."""
         return self._table
 
+    @property
+    def period(self) -> int:
+        """The newest period in which something was booked: what was booked lately is halved when it changes."""
+        return self._period
+
     def grow(self, n_rows: int) -> None:
         """Have this many rows."""
         more = n_rows - self._table.shape[1]

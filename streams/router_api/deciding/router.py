@@ -361,12 +361,16 @@ class Router:
         propagation_tokens = int(PROPAGATION_MS * 1000.0 / us_per_token)
         return Gate(lambda: self.loads.router_id, tokens_max, idle_if_needed, propagation_tokens)
 
-    def ms_per_token(self) -> float:
-        """Time per prompt token: as learnt in mode expected-time, otherwise as in the settings."""
+    def ms_per_token(self, model: str | None = None) -> float:
+        """Time per prompt token: as learnt in mode expected-time, otherwise as in the settings.
+
+        model: None for the slowest one.
+        """
         if self.policy.mode is RouterMode.EXPECTED_TIME:
             policy = self._chooser.policy(self.policy.policy_name)
             assert isinstance(policy, ExpectedTime)
-            return policy.timings.slowest_prefill().slope
+            timings = policy.timings
+            return timings.slowest_prefill().slope if model is None else timings.of(model).prefill.slope
         return self.settings.prefill_us_per_token / 1000.0
 
     def refresh(self, prepared: PreparedRequest) -> PreparedRequest:

@@ -130,6 +130,34 @@ class LoadsAnswer(TypedDict):
     in_sync: bool
 
 
+class ScalePool(TypedDict):
+    """A worker pool: the workers of one model and role to which requests may go (docs/scaling.md).
+
+    saturation: the greatest of compute, blocks and slots; the last two are null if no capacity is known. backlog_ms:
+    how long a request that arrives now waits. queued_requests: those that wait for the pool in this router.
+    """
+
+    model: str
+    role: Role
+    replicas: int
+    ranks: int
+    saturation: float
+    compute: float
+    blocks: float | None
+    slots: float | None
+    backlog_ms: float
+    queued_requests: int
+    replicas_wanted: float
+
+
+class ScaleAnswer(TypedDict):
+    """The signals of every worker pool. in_sync: whether this router reads the bookings of all others."""
+
+    pools: list[ScalePool]
+    saturation_target: float
+    in_sync: bool
+
+
 class PotentialLoad(TypedDict):
     """The load that one rank would have with a request."""
 

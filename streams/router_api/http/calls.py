@@ -33,6 +33,7 @@ from streams.router_api.http.answers import (
     RemovedAnswer,
     RenderAnswer,
     RouteAnswerBody,
+    ScaleAnswer,
     StateAnswer,
     UncordonedAnswer,
     WorkerAnswer,
@@ -126,6 +127,15 @@ CALLS: tuple[Call, ...] = (
         packs_tokens=True,
     ),
     Call("GET", "/loads", "loads", Tag.LOADS, Right.READ, "Return the load of every rank", LoadsAnswer),
+    Call(
+        "GET",
+        "/scale",
+        "scale",
+        Tag.LOADS,
+        Right.READ,
+        "Return the saturation, the backlog and the wanted replicas of every worker pool",
+        ScaleAnswer,
+    ),
     Call(
         "POST",
         "/loads/potential",

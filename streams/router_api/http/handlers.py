@@ -125,7 +125,7 @@ class Handlers:
         self.lane = FastLane(router, self._route_parser, self._metrics, RETRY_AFTER_S)
         self._rights: dict[Any, Right | None] = {getattr(self, call.handler): call.right for call in CALLS}
         self._live = Live(router, self._metrics, lambda: len(self._admission))
-        self._sampling: asyncio.Task[None] | None = None
+        self._sampling: list[asyncio.Task[None]] = []
 
     def routes(self) -> list[web.RouteDef]:
         """Every path of the table of calls with its handler. GET also answers HEAD."""
@@ -157,11 +157,11 @@ class Handlers:
         return LimitedRunner(app, self._connections, new_protocol, self._router.settings.drain_timeout_s)
 
     async def _start(self, app: web.Application) -> None:  # noqa: ARG002 - aiohttp hands it over
-        self._sampling = asyncio.create_task(self._live.run())
+        self._sampling = [asyncio.create_task(each.run()) for each in (self._live, self._metrics.scaling)]
 
     async def _close(self, app: web.Application) -> None:  # noqa: ARG002 - aiohttp hands it over
-        if self._sampling is not None:
-            self._sampling.cancel()
+        for task in self._sampling:
+            task.cancel()
         self._bodies.close()
         self._inspections.close()
 
@@ -238,6 +238,10 @@ class Handlers:
     async def loads(self, request: web.Request) -> web.Response:  # noqa: ARG002 - aiohttp hands it to every handler
         """Return every rank's active load."""
         return _json(self._router.rank_loads())
+
+    async def scale(self, request: web.Request) -> web.Response:  # noqa: ARG002 - aiohttp hands it to every handler
+        """Return the saturation, the backlog and the wanted replicas of every worker pool."""
+        return _json(self._metrics.scaling.answer())
 
     async def book(self, request: web.Request) -> web.Response:
         """Book a choice that was made elsewhere."""

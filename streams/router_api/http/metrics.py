@@ -15,7 +15,7 @@ from streams.core.ids import WorkerId
 from streams.core.routing.audit import AuditOutcome
 from streams.core.routing.selection import RouterMode
 from streams.core.routing.trust import AnswerMode, DegradedReason
-from streams.core.workers import RenderOutcome
+from streams.core.workers import RenderOutcome, Role
 from streams.errors import API_ERRORS, HTTP_CODES, HTTP_ERROR, NotReady
 from streams.kafka.applied_until import Lag, lag_records, lag_seconds
 from streams.process.connections import REFUSAL_REASONS, Connections
@@ -37,6 +37,7 @@ from streams.router_api.deciding.prompt_matches import MODELS_MAX
 from streams.router_api.deciding.router import Router
 from streams.router_api.http.bodies import Bodies
 from streams.router_api.http.fleet_load import FleetLoad
+from streams.router_api.http.scaling import PoolKey, PoolNow, Scaling
 from streams.router_api.knowledge.dead_letters import ENGINE, PAIRS_MAX
 from streams.router_api.knowledge.engine_reports import REPORTS_MAX
 from streams.router_api.knowledge.fleet_view import RankCounts
@@ -69,6 +70,7 @@ _ERROR_CODES = tuple(sorted({*(error.code for error in API_ERRORS), *HTTP_CODES.
 _PLAIN_TOPICS = topics(Settings())
 _WORKER = Label("worker", values_max=VALUES_MAX)
 _MODEL = Label("model", values_max=VALUES_MAX)
+_ROLE = Label("role", tuple(Role))
 _DEAD_LETTER_SOURCES = (_PLAIN_TOPICS.kv_events.name, _PLAIN_TOPICS.cxl_events.name, ENGINE, OTHER)
 
 
@@ -80,6 +82,7 @@ class RouterSnapshot:
     admission: Admission
     route_seconds: Distribution
     load: FleetLoad
+    pools: Mapping[PoolKey, PoolNow]
     lags: Mapping[int, Lag]
     reports: Sequence[MetricsReport]
     ranks: RankCounts
@@ -108,6 +111,10 @@ class RouterSnapshot:
             ranks.approximate,
         )
         return dict(zip(_RANK_STATES, counts, strict=True))
+
+    def by_pool(self, field: Callable[[PoolNow], float]) -> dict[PoolKey, float]:
+        """A number of each worker pool, by its model and role."""
+        return {key: field(pool) for key, pool in self.pools.items()}
 
     def by_worker(self, field: Callable[[WorkerCounts], int]) -> dict[WorkerId | str, int]:
         """A count of decisions by the chosen worker."""
@@ -221,6 +228,38 @@ ROUTER_METRICS: tuple[Metric[RouterSnapshot], ...] = (
         "Requests in flight by model, by these bookings",
         lambda now: now.load.requests_by_model(),
         _MODEL,
+    ),
+    gauge(
+        "kvstreams_pool_saturation",
+        "What a worker pool is asked to do, divided by what it can do: 0 while it is idle, 1 when it needs all of its "
+        "capacity, above 1 when requests wait longer and longer. A worker pool is all workers of a model and role to "
+        "which requests may go. Use the mean over routers",
+        lambda now: now.by_pool(lambda pool: pool.signals.saturation),
+        _MODEL,
+        _ROLE,
+    ),
+    gauge(
+        "kvstreams_pool_backlog_seconds",
+        "How long a request that arrives now waits until its prompt begins, in the router's queue and at the first "
+        "rank that has no other prompt to compute",
+        lambda now: now.by_pool(lambda pool: pool.signals.backlog_ms / 1000.0),
+        _MODEL,
+        _ROLE,
+    ),
+    gauge(
+        "kvstreams_pool_replicas",
+        "Workers of a pool to which requests may go",
+        lambda now: now.by_pool(lambda pool: pool.replicas),
+        _MODEL,
+        _ROLE,
+    ),
+    gauge(
+        "kvstreams_pool_replicas_wanted",
+        "How many of them would have the saturation `scale_saturation_target`. It is no whole number, so that "
+        "autoscalers can apply their tolerance before they round it up",
+        lambda now: now.by_pool(lambda pool: pool.replicas_wanted),
+        _MODEL,
+        _ROLE,
     ),
     gauge(
         "kvstreams_average_kv_cache_utilization",
@@ -496,6 +535,7 @@ class RouterMetrics:
         self._connections = connections
         self._bodies = bodies
         self._scrapes = _FailedScrapes()
+        self.scaling = Scaling(router, admission)
         self.errors: Counter[str] = Counter()
         self.route_seconds = Distribution(*LATENCY_BOUNDS)
         self.registry = MetricsRegistry(ROUTER_METRICS, self._snapshot, process)
@@ -513,6 +553,7 @@ class RouterMetrics:
             admission=self._admission,
             route_seconds=self.route_seconds,
             load=load,
+            pools=self.scaling.pools,
             lags=view.lags(),
             reports=reports,
             ranks=view.rank_counts(),
