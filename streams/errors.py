@@ -49,14 +49,14 @@ class Unauthorized(KvStreamsError):
 
 
 class Forbidden(KvStreamsError):
-    """The bearer token does not have the right that the call needs."""
+    """The bearer token does not have the right that the call needs; `detail.right` names it."""
 
     code = "forbidden"
     http_status = 403
 
 
 class InvalidRequest(KvStreamsError):
-    """The caller's request cannot be understood or breaks a documented rule."""
+    """The request is not valid: its body, a value out of range, or both or neither of tokens and hashes."""
 
     code = "invalid_request"
     http_status = 400
@@ -76,7 +76,7 @@ class UnknownModel(KvStreamsError):
 
 
 class UnknownId(KvStreamsError):
-    """No such worker, rank, booking or response."""
+    """There is no such worker, rank, booking, pool or response."""
 
     code = "unknown_id"
     http_status = 404
@@ -104,21 +104,21 @@ class BookingConflict(KvStreamsError):
 
 
 class RequestTooLarge(KvStreamsError):
-    """The request has more tokens or bytes than the router accepts."""
+    """The request has more tokens than `request_tokens_max`, or a larger body than the call accepts."""
 
     code = "too_large"
     http_status = 413
 
 
 class RequestTimeout(KvStreamsError):
-    """The body of a request did not arrive in time."""
+    """The body did not arrive within `body_timeout_s`."""
 
     code = "request_timeout"
     http_status = 408
 
 
 class UnsupportedEncoding(KvStreamsError):
-    """The body is compressed in a way that the router does not read."""
+    """The body's `Content-Encoding` is not `gzip` or `deflate`."""
 
     code = "unsupported_encoding"
     http_status = 415
@@ -132,32 +132,35 @@ class Overloaded(KvStreamsError):
 
 
 class NoEligibleWorker(KvStreamsError):
-    """No registered worker passes the request's filters."""
+    """No rank passes the request's filters. `detail.refused_ranks` has the number that each filter refused."""
 
     code = "no_eligible_worker"
     http_status = 503
 
 
 class AllWorkersBusy(NoEligibleWorker):
-    """Workers that could serve the request exist, and all of them are busy or full."""
+    """All ranks that pass the filters are over a busy threshold, or their engines report that they are full."""
 
     code = "all_workers_busy"
 
 
 class QueueFull(AllWorkersBusy):
-    """As many requests wait as may. `detail` contains `retry_after_s`, which becomes the header Retry-After."""
+    """The queue is full. `detail.retry_after_s`, also in `Retry-After`, follows from the rate at which it drains."""
 
     code = "queue_full"
 
 
 class QueueTimeout(AllWorkersBusy):
-    """No rank became free for a waiting request before its deadline. `detail` contains `retry_after_s`."""
+    """A request waited in the queue until its deadline. `detail.retry_after_s` is also in `Retry-After`."""
 
     code = "queue_timeout"
 
 
 class NotReady(KvStreamsError):
-    """The process cannot answer yet: topics are missing or not fully read, or too few workers are registered."""
+    """The process cannot answer yet: topics are missing or being read, or too few workers are registered; or it cannot
+    make a change, because Kafka did not accept it or its outcome is unknown; or the scope has another block size for
+    the model than this router's settings, in which case `detail` has `model`, `block_size` and `scope_block_size`.
+    """
 
     code = "not_ready"
     http_status = 503

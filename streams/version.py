@@ -1,4 +1,7 @@
-"""The version of kvstreams, on its own so that any module can import it."""
+"""The version of kvstreams.
+
+What lives here: the version, on its own so that any module can import it. What must not: imports.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`kvstreams metrics`: every metric that is declared, for people and for the docs."""
+"""`kvstreams metrics`: every metric that is declared."""
 
 from __future__ import annotations
 
@@ -16,15 +16,10 @@ if TYPE_CHECKING:
 
 
 @click.command(cls=GroupedCommand)
-@click.option("--markdown", is_flag=True, help="print the tables of docs/metrics.md")
-def metrics(markdown: bool) -> None:
+def metrics() -> None:
     """Print every Prometheus metric: its name, kind, meaning and labels."""
-    from streams.process.metrics import label_text, markdown_table
+    from streams.process.metrics import label_text
 
-    if markdown:
-        tables = [f"### {title}\n\n{markdown_table(declared)}" for title, declared in declared_metrics().items()]
-        click.echo("\n".join(tables), nl=False)
-        return
     for title, declared in declared_metrics().items():
         table = Table(title=title, title_justify="left", box=None, pad_edge=False)
         for column in ("metric", "kind", "meaning", "labels"):

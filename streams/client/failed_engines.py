@@ -13,6 +13,8 @@ A request that fails at every engine says nothing about the engines. So a failur
 
 A request that broke two engines is not sent to a third one. It is recognised by a digest for BROKEN_S, also if a client
 repeats it; neither prompts nor fields are kept.
+
+State: failures in a row, and digests of requests that broke engines.
 """
 
 from __future__ import annotations

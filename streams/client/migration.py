@@ -12,6 +12,8 @@ that begins before the seam is found by the next engine.
 
     streaming --failed--> routing --routed--> resuming --tokens--> streaming
         any of these --ended, error, client gone--> over
+
+State: what was generated and shown so far.
 """
 
 from __future__ import annotations

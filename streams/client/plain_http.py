@@ -6,6 +6,8 @@ a request goes to, and what its answer means. httptools parses the answers, as i
 A request with aiohttp's client takes 0.3 ms of a processor, and each token of a stream 15 us, for timers, for objects
 and for the task that it wakes. Here a request takes a fourth of that, and a stream is passed on by a function that the
 event loop calls with its bytes (`Answer.pump`). There are no redirects, cookies, proxies or compressed answers.
+
+State: kept connections.
 """
 
 from __future__ import annotations

@@ -5,6 +5,8 @@ report is sent (http, push).
 
 Reports are monotone: a later output number includes earlier ones, and a free includes everything. So all reports of one
 request that wait are one entry, however long the routers are away.
+
+State: reports that wait.
 """
 
 from __future__ import annotations

@@ -15,6 +15,8 @@ A bridge that was stopped may have written a pulse just before, which Kafka gets
 that its engines have sent meanwhile. It has one pulse on its way at a time. So the first pulse after a silence shows
 nothing, and the second one ends the silence. The same holds for the first pulse that a reader gets of a bridge, unless
 it is the first one of that bridge. Pulses that a reader gets together, because it was stopped itself, count as one.
+
+State: when each bridge was heard from.
 """
 
 from __future__ import annotations

@@ -16,6 +16,8 @@ An index that replaces or complements this one must have the same interface:
 Masks are applied when a caller reads, and are never written into rows. The loss of a pool, the departure of a host and
 the end of an incarnation are one record each, which applies to every row at once. Rows contain their model, because
 equal tokens have equal hashes in every model.
+
+State: a router's pooled blocks.
 """
 
 from __future__ import annotations

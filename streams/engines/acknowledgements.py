@@ -1,6 +1,8 @@
 """When Kafka acknowledged one rank's records (pure; the clock is an argument).
 
 What lives here: what follows from these times for readers of the records. What must not: Kafka.
+
+State: the times of acknowledgements.
 """
 
 from __future__ import annotations

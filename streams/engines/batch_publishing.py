@@ -3,6 +3,8 @@
 What lives here: decoding, dead letters, the size of the engine's blocks, and waiting until Kafka's client takes a
 record. What must not: the order of batches (gap_filling), which batches may be published (feed_machine), what a payload
 means (dialects), and which events change what the rank holds (ledger).
+
+State: the incarnation's decoder.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 What lives here: which report counts. What must not: reading the reports (scraping, feed), and what follows from a wrong
 size (bridge).
+
+State: the block size of each engine.
 """
 
 from __future__ import annotations

@@ -11,6 +11,8 @@ end if a hit can end after it.
 The index has leading blocks only. So a block is published while it is an end or leads to one: for a prompt that
 continues a chain, the overlap is then what a hit can use. Only a prompt that leaves a chain between two ends gets too
 much. So the rank is approximate once a published block is no end (`n_between`).
+
+State: the blocks of one rank's cache groups.
 """
 
 from __future__ import annotations

@@ -9,6 +9,8 @@ ZMQ does not reconnect: a socket has one connection, and another connection gets
 
 An engine may also connect itself, to an address at which the socket of its rank listens (`bind:`). Such a socket also
 has one connection: if it breaks, or a second publisher connects, it is closed, and publishers connect to the next one.
+
+State: the socket.
 """
 
 from __future__ import annotations

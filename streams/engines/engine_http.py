@@ -5,6 +5,8 @@ is asked (process_start, scraping, polling), and who else may know the key: it i
 
 The key is sent to the engine's own address only. Its metrics may be read from another host, and a redirection may lead
 anywhere.
+
+State: the API key.
 """
 
 from __future__ import annotations

@@ -12,6 +12,8 @@ in a row name the same other rank, they are believed instead.
 
 A contradiction lasts until the socket's rank is known again: its engine has begun anew, or has reported an empty cache,
 and for CONTRADICTION_S no batch has named another rank. Otherwise one damaged batch would cost `exact` for good.
+
+State: the ranks of an engine's sockets.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 What lives here: the counters and their text for the log, and which ranks' counters a bridge keeps. What must not:
 metric names and help texts (bridge_metrics). Owner: the bridge, one set per rank; the rank's feed increments it.
+
+State: the counters of every rank.
 """
 
 from __future__ import annotations

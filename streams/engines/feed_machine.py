@@ -7,6 +7,8 @@ an instruction (feed), sockets and HTTP (receiving, evidence), the order of batc
 
 One door changes the machine: `handle`. It performs nothing, so every sequence of events can be repeated. The machine
 has no copy of the rank's last batch, which the rank's writer owns: events bring it (`published`).
+
+State: the phase of a feed.
 """
 
 from __future__ import annotations

@@ -10,6 +10,8 @@ stay missing; the agent then sees the gap in the sequence numbers.
 
 Nothing here waits for the replay socket: the feed's loop calls `advance` whenever an answer may have arrived, and
 publishes live batches in between.
+
+State: the next expected batch, and buffered batches.
 """
 
 from __future__ import annotations

@@ -31,6 +31,8 @@ no prefix that the rank holds. After that, the parent was not reported, and the 
 A ledger can list everything that it holds as runs of consecutive blocks (`restated`), and can start from such runs
 (`adopt`) with one copy of each block. A block whose copies are not known is removed with its first removal, so the
 ledger can remove it too early, but never too late.
+
+State: one rank's ledger.
 """
 
 from __future__ import annotations

@@ -13,6 +13,8 @@ live batches arrive late.
 
 The engine is not asked before all ranks have subscribed. If the numbers begin again, the engine has restarted: the
 sockets are opened anew, and the feeds find out which incarnation it is before they publish anything.
+
+State: the number of each rank's last event.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 What lives here: the publisher that an engine embeds, its lease and its answers to resync requests. What must not: any
 engine's message format, and what a record contains (rank_writer).
+
+State: the number of its next batch.
 """
 
 from __future__ import annotations

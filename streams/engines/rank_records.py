@@ -7,6 +7,8 @@ Agents park a transition that arrives early. In the other order, a bridge that c
 its last batch would never publish the transition. Topics have different leaders, so a bridge's batch waits until Kafka
 has acknowledged the transition. A publisher inside an engine does not wait, since nobody resumes its incarnation if it
 crashes.
+
+State: the records of one rank that wait.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 What lives here: combining a rank's ledger, names and sequence numbers into records. What must not: any engine's message
 format, and sending (rank_records).
+
+State: one rank's sequence number and incarnation.
 """
 
 from __future__ import annotations

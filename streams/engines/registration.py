@@ -2,6 +2,8 @@
 
 What lives here: combining them into the registration that the lease writes, whenever one of them changes. What must
 not: the rules of the lease (lease), and asking the engine (process_start, scraping).
+
+State: an engine's registration.
 """
 
 from __future__ import annotations

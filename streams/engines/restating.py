@@ -2,6 +2,8 @@
 
 What lives here: which requests wait, and publishing the chunks and where blocks are in CXL memory. What must not: which
 requests are answered, and how runs are cut into chunks (restatements), what the rank holds (ledger).
+
+State: the resync requests that wait.
 """
 
 from __future__ import annotations

@@ -4,6 +4,8 @@ What lives here: which engines share a call, and how many calls run at the same 
 
 A bridge with hundreds of engines that start together would otherwise read each partition, and claim each model, once
 per engine.
+
+State: the engines that wait.
 """
 
 from __future__ import annotations

@@ -7,6 +7,8 @@ vLLM has two. `/v1/chat/completions/render` reads a chat as the call that genera
 kind for `/v1/responses` and `/v1/messages`; 0.32 has them only with `--enable-scale-out`. `/tokenize` is always there,
 but from 0.24 on chats read more than it does: `documents`, `reasoning_effort` and the `reasoning_content` of past turns
 are then sent to it in other places.
+
+State: the calls that engines lack.
 """
 
 from __future__ import annotations

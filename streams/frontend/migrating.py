@@ -5,6 +5,8 @@ must not: the decisions (streams.client.migration), the form of events (resuming
 (proxy).
 
 A client that leaves ends its request at any of these steps, by the cancellation of its handler: nothing migrates then.
+
+State: the streams that may move.
 """
 
 from __future__ import annotations

@@ -6,6 +6,8 @@ comparison (parity), and anything that a request waits for.
 
 A worker is probed when the registry shows it for the first time, and again as another engine: with another URL, model
 or incarnation. A front that has no files of the model's tokenizer has nothing to compare, and reports that.
+
+State: the workers that were probed.
 """
 
 from __future__ import annotations

@@ -5,6 +5,8 @@ reading bodies and headers (requests), events (answers), tokens (tokenizing), an
 
 Every path ends in `finally`: the booking is freed, and the engine's connection is closed unless its answer was read to
 its end, which makes the engine cancel its request.
+
+State: the requests that the front serves.
 """
 
 from __future__ import annotations

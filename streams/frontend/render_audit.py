@@ -2,6 +2,8 @@
 
 What lives here: the comparison of a prompt with what its engine reports of it, the counts, and when a model's prompts
 differ too often. What must not: asking engines (auditing), and what is done about it (parity_probes).
+
+State: the last prompts of each model.
 """
 
 from __future__ import annotations

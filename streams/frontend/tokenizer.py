@@ -7,6 +7,8 @@ Prompts of one application share a beginning: a system prompt, tools, earlier tu
 its special tokens, such as `<|im_end|>`, and encodes what is between them independently. So the pieces between special
 tokens are encoded and cached one by one, and of a chat's next turn only the new message is encoded. Whether a tokenizer
 is of this kind is tried out when it is loaded; the texts of others are cached as a whole.
+
+State: tokens of shared prefixes.
 """
 
 from __future__ import annotations

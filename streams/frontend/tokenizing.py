@@ -4,6 +4,8 @@ What lives here: the processes, what may wait for them, and which rules, or whic
 What must not: how a text becomes tokens (tokenizer), the calls of engines (engine_tokens), and which prompts are short
 enough for the event loop (loop_tokenizer). A request that cannot be tokenized is not refused: the front routes it by
 load, and the engine says what is wrong with it.
+
+State: the rules by which a model's prompts are rendered.
 """
 
 from __future__ import annotations

@@ -8,6 +8,8 @@ During an outage every client of a process reports every failed connection, seve
 in a worker with eight partitions. Those lines cannot be counted on to mean an outage either, since one broker of three
 may be gone, or a group may be rebalancing. So a line about Kafka is held until Kafka has been asked. If Kafka answers,
 the line is logged. If it does not, the line becomes a debug line, as do all that follow it.
+
+State: whether Kafka answers.
 """
 
 from __future__ import annotations

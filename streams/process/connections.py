@@ -2,6 +2,8 @@
 
 What lives here: those limits. What must not: requests and their bodies, and what runs an application within the limits
 (aiohttp_internals).
+
+State: the open connections of one server.
 """
 
 from __future__ import annotations

@@ -236,16 +236,6 @@ PARTITION = Label("partition", values_max=VALUES_MAX)
 # -- the docs ----------------------------------------------------------------------------------------------------------
 
 
-def markdown_table(metrics: Sequence[Metric[Any]]) -> str:
-    """The declarations as a table for the docs, in the order in which they are declared."""
-    rows = ["| metric | kind | labels | meaning |", "|---|---|---|---|"]
-    rows += [
-        f"| `{metric.name}` | {metric.kind} | {'; '.join(map(label_text, metric.labels))} | {metric.help} |"
-        for metric in metrics
-    ]
-    return "\n".join(rows) + "\n"
-
-
 def label_text(label: Label) -> str:
     """A label and its values as Markdown."""
     values = ", ".join(f"`{value}`" for value in label.values) or f"at most {label.values_max} values"

@@ -1,4 +1,7 @@
-"""Waiting for a condition, with a limit and a name for what is missing."""
+"""Waiting for a condition, with a limit and a name for what is missing.
+
+What lives here: the loop that waits, and its error. What must not: the conditions.
+"""
 
 from __future__ import annotations
 

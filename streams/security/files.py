@@ -2,6 +2,8 @@
 
 What lives here: reading, and one line of the log per change that cannot be used. What must not: what the files contain
 (tokens, tls).
+
+State: tokens and certificates of one server.
 """
 
 from __future__ import annotations

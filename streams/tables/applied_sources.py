@@ -2,6 +2,8 @@
 
 What lives here: the applied offsets, stretches of the logs without records, and the ends as last read. What must not:
 records (source_queue, partition), locks, reading a clock, asking a broker. Owner: the partition, under its lock.
+
+State: applied offsets.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 What lives here: the rows, which of them count as evicted, and when they expire. What must not: when a transition is
 applied, and which row it leads to (pooled_block_table). Owner: the table of pooled blocks. Times are append times and
 the wall clock, in ms.
+
+State: a partition's pooled blocks.
 """
 
 from __future__ import annotations

@@ -21,6 +21,8 @@ producer, fences every older producer, reads the changelog to its end and proces
 the log already contains are duplicates then. Only the owner may do that: an agent that was suspended until another one
 took over would otherwise fence its successor. The suspended agent's own Faust does not yet know of the takeover, so the
 partition asks the group's coordinator which worker is the owner.
+
+State: the current batch.
 """
 
 from __future__ import annotations

@@ -5,6 +5,8 @@ the bytes of a record (kernels.runs). Tests compare it with a store in pure Pyth
 
 One thread uses a store. A block takes 24 bytes, at most twice that while its run grows, and two slots of 8 bytes in
 maps that are at most 60 % full. Five million blocks of Mooncake's runs take about 400 MB.
+
+State: what a partition's ranks hold.
 """
 
 from __future__ import annotations

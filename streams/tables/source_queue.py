@@ -2,6 +2,8 @@
 
 What lives here: which offsets are taken, in which order, and the limits in records and bytes. What must not: what is
 done with the records, locks, waiting. Owner: the partition, under its lock.
+
+State: the records that wait.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 What lives here: opening, reading and writing. What must not: deciding what is written. One WriteBatch contains values
 and the changelog offsets from which they come, so the two never disagree. RocksDB's own log is off, since the changelog
 serves as the log: what a crash loses is read again from the store's position. Owner: the partition's thread.
+
+State: the local copy, which can always be deleted.
 """
 
 from __future__ import annotations

@@ -7,6 +7,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 
+#: The pages of the documentation.
+PAGES = tuple(sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")))
+
 
 def blocks(page: str, language: str) -> list[tuple[int, str]]:
     """Return a page's code blocks in one language, each with the number of the line that precedes its code."""

@@ -6,7 +6,6 @@ import subprocess
 import sys
 from dataclasses import FrozenInstanceError, replace
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,13 +22,11 @@ from streams.cxl.states import (
     transition,
 )
 from streams.errors import InvalidEvent
-from tests.helpers.drawn_rules import cxl_diagram
 
 LOCAL, TRANSIT, POOLED, EVICTED = CxlMemoryState
 
 HERE = (WorkerId(1), WorkerId(2))
 THERE = (WorkerId(3),)
-DOCS = Path(__file__).parents[2] / "docs" / "cxl.md"
 
 
 def test_metadata_has_defaults_and_takes_plain_strings_and_lists() -> None:
@@ -116,8 +113,3 @@ def test_a_block_stored_in_a_state_gets_there_by_legal_transitions(state: CxlMem
         assert isinstance(found, CxlMemoryMetadata)
         metadata = found
     assert metadata.state is state
-
-
-def test_the_diagram_of_the_docs_is_the_rules() -> None:
-    """The docs contain exactly the diagram that is drawn from the rules, so that it cannot become outdated."""
-    assert f"```mermaid\n{cxl_diagram()}\n```" in DOCS.read_text()

@@ -21,9 +21,6 @@ from streams.core.routing.selection import RouterMode
 from streams.engines.dialects.interface import NOT_INDEXED_REASONS
 from streams.engines.dialects.registry import DIALECTS
 from streams.errors import (
-    API_ERRORS,
-    HTTP_CODES,
-    HTTP_ERROR,
     AllWorkersBusy,
     BadRecord,
     EpochConflict,
@@ -39,12 +36,11 @@ from streams.router_api.deciding.router import Router
 from streams.router_api.http.handlers import Handlers
 from streams.settings import Settings
 from tests.helpers.invariants import check
-from tests.helpers.pages import ROOT, blocks
+from tests.helpers.pages import PAGES, ROOT, blocks
 
 SHOWN = "# -> "
 
 TOP_PAGES = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")
-PAGES = tuple(sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")))
 
 _DEFINITIONS = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
@@ -159,8 +155,8 @@ def test_pages_name_commands_and_pages_that_exist(page: str) -> None:
 
 
 def test_the_paths_of_where_to_change_what_exist() -> None:
-    """Each step in docs/architecture.md names a file and a function, class or method that is defined there."""
-    section = (ROOT / "docs/architecture.md").read_text().split("## Where to change what")[1].split("\n## ")[0]
+    """Each step in docs/modules.md names a file and a function, class or method that is defined there."""
+    section = (ROOT / "docs/modules.md").read_text().split("## Where to change what")[1].split("\n## ")[0]
     steps = re.findall(r"^\d\. `([^`]+\.py)`, `([^`]+)`", section, flags=re.M)
     assert len(steps) == len(re.findall(r"^\d\.", section, flags=re.M)) >= 16
     for path, name in steps:
@@ -204,16 +200,6 @@ def first_cells(page: str, header: str) -> list[str]:
     assert found, f"{page} has no table {header}"
     rows = table.partition("\n\n")[0].splitlines()[1:]
     return [name for row in rows for name in re.findall(r"`([^`]+)`", row.split("|")[1])]
-
-
-def test_the_table_of_errors_has_exactly_the_codes_of_the_api() -> None:
-    """The table in docs/http.md has every code with its status, including those of the HTTP server itself."""
-    page = (ROOT / "docs/http.md").read_text()
-    rows = re.findall(r"^\| (\d\d\d|4xx) \| ([^|]+) \|", page, re.MULTILINE)
-    shown = [(code, status) for status, codes in rows for code in re.findall(r"`(\w+)`", codes)]
-    expected = [(error.code, str(error.http_status)) for error in API_ERRORS]
-    expected += [(code, str(status)) for status, code in HTTP_CODES.items()]
-    assert sorted(shown) == sorted([*expected, (HTTP_ERROR, "4xx")])
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ import random
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise, product
-from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -37,9 +36,6 @@ from streams.engines.feed_machine import (
     Tick,
 )
 from streams.engines.feed_table import RULES, Action, FeedPhase, PhaseRule, Signal, UnexpectedSignal, rule_of
-from tests.helpers.drawn_rules import feed_diagram, feed_tables
-
-DOCS = Path(__file__).parents[2] / "docs" / "architecture.md"
 
 #: A rank that holds blocks; the first start time is that of its process.
 STARTED = Incarnation(1_000)
@@ -70,14 +66,6 @@ def test_live_batches_are_taken_in_one_phase_only() -> None:
     for phase in FeedPhase:
         taken = {signal in RULES[phase] for signal in batches}
         assert taken == {phase is FeedPhase.FEEDING}
-
-
-def test_the_docs_contain_the_diagram_and_the_tables_of_the_rules() -> None:
-    """They are drawn from the rules, so that they cannot become outdated."""
-    page = DOCS.read_text()
-    assert f"```mermaid\n{feed_diagram()}\n```" in page
-    for part in feed_tables().split("\n\n"):
-        assert part in page
 
 
 class Shell:

@@ -7,6 +7,8 @@ lock.
 Labels follow the index: a record replaces the labels that its key had, and a rank's epoch ends all older ones. The
 index decides which blocks a rank holds. A label of a block that the rank no longer holds has no effect here, because
 only labels of the rank's own leading blocks are used.
+
+State: a router's labels.
 """
 
 from __future__ import annotations

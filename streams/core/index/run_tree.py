@@ -4,6 +4,8 @@ What lives here: the numbers of ranks and their columns, queries and their answe
 (streams/core/index/kernels/tree.py), records (tree_fold).
 
 One thread writes. Any thread may query at the same time, and sees each record completely or not at all.
+
+State: which rank holds what, for queries.
 """
 
 from __future__ import annotations

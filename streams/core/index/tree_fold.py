@@ -6,6 +6,8 @@ What lives here: epochs, known holders, and which records are folded. What must 
 Records arrive in any order that compaction leaves: children before parents, runs before their progress, a key's older
 values missing. A rank's epoch is the greatest in any of its records; runs of an older epoch are dropped, and ignored
 from then on. Owner of the state: the view, which admits one thread at a time. Facts are (rank, tier, sequence hash).
+
+State: a router's index.
 """
 
 from __future__ import annotations

@@ -6,6 +6,8 @@ a loop.
 
 A request uses its whole chain from the root. The ranks of a run are therefore a subset of those of the run before it.
 A rank is a row, which is a small number, and a set of ranks is an int with one bit per row.
+
+State: a part of active load: the blocks of running requests.
 """
 
 from __future__ import annotations

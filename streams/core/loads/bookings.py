@@ -3,6 +3,8 @@
 What lives here: bookings and their three phases, folded in any order and any number of times into the same loads.
 What must not: Kafka, clocks. The state belongs to one router. Blocks that requests share on a rank count once. A
 booking is active while it has an add and no free. A free implies prefill-complete.
+
+State: active load.
 """
 
 from __future__ import annotations

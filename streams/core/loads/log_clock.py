@@ -6,6 +6,8 @@ Backlogs subtract append times, which brokers set, from the present time, so the
 record is read some time after it was appended: the difference of both clocks is at least what any record shows, and
 nearly that of the record that was read the fastest. Nothing is assumed about clocks of machines: a wall clock that is
 ahead of the broker's would make every booking old.
+
+State: a part of active load: the time of the log.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """What bookings show about the speed of engines and about clients: the input from which policies learn.
 
 What lives here: the observations, as values. What must not: what follows from them (core.routing.policies).
+
+State: a part of active load: what policies have not learnt from yet.
 """
 
 from __future__ import annotations

@@ -24,6 +24,8 @@ it counts as idle.
 
 All times are append times of the log. Partitions of the log have clocks of their own, and a booking may age before its
 report was read, so that routers agree to within these differences and their lag.
+
+State: a part of active load: the backlogs of ranks.
 """
 
 from __future__ import annotations

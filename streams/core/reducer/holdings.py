@@ -2,6 +2,8 @@
 
 What lives here: a record's verdict (ordering) combined with its effect on runs (run_store) and on parked chunks
 (restatement). What must not: Kafka, bytes (tables.records), time (maintenance).
+
+State: what a partition's ranks hold.
 """
 
 from __future__ import annotations

@@ -7,6 +7,8 @@ The length of a rank's silence is measured from the moment when its last record 
 partition if none was applied since. Both are later than the record's append time, so a lease never expires too early,
 whatever clocks bridges have. A lease is judged as of a time up to which every appended record has been applied; under
 load, that time may lag.
+
+State: when each rank was heard from; it is not durable.
 """
 
 from __future__ import annotations

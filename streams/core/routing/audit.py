@@ -7,6 +7,8 @@ contradict too often. What must not: the fold of the index, which says what beca
 
 Owner of the state: the router that decided. `promise` runs for every decision and `report` for every end; everything
 else runs in the router's tick, once the records of what the engine did before its answer can have been read.
+
+State: promises, and reports that wait.
 """
 
 from __future__ import annotations

@@ -6,6 +6,8 @@ not shared with others.
 
 The order has three levels. A greater priority comes first. Within a priority, tenants take turns by the tokens that
 were computed for each of them, as in start-time fair queueing. Within a tenant, the policy's key decides.
+
+State: a router's queue.
 """
 
 from __future__ import annotations

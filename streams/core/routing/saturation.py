@@ -19,6 +19,8 @@ plus the growth of their backlogs.
 
 All of this follows from the log of bookings, as means over the last readings, whose weights fade. So routers that read
 the same log have about the same signals, although they take their readings at different moments.
+
+State: means over the last minute.
 """
 
 from __future__ import annotations

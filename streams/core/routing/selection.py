@@ -2,6 +2,8 @@
 
 What lives here: the selectors. What must not: computing costs (cost, policies), and booking. A selector changes nothing
 but its own turn counter or its generator.
+
+State: the position of round-robin, and the random generator.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 What lives here: bindings, their expiry and their limit. What must not: clocks (time is an argument), and whether a
 bound rank is still a candidate (eligibility, busy). The state belongs to one router and is not shared with others.
+
+State: a router's session bindings.
 """
 
 from __future__ import annotations

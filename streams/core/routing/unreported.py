@@ -4,6 +4,8 @@ What lives here: for each rank, the requests and blocks of bookings that were ma
 What must not: what a booking costs a rank (core.loads), and the policies that read engines' reports (policies).
 
 Between two scrapes a policy that reads nothing but reports would send every request of a burst to the same rank.
+
+State: the bookings that reports lack, for the older policies.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 What lives here: what every dialect provides, and what the feed may rely on. What must not: any engine's format (one
 module per dialect), the list of dialects (registry), sockets (feed) and the counting of copies (ledger).
+
+State: what a decoder has kept of former payloads, if anything.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 What lives here: the protocol, the fixed list of the command line, and merging. What must not: where other lists come
 from.
+
+State: the last list of a source.
 """
 
 from __future__ import annotations

@@ -5,6 +5,8 @@ routes it (plan), and figures (estimates).
 
 Times are those of the client: from the call of the router, which includes waiting in its queue, to the first token of
 the engine.
+
+State: the measurements of one comparison.
 """
 
 from __future__ import annotations

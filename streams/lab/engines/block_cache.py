@@ -2,6 +2,8 @@
 
 What lives here: the physical blocks, lookup by sequence hash, allocation, eviction, and the chain of engine hashes.
 What must not: requests, time and scheduling (model). `EngineModel` owns the cache and is the only one that changes it.
+
+State: a simulated engine's cache.
 """
 
 from __future__ import annotations

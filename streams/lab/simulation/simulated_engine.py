@@ -5,6 +5,8 @@ What lives here: requests and outputs of `EngineModel` in the laboratory's terms
 
 A live engine of `kvstreams sim` is this state machine in a process. A laboratory fleet of these engines therefore
 differs from a live one only by what is between router and engines.
+
+State: the blocks and requests of one engine.
 """
 
 from __future__ import annotations

@@ -5,6 +5,8 @@ a client that disconnected. What must not: their order and limits (core.routing.
 (core.routing.admission), choosing and booking (router), and HTTP (handlers).
 
 All state belongs to the event loop that serves requests. Nothing runs while no request waits.
+
+State: the waiting requests of one router.
 """
 
 from __future__ import annotations

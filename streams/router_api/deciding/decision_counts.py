@@ -4,6 +4,8 @@ What lives here: the counts, and the share of cached blocks over the last minute
 (metrics), clocks (times are arguments), and how a decision is made (router).
 
 `note` runs for every decision. Everything else runs when someone looks.
+
+State: the counts of one router.
 """
 
 from __future__ import annotations

@@ -8,6 +8,8 @@ does not take them, they are dropped and counted.
 
 Reports of clients about a request (its first token, its output, its end) arrive at any router. Each router keeps what
 it receives about a request until its end, or for PENDING_MS, and then records it once. Readers put the parts together.
+
+State: decisions that are noted and not sent yet.
 """
 
 from __future__ import annotations

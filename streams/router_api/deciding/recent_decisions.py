@@ -4,6 +4,8 @@ What lives here: which decisions are kept, for how long, and their terms as JSON
 request ids, which the answer of GET /live never has; and the decision log, which has every decision (decision_log).
 
 `note` runs for one decision per second and keeps references; `settle` computes what is shown, in the router's tick.
+
+State: at most 60 decisions of one router.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from streams.core.workers import RenderOutcome, RenderPart, RenderReason, Role, 
 
 
 class ErrorBody(TypedDict):
-    """What is wrong. code: one of those in docs/http.md. message: for people. detail: ids and numbers by name."""
+    """What is wrong. code: one of those in docs/errors.md. message: for people. detail: ids and numbers by name."""
 
     code: str
     message: str

@@ -4,6 +4,8 @@ What lives here: those limits, decompression, and the threads on which large bod
 meaning of bodies (requests, body_parsing) and connections without a request (connections).
 
 Owner of the count of bytes; everything but decompression and parsing runs on the loop that serves the API.
+
+State: the number of bytes of bodies in memory.
 """
 
 from __future__ import annotations

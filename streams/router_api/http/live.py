@@ -5,6 +5,8 @@ What lives here: taking samples, and the JSON of GET /live. What must not: the p
 
 Samples are cumulative where their sources are, and the answer has the differences. So a sample costs the same whatever
 happened since the last one, and nothing is counted twice.
+
+State: the samples of one router.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 What lives here: which ranks make a pool, and the readings. What must not: what the signals are made of
 (core.routing.saturation), and how metrics are written (metrics).
+
+State: the meters of one router.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 What lives here: the fold of the registry (workers, cordons, avoidances, render parities, models), and which ranks
 requests may go to. What must not: consuming topics (topic_readers), writing the registry (registry), blocks
 (index_view), and how far an answer can be trusted (trust_tracker).
+
+State: the fleet of one router.
 """
 
 from __future__ import annotations

@@ -7,6 +7,8 @@ trusted (trust_tracker). Only agents write the index; a router has a replica of 
 Records come in any order that compaction leaves: children before parents, runs before their rank's progress. The fold
 of blocks is core.index.tree_fold; this module has keys and bytes, and one lock, so that a query sees each record either
 completely or not at all. Pooled blocks and labels are in supplementary_facts.
+
+State: the index of one router.
 """
 
 from __future__ import annotations

@@ -6,6 +6,8 @@ follows from the answer (core.routing.audit).
 A decision promises blocks that the index has at that moment. So a later record of a run of this prompt that lacks one
 of them shows that it was removed, whether or not it was stored again afterwards. The ring has the last ROWS_MAX
 records; what happened before them is not known.
+
+State: the last run records that were folded.
 """
 
 from __future__ import annotations

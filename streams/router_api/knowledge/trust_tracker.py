@@ -3,6 +3,8 @@
 What lives here: the combination of what ranks (rank_trust), owners of partitions (owner_trust), pooled blocks and
 labels contribute, and whether an overlap was read before trust in something returned. What must not: keys and bytes of
 records (index_view), and the values that answers have (core.routing.trust).
+
+State: what trust depends on.
 """
 
 from __future__ import annotations

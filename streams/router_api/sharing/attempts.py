@@ -5,6 +5,8 @@ which the log has no end. What must not: bookings themselves (core.loads), recor
 
 Times of day are those of all routers, in ms since the epoch. Monotonic times are this process's, and only decide what
 is forgotten.
+
+State: what a router remembers of requests that were booked more than once.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 What lives here: what waits for a booking that another router made, and for how long. What must not: bookings, and what
 a call does to them (loads_sync, whose lock guards this state).
+
+State: buffered calls.
 """
 
 from __future__ import annotations

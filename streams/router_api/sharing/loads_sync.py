@@ -4,6 +4,8 @@ What lives here: applying this router's bookings at once, folding those of other
 load falls; and the lock of all this state. What must not: the rules of a booking (core.loads), its records on their way
 (own_bookings), the time of the log (log_time), calls that come early (late_calls), and which of several bookings of a
 request remains (reassignments).
+
+State: the loads of one router, and their lock.
 """
 
 from __future__ import annotations

@@ -6,6 +6,8 @@ not: what a record means (view), and writing (registry).
 A call that changes the registry is folded once Kafka has it, so that the caller finds its effect at once. The reader
 may be behind: the earlier records that it reads afterwards would undo the change until it reaches the change itself. It
 may also be ahead: then a later record of another router was folded already, and would be lost.
+
+State: offsets of own changes that the reader has not reached.
 """
 
 from __future__ import annotations

@@ -6,6 +6,8 @@ records. What must not: bookings, and what expires (loads_sync, whose lock guard
 The time of a booking is that of the log: append times of its partition, which the broker sets and which are the same
 for every router. This time advances with each record. If a partition has no new records, routers that have bookings
 there write a tick.
+
+State: ticks in flight.
 """
 
 from __future__ import annotations

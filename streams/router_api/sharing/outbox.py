@@ -12,6 +12,8 @@ the thread that answers requests, and interrupting it. So the loop serves the re
 The queue also fills while Kafka is unreachable. So it is bounded; beyond its limits the oldest record is dropped and
 counted. Its owner holds its lock around `put`, `withdraw`, `discard` and `oldest_ms`, and must not hold it around
 `pump` and `serve_reports`, which take the lock themselves when they need it.
+
+State: records that wait.
 """
 
 from __future__ import annotations

@@ -7,6 +7,8 @@ Prefill takes a + b * tokens, a step of decoding c + d * tokens in use. The line
 model: if each engine had its own, a slow one would get no requests, and its cache would lie idle. The speed of a rank
 relative to the line is used for its backlog only. Everything begins with defaults on the slow side, since backlogs that
 are too short do harm and those that are too long hardly do.
+
+State: what the policy `expected-time` has learnt.
 """
 
 from __future__ import annotations

@@ -1,25 +1,58 @@
-"""What the docs show of rules, drawn from them: a rank's feed (docs/architecture.md) and CXL memory (docs/cxl.md)."""
+"""Diagrams and tables of the documentation that are drawn from the code's state machines and from the order of effects.
+
+What lives here: one function for each diagram or table, which returns Markdown. What must not: which page has which
+(tools/reference.py).
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from streams.core.cxl_memory import CxlMemoryState
 from streams.cxl.states import AFTER_OWNER_ENDED, NOT_POOLED
 from streams.cxl.states import RULES as CXL_RULES
 from streams.engines.feed_table import RULES, Action, FeedPhase, Signal
+from streams.tables import partition
+
+
+def effects() -> list[str]:
+    """The effects of one batch in their order, as the header of tables/partition.py numbers them."""
+    listed = re.findall(r"^\d\. (.+)$", partition.__doc__ or "", re.MULTILINE)
+    return [re.sub(r"\s{2,}.*", "", each) for each in listed]
+
+
+def effects_diagram() -> str:
+    """The effects of one batch, and what happens if one of them fails."""
+    names = effects()
+    lines = ["flowchart TD"]
+    lines += [f'    e{number}["{number}. {name}"]' for number, name in enumerate(names, 1)]
+    lines += ['    again["drop memory and producer, fence older producers, read the changelog to its end"]']
+    lines += [f"    e{number} --> e{number + 1}" for number in range(1, len(names))]
+    lines += [f"    e{number} -. failure .-> again" for number in (4, 5, 6)]
+    return _mermaid([*lines, "    again -. the same batch .-> e1"])
+
+
+def _mermaid(lines: list[str]) -> str:
+    return "\n".join(["```mermaid", *lines, "```"])
 
 
 def feed_diagram() -> str:
-    """Return the changes of phase as a Mermaid state diagram, which docs/architecture.md contains."""
-    return "\n".join(["stateDiagram-v2", f"    [*] --> {FeedPhase.STARTING.name}", *_feed_edges()])
+    """The changes of a feed's phase."""
+    return _mermaid(["stateDiagram-v2", f"    [*] --> {FeedPhase.STARTING.name}", *_feed_edges()])
 
 
-def feed_tables() -> str:
-    """Return the rules as Markdown tables, which docs/architecture.md contains: the phases, then what happens."""
-    lines = ["| phase | what has to be found out |", "|---|---|"]
-    lines += [f"| `{phase.name}` | {phase.value} |" for phase in FeedPhase]
-    lines += ["", "| when | in the phase | next phase | what the feed does |", "|---|---|---|---|"]
+def feed_phases() -> str:
+    """What has to be found out in each phase."""
+    return "\n".join(
+        ["| phase | what has to be found out |", "|---|---|"]
+        + [f"| `{phase.name}` | {phase.value} |" for phase in FeedPhase]
+    )
+
+
+def feed_table() -> str:
+    """What a feed does at each signal."""
+    lines = ["| when | in the phase | next phase | what the feed does |", "|---|---|---|---|"]
     for signal in Signal:
         for actions, target, phases in _outcomes(signal):
             names = ", ".join(f"`{phase.name}`" for phase in phases)
@@ -52,8 +85,8 @@ def _feed_edges() -> Iterator[str]:
 
 
 def cxl_diagram() -> str:
-    """Return the rules as a Mermaid state diagram, which docs/cxl.md contains."""
-    return "\n".join(["stateDiagram-v2", f"    [*] --> {NOT_POOLED.state}", *_cxl_edges()])
+    """The states of a block in CXL memory."""
+    return _mermaid(["stateDiagram-v2", f"    [*] --> {NOT_POOLED.state}", *_cxl_edges()])
 
 
 def _cxl_edges() -> Iterator[str]:
