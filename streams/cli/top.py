@@ -1,4 +1,4 @@
-"""`kvstreams top`: workers, loads, hit share, lag and modes of a router, live in the terminal."""
+"""`kvstreams top`: workers, loads, hit share, lag, modes and decisions of a router, live in the terminal."""
 
 from __future__ import annotations
 
@@ -15,8 +15,11 @@ from typing import Any
 
 import click
 import orjson
-from rich.console import Group
+from rich.columns import Columns
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.live import Live
+from rich.measure import Measurement
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -37,7 +40,16 @@ WORKERS_SHOWN_MAX = 40
 #: Workers in these states get no requests, or their answers may be wrong.
 _STYLES = {"exact": "green", "approximate": "yellow", "degraded": "red", "fallback": "yellow"}
 
-_COLUMNS = ("worker", "model", "ranks", "state", "requests", "prefill tokens", "decode blocks", "hit share", "cache")
+COLUMNS = ("worker", "model", "ranks", "state", "requests", "to prefill", "blocks in use", "hit share", "cache")
+
+#: Columns that are left out first where a terminal is too narrow for all of them.
+_LEFT_OUT_FIRST = ("ranks", "cache", "model", "to prefill", "blocks in use")
+
+#: Decisions below the workers, the newest first.
+DECISIONS_SHOWN = 3
+
+#: Terms that would be shown as 0.
+_TERM_MIN = 0.05
 
 
 @click.command(cls=GroupedCommand)
@@ -54,7 +66,7 @@ _COLUMNS = ("worker", "model", "ranks", "state", "requests", "prefill tokens", "
 @click.option("--once", is_flag=True, help="print the figures once; also without a terminal")
 @click.option("--json", "as_json", is_flag=True, help="print the router's answer of GET /live once, as JSON")
 def top(url: str, token_file: Path | None, every_s: float, once: bool, as_json: bool) -> None:
-    """Show what the router at URL is doing, live: workers, loads, hit share, lag and modes. Ctrl-C ends it."""
+    """Show what the router at URL is doing, live: workers, loads, hit share, lag, modes, decisions. Ctrl-C ends it."""
     from streams.security.files import read_secret
 
     token = None if token_file is None else read_secret("--token-file", str(token_file))
@@ -118,10 +130,10 @@ def _message(body: bytes) -> str:
 def shown(url: str, live: Mapping[str, Any], problem: str = "") -> Group:
     """The figures of one answer of GET /live. problem: why there is no newer one."""
     lines = [Text(problem, style="red")] * bool(problem)
-    return Group(*lines, *_header(url, live), _table(live))
+    return Group(*lines, *_header(url, live), _Workers(live), *_explanations(live), *_decisions(live))
 
 
-def _header(url: str, live: Mapping[str, Any]) -> list[Text]:
+def _header(url: str, live: Mapping[str, Any]) -> list[RenderableType]:
     router, samples = live["router"], live["samples"]
     state = Text(f"router {url}  mode {router['router_mode']}  ", style="bold")
     if router["not_ready_because"]:
@@ -147,7 +159,7 @@ def _header(url: str, live: Mapping[str, Any]) -> list[Text]:
     by_mode = "  ".join(f"{mode} {_share(rate / total)}" for mode, rate in modes.items() if rate) if total else "-"
     return [
         state,
-        Text("  ".join(f"{name} {value}" for name, value in figures)),
+        Columns([f"{name} {value}" for name, value in figures], padding=(0, 2)),
         Text(f"modes {by_mode}"),
         Text(f"lag {_lags(live['partitions'])}"),
         Text(""),
@@ -174,28 +186,80 @@ def _lags(partitions: Sequence[Mapping[str, Any]]) -> str:
     return "; ".join(parts) or "-"
 
 
-def _table(live: Mapping[str, Any]) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for name in _COLUMNS:
-        table.add_column(name, justify="left" if name in ("worker", "model", "state") else "right", no_wrap=True)
-    workers = live["workers"]
-    for row in workers[:WORKERS_SHOWN_MAX]:
-        state = row["state"] if row["reason"] is None else f"{row['state']}: {row['reason']}"
-        table.add_row(
-            row["worker_id"],
-            row["model"],
-            str(row["ranks"]),
-            Text(state, style=_STYLES.get(row["state"], "red")),
-            str(row["requests"]),
-            str(row["prefill_tokens"]),
-            str(row["decode_blocks"]),
-            _share(row["hit_rate"]),
-            _share(row["cache_usage"]),
-        )
-    left_out = live["workers_left_out"] + max(len(workers) - WORKERS_SHOWN_MAX, 0)
-    if left_out:
-        table.add_row(f"and {left_out} more")
-    return table
+class _Workers:
+    """The table of workers with as many columns as there is space for."""
+
+    def __init__(self, live: Mapping[str, Any]) -> None:
+        self._live = live
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        columns = list(COLUMNS)
+        for name in (*_LEFT_OUT_FIRST, None):
+            table = self._table(columns)
+            if name is None or Measurement.get(console, options.update(width=1000), table).maximum <= options.max_width:
+                break
+            columns.remove(name)
+        yield table
+        shown_here = min(len(self._live["workers"]), WORKERS_SHOWN_MAX)
+        left_out = self._live["workers_left_out"] + len(self._live["workers"]) - shown_here
+        if left_out:
+            yield Text(f"and {left_out} more")
+
+    def _table(self, columns: Sequence[str]) -> Table:
+        table = Table(box=None, pad_edge=False)
+        for name in columns:
+            table.add_column(name, justify="left" if name in ("worker", "model", "state") else "right", no_wrap=True)
+        for row in self._live["workers"][:WORKERS_SHOWN_MAX]:
+            state = row["state"] if row["reason"] is None else f"{row['state']}: {row['reason']}"
+            cells = {
+                "worker": row["worker_id"],
+                "model": row["model"],
+                "ranks": str(row["ranks"]),
+                "state": Text(state, style=_STYLES.get(row["state"], "red")),
+                "requests": str(row["requests"]),
+                "to prefill": str(row["prefill_tokens"]),
+                "blocks in use": str(row["decode_blocks"]),
+                "hit share": _share(row["hit_rate"]),
+                "cache": _share(row["cache_usage"]),
+            }
+            table.add_row(*(cells[name] for name in columns))
+        return table
+
+
+def _explanations(live: Mapping[str, Any]) -> list[RenderableType]:
+    """What each reason of a worker means, and what to do about it; none of earlier versions."""
+    lines: list[RenderableType] = []
+    for name, explanation in live.get("explanations", {}).items():
+        text = Text(name, style="bold").append(f": {explanation['meaning']} {explanation['remedy']}", style="not bold")
+        lines += [Text(), text]
+    return lines
+
+
+def _decisions(live: Mapping[str, Any]) -> list[RenderableType]:
+    """The newest decisions of the last minute, each with the terms of its cost; none of earlier versions."""
+    meanings = live.get("term_meanings", {})
+    lines: list[RenderableType] = []
+    for decision in live.get("decisions", ())[:DECISIONS_SHOWN]:
+        unit, best = " ms" * (decision["router_mode"] == "expected-time"), decision["next_best"]
+        text = Text(f"{decision['age_s']:.0f} s ago  {_rank(decision)}", style="bold")
+        parts = [f"held {decision['overlap_blocks']:,} of {decision['request_blocks']:,} blocks"]
+        parts.append(f"cost {_term(decision['cost'])}{unit}")
+        if best is not None:
+            parts.append(f"next best {_rank(best)} {best['cost'] - decision['cost']:+,.1f}")
+        text.append(f"  {'  '.join(parts)}  ", style="not bold")
+        text.append(decision["mode"], style=_STYLES.get(decision["mode"], "red"))
+        terms = [(name, value) for name, value in decision["terms"].items() if value is None or abs(value) >= _TERM_MIN]
+        listed = [f"{_term(value)} {meanings.get(name, name)}" for name, value in terms]
+        lines += [text, Padding(Text(", ".join(listed) or "all terms are 0", style="dim"), (0, 0, 0, 2), expand=False)]
+    return [Text("\ndecisions of the last minute", style="bold"), *lines] if lines else []
+
+
+def _rank(choice: Mapping[str, Any]) -> str:
+    return f"{choice['worker_id']}/{choice['dp_rank']}"
+
+
+def _term(value: float | None) -> str:
+    return _number(value, 0 if value is None or abs(value) >= 10 or value == round(value) else 1)
 
 
 def _last(values: Sequence[float | None]) -> float | None:

@@ -90,7 +90,7 @@ def test_the_page_shows_the_fleet_and_follows_it(chromium: Browser, served: Loca
         expect(page.locator("#decisions tr:not(.terms)").first.locator("th")).to_have_text("2/0", timeout=PATIENCE_MS)
         expect(page.locator("#decisions tr:not(.terms)").first.locator("td").nth(1)).to_have_text("8 of 8")
         expect(page.locator("#decisions .terms").first).to_contain_text(
-            "cached 8 blocks · uncached 1 tokens · prefill 20 ms"
+            "8 cached blocks · 1 tokens to compute · 20 ms to compute the prompt"
         )
         assert page.locator("#notice").is_hidden() and page.locator("#token-form").is_hidden()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import re
 import signal
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from streams.cli.top import SAMPLES_SHOWN, WORKERS_SHOWN_MAX, shown
+from streams.cli.top import COLUMNS, DECISIONS_SHOWN, SAMPLES_SHOWN, WORKERS_SHOWN_MAX, shown
 from streams.lab.kafka.ports import free_port
 from streams.process.waiting import wait_for
 from streams.router_api.http import live
@@ -52,9 +53,10 @@ def test_once_and_json_are_for_scripts(router: tuple[LocalRouter, Path], run: Ru
     assert (done.returncode, done.stderr) == (0, "")
     lines = done.stdout.splitlines()
     assert lines[0].split()[:4] == ["router", served.api.url, "mode", "expected-time"]
-    assert "requests 6" in lines[1]
-    assert lines[3].startswith("lag ")
-    rows = [line.split() for line in lines if line.startswith(("1 ", "2 "))]
+    assert "requests 6" in done.stdout
+    assert any(line.startswith("lag ") for line in lines)
+    assert "no_events_yet: No event of a rank has arrived yet" in done.stdout
+    rows = [line.split() for line in lines if re.match(r"[12] +m ", line)]
     assert sorted(row[0] for row in rows) == ["1", "2"]
     assert sum(int(row[5]) for row in rows) == 6  # `degraded: no_events_yet` is two words
     assert run("top", *options).stdout.splitlines()[0] == lines[0]  # without a terminal, it prints once
@@ -118,6 +120,10 @@ def answer(n_workers: int, **changes: Any) -> dict[str, Any]:
     columns = ("decisions_per_s", "hit_rate", "latency_ms_p50", "latency_ms_p99", "requests", "queue", "imbalance")
     worker = {"model": "m", "ranks": 1, "state": "degraded", "reason": "owner_silent", "requests": 1}
     worker |= {"prefill_tokens": 2, "decode_blocks": 3, "hit_rate": None, "cache_usage": 0.25}
+    best = {"worker_id": "3", "dp_rank": 1, "overlap_blocks": 5, "cost": 720.25}
+    decision = {"age_s": 3.2, "router_mode": "expected-time", "worker_id": "4", "dp_rank": 0, "overlap_blocks": 64}
+    decision |= {"request_blocks": 1327, "cost": 577.25, "next_best": best, "mode": "exact"}
+    decision["terms"] = {"prefill_ms": 232.4, "load_ms": 0.0, "of_a_plugin": -1.5}
     return {
         "router": {
             "router_mode": "kv",
@@ -133,14 +139,17 @@ def answer(n_workers: int, **changes: Any) -> dict[str, Any]:
         ],
         "workers": [{"worker_id": str(number), **worker} for number in range(n_workers)],
         "workers_left_out": 5,
+        "explanations": {"owner_silent": {"meaning": "The owner is silent.", "remedy": "Check the Faust workers."}},
+        "decisions": [decision] * n_workers,
+        "term_meanings": {"prefill_ms": "ms to compute the prompt"},
         **changes,
     }
 
 
-def text_of(live_answer: dict[str, Any], problem: str = "") -> str:
+def text_of(live_answer: dict[str, Any], problem: str = "", width: int = 200) -> str:
     from rich.console import Console
 
-    console = Console(width=200, markup=False)
+    console = Console(width=width, markup=False)
     with console.capture() as captured:
         console.print(shown("http://r", live_answer, problem))
     return captured.get()
@@ -162,6 +171,37 @@ def test_workers_that_do_not_fit_are_counted() -> None:
     text = text_of(answer(WORKERS_SHOWN_MAX + 2))
     assert "and 7 more" in text
     assert f"\n{WORKERS_SHOWN_MAX - 1} " in text and f"\n{WORKERS_SHOWN_MAX} " not in text
+
+
+@pytest.mark.parametrize(
+    ("width", "left_out"), [(80, {"ranks", "cache", "model"}), (120, set()), (200, set()), (60, None)]
+)
+def test_nothing_is_cut_off_in_a_narrow_terminal(width: int, left_out: set[str] | None) -> None:
+    """At 80 columns some columns of the table are left out, and the others are whole; at 120 all of them are there."""
+    live_answer = answer(8)
+    for row in live_answer["workers"]:
+        row |= {"model": "llama-3.1-8b", "prefill_tokens": 123456, "decode_blocks": 16384, "hit_rate": 0.5}
+    text = text_of(live_answer, width=width)
+    assert "…" not in text
+    assert max(map(len, text.splitlines())) <= width
+    (header,) = (line for line in text.splitlines() if line.startswith("worker "))
+    if left_out is not None:
+        assert {name for name in COLUMNS if name not in header} == left_out
+        assert text.count("degraded: owner_silent") == 8
+        assert text.count("123456") == 8
+    assert "decisions/s 0.5" in text and "engines agreed -" in text
+
+
+def test_decisions_and_explanations_are_below_the_workers() -> None:
+    """The newest decisions have their terms in words, and each reason of a worker its remedy."""
+    text = text_of(answer(8))
+    assert "3 s ago  4/0  held 64 of 1,327 blocks  cost 577 ms  next best 3/1 +143.0  exact" in text
+    assert "  232 ms to compute the prompt, -1.5 of_a_plugin" in text
+    assert text.count("s ago") == DECISIONS_SHOWN
+    assert "owner_silent: The owner is silent. Check the Faust workers." in text
+    only = answer(1)
+    only["decisions"][0] |= {"next_best": None, "terms": {}}
+    assert "cost 577 ms  exact" in text_of(only) and "all terms are 0" in text_of(only)
 
 
 def test_trouble_is_in_the_first_lines() -> None:

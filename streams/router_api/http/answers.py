@@ -496,7 +496,8 @@ class LiveDecision(TypedDict):
 class LiveAnswer(TypedDict):
     """What the live page shows. workers: those with the most requests first. decisions: the newest first.
 
-    explanations: of each reason that a worker has, or of its state if it has none and is not exact.
+    explanations: of each reason that a worker has, or of its state if it has none and is not exact. term_meanings: of
+    terms of these decisions, as words that follow a number.
     """
 
     every_s: float
@@ -507,3 +508,4 @@ class LiveAnswer(TypedDict):
     workers_left_out: int
     explanations: dict[str, LiveExplanation]
     decisions: list[LiveDecision]
+    term_meanings: dict[str, str]

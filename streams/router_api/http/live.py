@@ -23,6 +23,7 @@ from streams.core.routing.audit import AuditOutcome
 from streams.core.routing.reasons import EXPLANATIONS
 from streams.core.routing.trust import AnswerMode
 from streams.core.workers import Worker, WorkerState
+from streams.decision_log.words import TERMS
 from streams.errors import NotReady
 from streams.router_api.deciding.router import Router
 from streams.router_api.http.fleet_load import FleetLoad, Load
@@ -111,7 +112,7 @@ class Live:
     def answer(self) -> dict[str, Any]:
         """The JSON of GET /live."""
         router, view = self._router, self._router.view
-        load = self._load()
+        load, decisions = self._load(), router.recent.answer(self._now_s())
         shown = sorted(load.workers, key=lambda entry: (-load.by_worker[entry.worker_id].requests, entry.worker_id))
         del shown[WORKERS_SHOWN_MAX:]
         hit_rates, engines = router.decisions.hit_rates(), view.fleet.engines.fleet().metrics
@@ -142,7 +143,8 @@ class Live:
             "workers": workers,
             "workers_left_out": len(load.workers) - len(shown),
             "explanations": explanations_json(workers),
-            "decisions": router.recent.answer(self._now_s()),
+            "decisions": decisions,
+            "term_meanings": {name: TERMS[name] for name in TERMS if any(name in each["terms"] for each in decisions)},
         }
 
     def _load(self) -> FleetLoad:

@@ -221,7 +221,7 @@ function workerRow(worker, most, explanations) {
     {},
     element("th", { scope: "row" }, name),
     element("td", { class: "roomy" }, worker.model),
-    element("td", {}, state),
+    element("td", { class: "wrap" }, state),
     number(short(worker.requests)),
     roomy(bar(short(worker.prefill_tokens), worker.prefill_tokens / Math.max(most.prefill_tokens, 1))),
     number(bar(short(worker.decode_blocks), worker.decode_blocks / Math.max(most.decode_blocks, 1))),
@@ -258,17 +258,16 @@ function drawExplanations(explanations) {
   );
 }
 
-// "kv_room_ms" is a number of milliseconds, "own_prefill_blocks" one of blocks; a policy may have others.
-function term(name, value) {
-  const unit = name.match(/_(ms|blocks|tokens)$/);
-  const words = (unit ? name.slice(0, unit.index) : name).replaceAll("_", " ");
-  return `${words} ${value === null ? NONE : signed(value)}${unit ? ` ${unit[1]}` : ""}`;
+// A term of a policy of another package has only its name.
+function term(name, value, meanings) {
+  const number = value === null ? NONE : signed(value);
+  return meanings[name] ? `${number} ${meanings[name]}` : `${name.replaceAll("_", " ")} ${number}`;
 }
 
 const signed = (value) => (value < 0 ? "−" : "") + short(Math.abs(value), Number.isInteger(value) || Math.abs(value) >= 10 ? 0 : 1);
 const rank = (choice) => `${choice.worker_id}/${choice.dp_rank}`;
 
-function decisionRows(decision) {
+function decisionRows(decision, meanings) {
   const best = decision.next_best;
   const terms = Object.entries(decision.terms).filter(([, value]) => value === null || Math.abs(value) >= 0.05);
   const held = `${short(decision.overlap_blocks)} of ${short(decision.request_blocks)}`;
@@ -291,13 +290,14 @@ function decisionRows(decision) {
     element(
       "tr",
       { class: "terms" },
-      element("td", { colspan: 7 }, terms.map(([name, value]) => term(name, value)).join(" · ") || "no terms above 0"),
+      element("td", { colspan: 7 }, terms.map(([name, value]) => term(name, value, meanings)).join(" · ") || "all terms are 0"),
     ),
   ];
 }
 
-function drawDecisions(decisions) {
-  at("decisions").replaceChildren(...decisions.slice(0, DECISIONS_SHOWN).flatMap(decisionRows));
+function drawDecisions(decisions, meanings) {
+  const rows = decisions.slice(0, DECISIONS_SHOWN).flatMap((decision) => decisionRows(decision, meanings));
+  at("decisions").replaceChildren(...rows);
   at("decisions-empty").hidden = decisions.length > 0;
 }
 
@@ -335,7 +335,7 @@ function draw(live) {
   drawModes(at("modes-chart"), shares, samples.age_s, samples.modes);
   drawExplanations(live.explanations);
   drawWorkers(live.workers, live.workers_left_out, live.explanations);
-  drawDecisions(live.decisions);
+  drawDecisions(live.decisions, live.term_meanings);
   drawPartitions(live.partitions);
 }
 
