@@ -7,7 +7,7 @@ BIN := .venv/bin
 LOCAL := .venv/.installed-local
 INSTALLED := .venv/.installed
 
-.PHONY: demo test test-all nightly up docs lint fast warm soak chaos replicas migrations trust real conformance witness fuzz-events bench bench-stream bench-http calibrate clean
+.PHONY: demo test test-all nightly up docs pictures lint fast warm soak chaos replicas migrations trust real conformance witness fuzz-events bench bench-stream bench-http calibrate clean
 
 demo: $(LOCAL)
 	$(BIN)/kvstreams demo
@@ -119,6 +119,11 @@ bench-http: warm
 # generated one.
 calibrate: warm
 	$(BIN)/python -m benchmarks.calibrate $(TRACE) $(if $(DYNAMO),--dynamo $(DYNAMO))
+
+# The pictures of the docs: pages of a router whose fleet is well, and the plot of the demo. About eight minutes on a machine
+# that runs nothing else; it fails if the fleet is not well.
+pictures: warm
+	$(BIN)/python -m tools.pictures
 
 clean:
 	-[ ! -x $(BIN)/kvstreams ] || $(BIN)/kvstreams kafka down

@@ -48,7 +48,8 @@ def test_the_demo_shows_all_acts_and_writes_its_figures(
     result = run_demo(config, lambda _: replace(kafka, reused=True))
 
     assert json.loads((tmp_path / "demo" / "result.json").read_text()) == result
-    assert (tmp_path / "demo" / "demo.png").stat().st_size > 10_000
+    for picture in ("demo.png", "demo-dark.png"):
+        assert (tmp_path / "demo" / picture).stat().st_size > 10_000
     policies = result["policies"]
     assert {name: row["requests"] for name, row in policies.items()} == {
         "kv": 40,

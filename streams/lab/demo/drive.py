@@ -126,12 +126,14 @@ class _Client:
         choice = await self._route(request_id, tokens)
         route_ms = (time.perf_counter() - started) * 1000.0
         decided_ms = self._now_ms()
+        found = ""
         try:
             figures, first_reported_ms = await self._complete(
                 request_id, choice["worker_id"], number, request, tokens, arrival_ms
             )
+            found = f"?prompt_tokens={figures['prompt_tokens']}&cached_tokens={figures['cached_tokens']}"
         finally:
-            await self._notify_router("DELETE", f"/loads/{request_id}")
+            await self._notify_router("DELETE", f"/loads/{request_id}{found}")
         return LiveOutcome(
             outcome=RequestOutcome(
                 request=number,

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, cast
 
 import numpy as np
 from rich import box
@@ -128,54 +130,149 @@ def explain(answer: Mapping[str, Any], n_tokens: int, block_size: int) -> str:
     return " ".join(words)
 
 
-def draw(
-    path: Path, live: Mapping[str, Sequence[LiveOutcome]], figures: Mapping[str, Mapping[str, Any]], bound: float
-) -> None:
-    """Draw the plot of act one: hits and their bound, times to first token, and tokens computed per engine."""
-    import matplotlib as mpl
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """The colours of a plot: of its ground, of text on it, of an empty cell and of the fullest one, and of policies."""
 
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
+    ground: str
+    text: str
+    empty: str
+    full: str
+    policies: Mapping[str, str]
 
-    colours = {
-        "kv": "#1a7f37",
-        "expected-time": "#0969da",
-        "dynamo-agentic": "#8250df",
-        "round-robin": "#9a6700",
-        "random": "#6e7781",
+
+#: By its name: for light pages, and for dark ones.
+SCHEMES: Mapping[str, Scheme] = MappingProxyType(
+    {
+        "light": Scheme(
+            "#ffffff",
+            "#1b2430",
+            "#f2f6fb",
+            "#5b9bd8",
+            {
+                "kv": "#1a7f37",
+                "expected-time": "#0969da",
+                "dynamo-agentic": "#8250df",
+                "round-robin": "#9a6700",
+                "random": "#6e7781",
+            },
+        ),
+        "dark": Scheme(
+            "#12161c",
+            "#e6eaf0",
+            "#1a2028",
+            "#2f6cab",
+            {
+                "kv": "#58c39d",
+                "expected-time": "#7fb2ea",
+                "dynamo-agentic": "#b99bf8",
+                "round-robin": "#eba653",
+                "random": "#98a3b0",
+            },
+        ),
     }
-    figure, (hits, times, loads) = plt.subplots(1, 3, figsize=(15, 4.6), layout="constrained")
+)
+
+#: Inches of a cell with the number of one worker, of all other columns of that table, and of the smallest plot.
+_CELL_IN, _NAMES_IN, _WIDTH_IN = 0.75, 3.0, 12.0
+
+#: A bar of at least this share of the axis contains its own label.
+_LABEL_INSIDE_SHARE = 0.2
+
+
+def draw(
+    path: Path,
+    live: Mapping[str, Sequence[LiveOutcome]],
+    figures: Mapping[str, Mapping[str, Any]],
+    bound: float,
+    scheme: Scheme = SCHEMES["light"],
+) -> None:
+    """Write the plot of act one to a file."""
+    plot(live, figures, bound, scheme).savefig(path, dpi=110)
+
+
+def plot(
+    live: Mapping[str, Sequence[LiveOutcome]], figures: Mapping[str, Mapping[str, Any]], bound: float, scheme: Scheme
+) -> Any:
+    """The plot of act one, a Figure: hits and their bound, times to first token, and tokens computed per worker."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
     names = list(live)
-    bars = hits.bar(
-        names, [figures[name]["hit_share"] * 100 for name in names], color=[colours[name] for name in names]
-    )
-    hits.bar_label(bars, fmt="%.1f %%")
-    hits.tick_params(axis="x", labelrotation=15)
-    hits.axhline(bound * 100, color="black", linestyle="--", linewidth=1)
-    hits.annotate(f"one infinite cache: {bound:.1%}", (len(names) - 0.5, bound * 100), ha="right", va="bottom")
-    hits.set_title("Prompt tokens found in a cache")
-    hits.set_ylabel("%")
-    for name in names:
-        ttft = np.sort([o.outcome.ttft_ms for o in live[name] if o.outcome.ttft_ms is not None])
-        times.step(ttft, np.arange(1, len(ttft) + 1) / len(ttft) * 100, label=name, color=colours[name], where="post")
-    times.set_xscale("log")
-    times.set_title("Time to first token")
-    times.set_xlabel("model ms")
-    times.set_ylabel("% of requests served")
-    times.legend(frameon=False)
-    workers = sorted({o.outcome.worker_id for outcomes in live.values() for o in outcomes})
-    width = 0.8 / len(names)
-    for index, name in enumerate(names):
-        computed: Counter[int] = Counter()
-        for o in live[name]:
-            computed[o.outcome.worker_id] += o.outcome.prompt_tokens - o.outcome.cached_tokens
-        places = np.arange(len(workers)) + (index - (len(names) - 1) / 2) * width
-        loads.bar(places, [computed[worker] / 1000 for worker in workers], width, label=name, color=colours[name])
-    loads.set_xticks(np.arange(len(workers)), [str(worker) for worker in workers])
-    loads.set_title("Prompt tokens computed per worker")
-    loads.set_xlabel("worker")
-    loads.set_ylabel("thousands")
-    for axes in (hits, times, loads):
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    workers = sorted({outcome.outcome.worker_id for outcomes in live.values() for outcome in outcomes})
+    parts = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color", "axes.titlecolor")
+    with rc_context({**dict.fromkeys(parts, scheme.text), "font.size": 11, "axes.titlesize": 12}):
+        height = 5.2 + 0.4 * len(names)
+        figure = Figure(
+            (max(_WIDTH_IN, _NAMES_IN + _CELL_IN * len(workers)), height),
+            facecolor=scheme.ground,
+        )
+        figure.set_layout_engine("constrained", w_pad=0.12, h_pad=0.12)
+        above, below = cast(Any, figure).subfigures(2, 1, height_ratios=(3.6, height - 3.6), facecolor=scheme.ground)
+        hits, times = above.subplots(1, 2)
+        loads = below.subplots()
+        for axes in (hits, times, loads):
+            axes.set_facecolor(scheme.ground)
+            axes.spines[["top", "right"]].set_visible(False)
+        _draw_hits(hits, {name: figures[name]["hit_share"] for name in names}, bound, scheme)
+        _draw_times(times, live, scheme)
+        _draw_loads(loads, live, workers, scheme)
+    return figure
+
+
+def _draw_hits(axes: Any, shares: Mapping[str, float], bound: float, scheme: Scheme) -> None:
+    names, greatest = list(shares), max(bound, *shares.values()) * 100
+    bars = axes.barh(names, [100 * share for share in shares.values()], color=[scheme.policies[name] for name in names])
+    axes.invert_yaxis()
+    axes.set_xlim(0, greatest * 1.15)
+    for bar, share in zip(bars, shares.values(), strict=True):
+        is_inside = 100 * share > _LABEL_INSIDE_SHARE * greatest
+        axes.annotate(
+            f"{share:.1%}",
+            (bar.get_width(), bar.get_y() + bar.get_height() / 2),
+            (-6 if is_inside else 6, 0),
+            textcoords="offset points",
+            ha="right" if is_inside else "left",
+            va="center",
+            color=scheme.ground if is_inside else scheme.text,
+            weight="bold",
+        )
+    axes.axvline(bound * 100, color=scheme.text, linestyle="--", linewidth=1)
+    axes.set_title("Prompt tokens found in a cache")
+    axes.set_xlabel(f"%, at most {bound:.1%}: one infinite cache (dashed)")
+
+
+def _draw_times(axes: Any, live: Mapping[str, Sequence[LiveOutcome]], scheme: Scheme) -> None:
+    for name, outcomes in live.items():
+        ttft = np.sort([o.outcome.ttft_ms for o in outcomes if o.outcome.ttft_ms is not None])
+        shares = np.arange(1, len(ttft) + 1) / len(ttft) * 100
+        axes.step(ttft, shares, label=name, color=scheme.policies[name], where="post", linewidth=1.8)
+    axes.set_xscale("log")
+    axes.set_title("Time to first token")
+    axes.set_xlabel("model ms")
+    axes.set_ylabel("% of requests served")
+    axes.legend(frameon=False, loc="lower right")
+
+
+def _draw_loads(axes: Any, live: Mapping[str, Sequence[LiveOutcome]], workers: Sequence[int], scheme: Scheme) -> None:
+    """Draw a table with a row for each policy: thousands of tokens by worker, and the greatest over the mean."""
+    from matplotlib.colors import LinearSegmentedColormap
+
+    computed = np.zeros((len(live), len(workers)))
+    for row, outcomes in enumerate(live.values()):
+        for o in outcomes:
+            uncached = o.outcome.prompt_tokens - o.outcome.cached_tokens
+            computed[row, workers.index(o.outcome.worker_id)] += uncached / 1000.0
+    skew = computed.max(axis=1) / computed.mean(axis=1)
+    axes.imshow(computed, LinearSegmentedColormap.from_list("load", [scheme.empty, scheme.full]), aspect="auto", vmin=0)
+    for (row, column), thousands in np.ndenumerate(computed):
+        axes.text(column, row, f"{thousands:,.0f}", ha="center", va="center")
+    for row, ratio in enumerate(skew):
+        axes.text(len(workers) - 0.3, row, f"{ratio:.2f}", va="center", weight="bold")
+    axes.text(len(workers) - 0.3, -0.65, "max / mean", va="bottom")
+    axes.set_yticks(range(len(live)), list(live))
+    axes.set_xticks(range(len(workers)), [str(worker) for worker in workers])
+    axes.set_xlabel("worker")
+    axes.set_title("Prompt tokens computed per worker, in thousands")
+    axes.spines[:].set_visible(False)
+    axes.tick_params(length=0)

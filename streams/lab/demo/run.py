@@ -36,7 +36,15 @@ from streams.core.routing.selection import RouterMode
 from streams.errors import LocalKafkaError, ProcessError, SettingsError
 from streams.kafka.clients import delete_topics
 from streams.lab.demo.drive import LiveOutcome, ModelClock, drive
-from streams.lab.demo.figures import draw, explain, mean_figures, print_policies, summarise, summarise_live
+from streams.lab.demo.figures import (
+    SCHEMES,
+    draw,
+    explain,
+    mean_figures,
+    print_policies,
+    summarise,
+    summarise_live,
+)
 from streams.lab.demo.pooled_fleet import PooledFleet, killed_midway
 from streams.lab.engines.engine_config import EngineConfig
 from streams.lab.engines.pool import PoolConfig
@@ -169,9 +177,10 @@ def run_demo(config: DemoConfig, start_kafka: StartKafka) -> dict[str, Any]:
         print_policies(console, figures, followed, offline, bound)
         decision = show.explain_one(requests)
         console.print(f"\n[bold]One decision.[/bold] {decision}\n")
-        picture = config.directory / "demo.png"
+        picture, dark = config.directory / "demo.png", config.directory / "demo-dark.png"
         with shown(console, "drawing the plot"):
             draw(picture, live, figures, bound)
+            draw(dark, live, figures, bound, SCHEMES["dark"])
 
         console.rule("[bold]Act two: recovery from the log")
         recovery = show.act_two(requests)
@@ -198,7 +207,7 @@ def run_demo(config: DemoConfig, start_kafka: StartKafka) -> dict[str, Any]:
             },
         }
         (config.directory / "result.json").write_text(json.dumps(result, indent=2) + "\n")
-        console.print(f"\nFigures: {config.directory / 'result.json'}   Plot: {picture}")
+        console.print(f"\nFigures: {config.directory / 'result.json'}   Plot: {picture}, for dark pages {dark.name}")
     return result
 
 
