@@ -149,7 +149,7 @@ def topics(settings: TopicSettings) -> Topics:
                 # Bookings expire by append time, so that all routers use one clock: the broker's.
                 "message.timestamp.type": "LogAppendTime",
                 # Twice the TTL: a starting router must see the `add` of every booking that may still be active.
-                "retention.ms": str(int(settings.booking_ttl_s * 2 * 1000)),
+                "retention.ms": str(round(settings.booking_ttl_s * 2 * 1000)),
                 "segment.ms": str(60 * 1000),
                 "min.compaction.lag.ms": "0",
                 "max.message.bytes": str(LOAD_BYTES_MAX),

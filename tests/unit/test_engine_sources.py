@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 import socket
 import ssl
@@ -28,6 +27,7 @@ from streams.engines.sources.named import sources_of
 from streams.engines.sources.registry import RegistryEngines
 from streams.errors import SettingsError
 from streams.settings import Settings
+from tests.helpers.kubernetes_api import ApiServer, serving, write_account
 
 TEMPLATE = engine_template("url=http://{host}:8000,events=tcp://{host}:5557,replay=tcp://{host}:5558,model=m")
 
@@ -233,108 +233,17 @@ def test_workers_with_events_that_no_bridge_leases_are_engines() -> None:
     following(source, act)
 
 
-class ApiServer:
-    """A server that behaves like the API server of Kubernetes for EndpointSlices, over HTTPS.
-
-    slices: the hosts of each slice, with whether each is ready. token: the one that is accepted.
-    """
-
-    def __init__(self) -> None:
-        self.slices: dict[str, list[tuple[str, bool | None]]] = {}
-        self.version = 100
-        self.oldest = 0  # versions before this one are gone
-        self.token = "first"
-        self.requests: list[str] = []
-        self._history: list[tuple[int, dict[str, Any]]] = []  # every event, with its version
-        self._watchers: list[asyncio.Queue[dict[str, Any] | None]] = []
-
-    def change(self, name: str, hosts: list[tuple[str, bool | None]] | None) -> None:
-        """Add or change a slice, or delete it, and notify the watchers."""
-        kind = "DELETED" if hosts is None else "MODIFIED" if name in self.slices else "ADDED"
-        self.version += 1
-        if hosts is None:
-            former = self.slices.pop(name)
-            self._send(kind, self._slice(name, former))
-        else:
-            self.slices[name] = hosts
-            self._send(kind, self._slice(name, hosts))
-
-    def bookmark(self) -> None:
-        self.version += 1
-        self._send("BOOKMARK", {"metadata": {"resourceVersion": str(self.version)}})
-
-    def fail(self, code: int) -> None:
-        """End all watches with an event of an error."""
-        self._send("ERROR", {"code": code, "message": "too old resource version"})
-        self.end_watches()
-
-    def end_watches(self) -> None:
-        for watcher in self._watchers:
-            watcher.put_nowait(None)
-
-    def _send(self, kind: str, of: dict[str, Any]) -> None:
-        self._history.append((self.version, {"type": kind, "object": of}))
-        for watcher in self._watchers:
-            watcher.put_nowait({"type": kind, "object": of})
-
-    def _slice(self, name: str, hosts: list[tuple[str, bool | None]]) -> dict[str, Any]:
-        return {
-            "metadata": {"name": name, "resourceVersion": str(self.version)},
-            "addressType": "IPv4",
-            "endpoints": [
-                {"addresses": [host], "conditions": {} if ready is None else {"ready": ready}} for host, ready in hosts
-            ],
-        }
-
-    async def answer(self, request: web.Request) -> web.StreamResponse:
-        assert request.query["labelSelector"] == "kubernetes.io/service-name=engines"
-        if request.headers["Authorization"] != f"Bearer {self.token}":
-            self.requests.append("401")
-            return web.json_response({"code": 401}, status=401)
-        if "watch" not in request.query:
-            self.requests.append("list")
-            items = [self._slice(name, hosts) for name, hosts in self.slices.items()]
-            return web.json_response({"metadata": {"resourceVersion": str(self.version)}, "items": items})
-        if int(request.query["resourceVersion"]) < self.oldest:
-            self.requests.append("410")
-            return web.json_response({"code": 410}, status=410)
-        self.requests.append(f"watch {request.query['resourceVersion']}")
-        events: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
-        for version, past in self._history:
-            if version > int(request.query["resourceVersion"]) and past["type"] != "ERROR":
-                events.put_nowait(past)
-        self._watchers.append(events)
-        response = web.StreamResponse()
-        await response.prepare(request)
-        try:
-            while (event := await events.get()) is not None:
-                await response.write(json.dumps(event).encode() + b"\n")
-        finally:
-            self._watchers.remove(events)
-        return response
-
-
 def test_the_ready_endpoints_of_a_kubernetes_service_are_engines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Slices are listed and watched; a watch that ends goes on, one that is too old starts over, and tokens change."""
     monkeypatch.setattr(kubernetes_module, "RETRY_S_MIN", 0.05)
-    authority = trustme.CA()
-    authority.cert_pem.write_to_path(tmp_path / "ca.crt")
-    (tmp_path / "token").write_text("first\n")
-    (tmp_path / "namespace").write_text("models")
-    tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    authority.issue_cert("127.0.0.1").configure_cert(tls)
-    api = ApiServer()
+    api = ApiServer("engines")
+    tls = write_account(tmp_path, "models", api.token)
     api.slices["one"] = [("10.0.0.1", True), ("10.0.0.2", False), ("10.0.0.3", None)]
 
     async def act(reported: Reported) -> None:
-        app = web.Application()
-        app.router.add_get("/apis/discovery.k8s.io/v1/namespaces/models/endpointslices", api.answer)
-        runner = web.AppRunner(app, shutdown_timeout=0.1)
-        await runner.setup()
-        try:
-            await web.TCPSite(runner, "127.0.0.1", port, ssl_context=tls).start()
+        async with serving(api, tls, port):
             await reported.until(["10.0.0.1", "10.0.0.3"])
             api.change("two", [("10.0.0.4", True), ("10.0.0.1", True)])  # an endpoint may move between slices
             await reported.until(["10.0.0.1", "10.0.0.3", "10.0.0.4"])
@@ -366,8 +275,6 @@ def test_the_ready_endpoints_of_a_kubernetes_service_are_engines(
             (tmp_path / "token").write_text("second\n")
             api.slices["two"] = [("10.0.0.7", True)]
             await reported.until(["10.0.0.7"])
-        finally:
-            await runner.cleanup()
 
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))

@@ -1,0 +1,151 @@
+"""Helm for tests of the chart: built once from its Go module, and kept in the user's cache.
+
+What lives here: building Helm, rendering the chart, and what its containers run. What must not: what is expected of it.
+
+The module's checksum is in this file, and the module's own go.sum has those of all that it is built from. To use
+another Helm, set KVSTREAMS_TEST_HELM to its path.
+
+Building takes minutes, so the first ring of tests does not need Helm. It reads what the containers run from
+chart_containers.json. After a change of the chart, `python -m tests.helpers.helm` writes this file again.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+HELM_ENV = "KVSTREAMS_TEST_HELM"
+
+CHART = Path(__file__).parents[2] / "deploy/helm/kvstreams"
+CONTAINERS = Path(__file__).with_name("chart_containers.json")
+
+_MODULE = "helm.sh/helm/v4@v4.3.1"
+_SUM = "h1:UndCoLe9UPmNoL7IvWzaUXveL7T5t/ijoorEmgJdI9g="
+
+#: Building takes three to six minutes of processor time.
+BUILD_TIMEOUT_S = 1500
+_RUN_TIMEOUT_S = 60
+
+
+class NoHelm(Exception):
+    """Helm cannot be had here. The message says what to do."""
+
+
+class HelmError(Exception):
+    """Helm refused something. The message is Helm's own."""
+
+
+def installed() -> Path:
+    """Helm's path; builds it if it is missing. Raises NoHelm."""
+    if named := os.environ.get(HELM_ENV):
+        return Path(named)
+    folder = _cache() / _MODULE.replace("/", "-")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with open(folder.parent / "helm.lock", "w") as lock:  # several test processes may need it at once
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not folder.exists():
+            _build(folder)
+    return folder / "helm"
+
+
+def _cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvstreams"
+
+
+def _build(folder: Path) -> None:
+    """Build into a folder next to it, which is renamed when it is complete."""
+    go = shutil.which("go")
+    if go is None:
+        raise NoHelm(f"the tests of the chart need Go, to build {_MODULE}, or {HELM_ENV} as the path of a Helm")
+    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
+        module = json.loads(_go(go, Path(scratch), "mod", "download", "-json", _MODULE))
+        if module["Sum"] != _SUM:
+            raise NoHelm(f"{_MODULE} has another checksum than expected: {module['Sum']}")
+        into = Path(scratch, "built")
+        _go(go, Path(module["Dir"]), "build", "-trimpath", "-buildvcs=false", "-o", str(into / "helm"), "./cmd/helm")
+        into.rename(folder)
+
+
+def _go(go: str, folder: Path, *arguments: str) -> str:
+    done = subprocess.run([go, *arguments], cwd=folder, capture_output=True, text=True, timeout=BUILD_TIMEOUT_S)
+    if done.returncode:
+        raise NoHelm(f"go {arguments[0]} of {_MODULE} failed: {(done.stderr or done.stdout).strip()[-500:]}")
+    return done.stdout
+
+
+def helm(*arguments: str | Path, folder: Path | None = None) -> str:
+    """Run Helm and return what it prints. Raises HelmError. It needs no cluster, and reads no file of the user's."""
+    with tempfile.TemporaryDirectory() as home:
+        done = subprocess.run(
+            [installed(), *arguments],
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            timeout=_RUN_TIMEOUT_S,
+            env={"HOME": home, "PATH": os.environ["PATH"]},
+        )
+    if done.returncode:
+        raise HelmError((done.stderr + done.stdout).strip())
+    return done.stdout
+
+
+def rendered(*options: str | Path, values: Sequence[Path] = (), kube_version: str = "1.30.0") -> list[dict[str, Any]]:
+    """Return the objects of a release `kvs` in the namespace `llm`. Raises HelmError."""
+    files = [option for file in values for option in ("--values", file)]
+    text = helm("template", "kvs", CHART, "--namespace", "llm", "--kube-version", kube_version, *files, *options)
+    return [found for found in yaml.safe_load_all(text) if found]
+
+
+def values_files() -> dict[str, Path]:
+    """The files of values that the chart is tested with, by name."""
+    return {path.name.removesuffix("-values.yaml"): path for path in sorted((CHART / "ci").glob("*-values.yaml"))}
+
+
+def pods(objects: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return the specification of each workload's pods, by the workload's name."""
+    kinds = ("Deployment", "StatefulSet")
+    return {each["metadata"]["name"]: each["spec"]["template"]["spec"] for each in objects if each["kind"] in kinds}
+
+
+def containers(objects: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return what the process of each workload is given, by the workload's name.
+
+    args: of the image's entry point. env: values, or where they come from. grace_s: time for its end. writable: paths.
+    """
+    found = {}
+    for name, pod in pods(objects).items():
+        (container,) = pod["containers"]
+        mounts = container["volumeMounts"]
+        found[name] = {
+            "args": container["args"],
+            "env": {
+                variable["name"]: variable.get("value", variable.get("valueFrom")) for variable in container["env"]
+            },
+            "grace_s": pod["terminationGracePeriodSeconds"],
+            "writable": sorted(mount["mountPath"] for mount in mounts if not mount.get("readOnly")),
+        }
+    return found
+
+
+def all_containers() -> dict[str, dict[str, dict[str, Any]]]:
+    """Return `containers` for each file of values, as Helm renders them now."""
+    return {name: containers(rendered(values=[path])) for name, path in values_files().items()}
+
+
+def recorded_containers() -> dict[str, dict[str, dict[str, Any]]]:
+    """Return the same as it was recorded."""
+    recorded: dict[str, dict[str, dict[str, Any]]] = json.loads(CONTAINERS.read_text())
+    return recorded
+
+
+if __name__ == "__main__":
+    CONTAINERS.write_text(json.dumps(all_containers(), indent=1, sort_keys=True) + "\n")

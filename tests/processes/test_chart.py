@@ -1,0 +1,329 @@
+"""The Helm chart as Helm renders it: for each file of values, objects that Kubernetes accepts, and safe pods.
+
+Helm is built from its Go module, once. Where there is no Go, these tests are skipped.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import kubernetes_validate
+import pytest
+import yaml
+
+from streams.security.acls import Acl, acls_of
+from streams.settings import Settings, load
+from streams.topics import topics
+from tests.helpers.crds import definition_of
+from tests.helpers.helm import (
+    BUILD_TIMEOUT_S,
+    CHART,
+    HelmError,
+    NoHelm,
+    all_containers,
+    helm,
+    installed,
+    pods,
+    recorded_containers,
+    rendered,
+    values_files,
+)
+from tests.helpers.pages import ROOT, blocks
+from tests.helpers.strimzi import acls_of_user, settings_of_user
+
+pytestmark = pytest.mark.timeout(BUILD_TIMEOUT_S)
+
+#: Versions of Kubernetes whose schemas are compared: from the chart's own minimum to the newest one that there is.
+OLDEST = "1.30"
+VERSIONS = [
+    version
+    for version in kubernetes_validate.utils.all_versions()
+    if tuple(map(int, version.split(".")[:2])) >= tuple(map(int, OLDEST.split(".")))
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _helm() -> None:
+    try:
+        installed()
+    except NoHelm as exc:
+        pytest.skip(str(exc))
+
+
+@pytest.fixture(scope="module", params=values_files())
+def objects(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    """Give the objects of one file of values."""
+    return rendered(values=[values_files()[request.param]])
+
+
+def of_kind(objects: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
+    return [each for each in objects if each["kind"] == kind]
+
+
+def test_the_chart_has_no_fault_that_helm_finds() -> None:
+    """`helm lint --strict` accepts the chart with each file of values."""
+    for path in values_files().values():
+        helm("lint", "--strict", CHART, "--values", path)
+
+
+def test_what_containers_run_is_recorded() -> None:
+    """The first ring of tests reads the record, so it must be what Helm renders."""
+    assert recorded_containers() == all_containers(), "run: python -m tests.helpers.helm"
+
+
+def test_the_newest_schemas_are_used() -> None:
+    """The versions begin at the chart's minimum, which its Chart.yaml names."""
+    minimum = yaml.safe_load((CHART / "Chart.yaml").read_text())["kubeVersion"]
+    assert minimum == f">={OLDEST}.0-0"
+    assert VERSIONS[0].startswith(OLDEST)
+    with pytest.raises(HelmError, match="incompatible"):
+        rendered(values=[values_files()["default"]], kube_version="1.29.0")
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_each_object_is_valid_in_each_version_of_kubernetes(objects: list[dict[str, Any]], version: str) -> None:
+    """Kubernetes' own schemas accept each object, without any field that they lack."""
+    assert objects
+    for each in objects:
+        if definition_of(each) is None:
+            kubernetes_validate.validate(each, version, strict=True)
+
+
+def test_each_custom_resource_is_valid(objects: list[dict[str, Any]]) -> None:
+    """The definitions of Strimzi, KEDA and the Prometheus operator accept each of their objects in the same way."""
+    for each in objects:
+        definition = definition_of(each)
+        if definition is not None:
+            jsonschema.Draft202012Validator(definition).validate(each)
+
+
+def test_a_custom_resource_with_an_unknown_field_is_found() -> None:
+    """The API server would drop such a field without a word."""
+    (user, *_) = of_kind(rendered(values=[values_files()["strimzi"]]), "KafkaUser")
+    user["spec"]["authorisation"] = {}
+    with pytest.raises(jsonschema.ValidationError, match="authorisation"):
+        jsonschema.Draft202012Validator(definition_of(user)).validate(user)
+
+
+def test_the_six_files_render_every_kind() -> None:
+    """Each template is used by some file of values."""
+    kinds = {each["kind"] for path in values_files().values() for each in rendered(values=[path])}
+    written = {
+        kind
+        for template in (CHART / "templates").glob("*.yaml")
+        for kind in re.findall(r"^kind: (\w+)$", template.read_text(), re.MULTILINE)
+    }
+    assert kinds == written
+
+
+def test_pods_are_restricted(objects: list[dict[str, Any]]) -> None:
+    """Pods meet the level `restricted` of Kubernetes' pod security, write to volumes only, and have limits."""
+    for pod in pods(objects).values():
+        security = pod["securityContext"]
+        assert security["runAsNonRoot"] is True
+        assert security["runAsUser"] > 0
+        assert security["seccompProfile"]["type"] == "RuntimeDefault"
+        assert pod["enableServiceLinks"] is False  # variables such as KVSTREAMS_ROUTER_PORT would be settings
+        assert {*("hostNetwork", "hostPID", "hostIPC")}.isdisjoint(pod)
+        assert not any("hostPath" in volume for volume in pod["volumes"])
+        for container in pod["containers"]:
+            assert container["securityContext"] == {
+                "allowPrivilegeEscalation": False,
+                "readOnlyRootFilesystem": True,
+                "capabilities": {"drop": ["ALL"]},
+            }
+            assert container["resources"]["requests"].keys() == {"cpu", "memory"}
+            assert "memory" in container["resources"]["limits"]
+            for probe, path in (("startup", "/healthz"), ("liveness", "/healthz"), ("readiness", "/ready")):
+                assert container[f"{probe}Probe"]["httpGet"]["path"] == path
+
+
+def test_only_bridges_may_ask_the_api_server(objects: list[dict[str, Any]]) -> None:
+    """A pod has a service account's token only if it reads EndpointSlices, and may do nothing else with it."""
+    for name, pod in pods(objects).items():
+        (container,) = pod["containers"]
+        assert pod["automountServiceAccountToken"] is ("--engines-kubernetes" in container["args"]), name
+    rules = [rule for role in of_kind(objects, "Role") for rule in role["rules"]]
+    assert all(
+        rule == {"apiGroups": ["discovery.k8s.io"], "resources": ["endpointslices"], "verbs": ["list", "watch"]}
+        for rule in rules
+    )
+    assert not of_kind(objects, "ClusterRole")
+
+
+def selected(objects: list[dict[str, Any]], selector: Mapping[str, str]) -> list[str]:
+    """The workloads whose pods a selector selects."""
+    return [
+        each["metadata"]["name"]
+        for each in objects
+        if each["kind"] in ("Deployment", "StatefulSet")
+        and selector.items() <= each["spec"]["template"]["metadata"]["labels"].items()
+    ]
+
+
+def test_selectors_select_the_pods_that_they_mean(objects: list[dict[str, Any]]) -> None:
+    """Workloads and budgets select one workload each; services and policies select all of one component."""
+    for each in objects:
+        spec = each.get("spec", {})
+        if each["kind"] in ("Deployment", "StatefulSet", "PodDisruptionBudget"):
+            assert selected(objects, spec["selector"]["matchLabels"]) == [each["metadata"]["name"]]
+        elif each["kind"] in ("Service", "NetworkPolicy"):
+            selector = spec["selector"] if each["kind"] == "Service" else spec["podSelector"]["matchLabels"]
+            name = each["metadata"]["name"]
+            assert selected(objects, selector), name
+            assert all(found == name or found.startswith(f"{name}-") for found in selected(objects, selector))
+
+
+def named_secrets(pod: Mapping[str, Any]) -> Iterator[str]:
+    for volume in pod["volumes"]:
+        if "secret" in volume:
+            yield volume["secret"]["secretName"]
+
+
+def test_the_front_finds_the_routers_of_its_release(objects: list[dict[str, Any]]) -> None:
+    """The address in its arguments is a service's name, scheme and port."""
+    service = {each["metadata"]["name"]: each["spec"]["ports"][0] for each in of_kind(objects, "Service")}
+    for name, pod in pods(objects).items():
+        (container,) = pod["containers"]
+        if container["args"][0] == "front":
+            url = container["args"][container["args"].index("--router-url") + 1]
+            scheme, host, port = re.fullmatch(r"(https?)://([^:]+):(\d+)", url).groups()  # type: ignore[union-attr]
+            assert host == name.replace("-front", "-router")
+            assert (service[host]["port"], service[host]["appProtocol"]) == (int(port), scheme)
+            assert container["readinessProbe"]["httpGet"]["scheme"] == scheme.upper()
+
+
+# -- Strimzi -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"topic_prefix": "a.b_", "partitions": 3, "replication": 2},
+        {"booking_ttl_s": 0.001 + 1, "retention_ms": 60_000},
+        {"booking_ttl_s": 1_234_567.875, "retention_ms": 10**13},
+        {"decision_log_bytes_max": 10**9 + 7, "decision_log_retention_ms": 70_000, "partitions": 7},
+        {"decision_log_bytes_max": 10**13, "partitions": 1},
+        {"decision_log_bytes_max": 64 * 1024 * 1024, "partitions": 64},
+    ],
+    ids=json.dumps,
+)
+def test_strimzi_makes_the_topics_and_users_of_the_code(changes: dict[str, Any]) -> None:
+    """For any settings, the topics and their configuration are those of streams/topics.py, and so are the ACLs."""
+    sets = [part for name, value in changes.items() for part in ("--set-json", f"settings.{name}={json.dumps(value)}")]
+    objects = rendered(*sets, values=[values_files()["strimzi"]])
+    (router,) = (pod["containers"][0] for pod in pods(objects).values() if pod["containers"][0]["args"][0] == "router")
+    settings: Settings = load({}, {each["name"]: each["value"] for each in router["env"]}).settings
+
+    expected = {spec.name: (spec.partitions, spec.replication, dict(spec.config)) for spec in topics(settings).all()}
+    made = {
+        each["spec"]["topicName"]: (each["spec"]["partitions"], each["spec"]["replicas"], each["spec"]["config"])
+        for each in of_kind(objects, "KafkaTopic")
+    }
+    assert made == expected
+    for user in of_kind(objects, "KafkaUser"):
+        process = user["metadata"]["labels"]["app.kubernetes.io/component"]
+
+        def sortable(acl: Acl) -> tuple[str, str]:
+            return acl.kind, acl.name
+
+        assert sorted(acls_of_user(user), key=sortable) == sorted(acls_of(process, settings), key=sortable)
+    assert {user["metadata"]["name"].rpartition("-")[2] for user in of_kind(objects, "KafkaUser")} == {
+        "worker",
+        "router",
+        "bridge",
+    }
+
+
+@pytest.mark.parametrize("authentication", ["scram-sha-512", "tls"])
+def test_each_process_is_its_own_user_of_strimzi(authentication: str) -> None:
+    """The credentials of a pod are those of the Secret that the User Operator makes for its user."""
+    objects = rendered("--set", f"strimzi.authentication={authentication}", values=[values_files()["strimzi"]])
+    users = {user["metadata"]["name"] for user in of_kind(objects, "KafkaUser")}
+    for pod in pods(objects).values():
+        (container,) = pod["containers"]
+        process = container["args"][0]
+        if process != "front":
+            assert f"kvs-kvstreams-{process}" in users
+            assert {"main-cluster-ca-cert", f"kvs-kvstreams-{process}"} <= set(named_secrets(pod))
+            settings = settings_of_user(container)
+            assert settings.kafka_security == ("ssl" if authentication == "tls" else "sasl_ssl")
+            assert settings.kafka == "main-kafka-bootstrap:9093"
+
+
+# -- the page of the docs ----------------------------------------------------------------------------------------------
+
+PAGE = "docs/kubernetes.md"
+
+
+@pytest.mark.parametrize(
+    "command", [line for _, code in blocks(PAGE, "sh") for line in code.splitlines() if line.startswith("helm ")]
+)
+def test_the_commands_of_the_page_are_understood(command: str) -> None:
+    """Helm renders the chart with the options of each command, and an upgrade with those of the installation."""
+    verb, release, chart, *options = shlex.split(command)[1:]
+    assert (release, ROOT / chart) == ("kvs", CHART)
+    options = [option for option in options if option not in ("--create-namespace", "--reuse-values")]
+    base = [] if verb == "install" else [values_files()["default"]]
+    assert rendered(*options, values=base)
+
+
+@pytest.mark.parametrize("text", [code for _, code in blocks(PAGE, "yaml") if not code.startswith("rules:")])
+def test_the_values_of_the_page_are_valid(text: str, tmp_path: Path) -> None:
+    """The chart renders with each example."""
+    (tmp_path / "values.yaml").write_text(text)
+    assert rendered(values=[values_files()["default"], tmp_path / "values.yaml"])
+
+
+# -- values that do not fit together -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--set", "kafka.bootstrapServers="], "kafka.bootstrapServers: host:port of a broker is required"),
+        (["--set", "bridges.a.replicas=1"], "bridges.a: the bridge has no engines"),
+        (["--set", "strimzi.enabled=true"], "strimzi.cluster: the name of the Kafka resource is required"),
+        (["--set", "router.replica=3"], "replica"),
+        (
+            [
+                *("--set", "engineAutoscaling.kind=keda"),
+                *(
+                    "--set-json",
+                    'engineAutoscaling.targets.a={"model":"m","role":"both","name":"x","minReplicas":1,"maxReplicas":2}',
+                ),
+            ],
+            "engineAutoscaling.prometheus: the address of Prometheus is required",
+        ),
+    ],
+)
+def test_values_that_cannot_work_are_refused(options: list[str], message: str) -> None:
+    """Helm ends with a message that names the value."""
+    with pytest.raises(HelmError, match=re.escape(message)):
+        rendered(*options, values=[values_files()["default"]])
+
+
+def test_an_own_secret_has_tokens_for_all(objects: list[dict[str, Any]]) -> None:
+    """The tokens that the chart makes are random, long, and have the rights that their owners need."""
+    from streams.security.tokens import parse_tokens
+
+    for secret in of_kind(objects, "Secret"):
+        made = secret["stringData"]
+        tokens = parse_tokens([("tokens.toml", made["tokens.toml"])])
+        rights = {
+            name: {str(right) for right in tokens.grant_of(made[f"{name}-token"]).rights}  # type: ignore[union-attr]
+            for name in ("front", "metrics", "client", "operator")
+        }
+        assert rights == {
+            "front": {"route", "read"},
+            "metrics": {"read"},
+            "client": {"generate"},
+            "operator": {"route", "read", "operate"},
+        }
