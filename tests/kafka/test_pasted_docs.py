@@ -1,4 +1,4 @@
-"""The shell examples of README and docs, pasted in order into one shell, with real processes on a real Kafka.
+"""The shell examples of the docs, pasted in order into one shell, with real processes on a real Kafka.
 
 What lives here: which lines are not pasted, and which addresses a reader replaces. All other lines are pasted as they
 are.
@@ -12,6 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -23,19 +24,47 @@ from streams.lab.stack import Engine, Stack
 from tests.helpers.commands import environment
 from tests.helpers.pages import ROOT, blocks_of
 
-PAGES = ("README.md", "docs/http.md", "docs/sim.md", "docs/cxl.md")
+#: Pages that are pasted in this order into one shell, by what a reader sets out to do.
+API = ("docs/own-fleet.md", "docs/publisher.md", "docs/http.md", "docs/sim.md", "docs/cxl.md")
+OPERATING = (
+    *("docs/own-fleet.md", "docs/more-routers.md", "docs/troubleshooting.md", "docs/recovery.md"),
+    *("docs/upgrades.md", "docs/doctor.md", "docs/metrics.md", "docs/scaling.md"),
+)
+SECURITY = ("docs/tls-and-tokens.md",)
+LITELLM = ("docs/own-fleet.md", "docs/litellm.md")
+
+#: Pages whose commands are not pasted, and what runs them instead. tests/unit/test_docs.py parses their lines.
+ELSEWHERE = {
+    "README.md": "its commands are `make up` and those of docs/own-fleet.md, as tests/unit/test_docs.py checks",
+    "CONTRIBUTING.md": "starts the tests",
+    "docs/first-request.md": "tests/kafka/test_up.py",
+    "docs/compare.md": "tests/kafka/test_compare.py; a comparison takes many minutes",
+    "docs/decisions.md": "tests/kafka/test_decision_log.py; the commands name requests and hours of the reader's own",
+    "docs/engines.md": "tests/kafka/test_bridge.py; the commands name hosts of the reader's own",
+    "docs/front.md": "tests/processes/test_front.py; the commands need the files of a model",
+    "docs/kubernetes.md": "tests/unit/test_chart.py and tests/kafka/test_chart.py; the commands need a cluster",
+    "docs/quality.md": "tests/unit/test_lab.py; simulations take minutes",
+    "docs/security.md": "tests/kafka/test_security.py; the commands name brokers of the reader's own",
+}
+
+#: Environment variable with a Python environment that has litellm[proxy], which needs versions of packages of its own.
+LITELLM_ENV = "KVSTREAMS_LITELLM"
 
 #: Beginnings of lines that are not pasted, and why.
 LEFT_OUT = {
-    "make ": "starts a broker of its own, or runs for minutes; tests of the demo and CI run these",
-    ".venv/bin/pytest ": "runs the tests",
-    "pip install .": "the test runs from a checkout whose dependencies are installed",
-    "kvstreams front ": "needs the files of a model",
+    "pip install 'kvstreams[front]'": "the test runs from a checkout whose dependencies are installed",
+    "pip install 'litellm[proxy]'": "it is installed in an environment of its own",
     "kvstreams cxl transition --worker-id 7": "names blocks of an engine of the reader's own",
 }
 
 #: Ports of the pages. Each is replaced with a free one, since tests run at the same time.
-PORTS = (8000, 8001, 8300, 8101, 8102, 8200, 5561, 5562, 5571, 5572)
+PORTS = (4000, 8000, 8001, 8002, 8080, 8081, 8300, 8101, 8102, 8200, 5561, 5562, 5571, 5572)
+
+#: Pages whose Python blocks are programs that a reader pastes next to the processes of the page.
+PASTED_PYTHON = ("docs/own-fleet.md", "docs/publisher.md")
+
+#: Seconds in which a process ends that a page has asked to.
+END_S = 20
 
 #: Long enough for three fleets to start and stop on a busy machine.
 PATIENCE_S = 540.0
@@ -53,14 +82,17 @@ def replacements(kafka: KafkaState, engine: Engine, prefix: str) -> dict[str, st
     changes = {
         r"broker1:9092,broker2:9092": kafka.bootstrap,
         r"KVSTREAMS_REPLICATION=3": "KVSTREAMS_REPLICATION=1",
-        r"KVSTREAMS_HOST=0\.0\.0\.0": "KVSTREAMS_HOST=127.0.0.1",
+        r"--host 0\.0\.0\.0": "--host 127.0.0.1",
         r"KVSTREAMS_TOPIC_PREFIX=": f"KVSTREAMS_TOPIC_PREFIX={prefix}",
         r"http://gpu1:8000": engine.url,
         r"gpu1:5557": f"127.0.0.1:{events}",
         r"gpu1:5558": f"127.0.0.1:{replay}",
+        r"http://front:": "http://localhost:",
     }
     for port, free in zip(PORTS, free_ports(len(PORTS)), strict=True):
-        changes[rf"(?<=localhost:){port}\b|(?<=127\.0\.0\.1:){port}\b|(?<=port ){port}\b"] = str(free)
+        changes[rf"(?<=localhost:){port}\b|(?<=127\.0\.0\.1:){port}\b|(?<=port ){port}\b|(?<=state ){port}\b"] = str(
+            free
+        )
     return changes
 
 
@@ -72,31 +104,37 @@ def pasted(code: str, changes: dict[str, str]) -> str:
     return code
 
 
-def script(changes: dict[str, str]) -> str:
-    """Return everything that is pasted."""
+def script(pages: Sequence[str], changes: dict[str, str]) -> str:
+    """Return everything that is pasted of these pages."""
     parts, n_running = [PREAMBLE], 0
-    for page in PAGES:
+    for page in pages:
         for line, language, code in blocks_of(page):
-            if language == "python" and page == "README.md":
-                parts.append(
-                    step(
-                        f"{page}:{line}", f"python3 - <<'END_OF_PAGE'\n{pasted(code, changes)}\nEND_OF_PAGE", n_running
-                    )
-                )
+            where = f"{page}:{line}"
+            if language == "python" and page in PASTED_PYTHON:
+                parts.append(step(where, f"python3 - <<'END_OF_PAGE'\n{pasted(code, changes)}\nEND_OF_PAGE", n_running))
             if language == "sh":
                 block = pasted(code, changes)
-                n_running += len(re.findall(r"(?<!&)&[ \t]*(?:#.*)?$", block, re.MULTILINE))
-                n_running = 0 if "kill $(jobs -p)" in block else n_running
-                parts.append(step(f"{page}:{line}", block, n_running))
-    parts.append(step("end", "kill $(jobs -p); wait", 0))
+                n_running = 0 if "kill $(jobs -p)" in block else n_running + started(block)
+                parts.append(step(where, block, n_running))
+    parts.append(step("end", "kill $(jobs -p) || true; wait", 0))
     return "".join(parts)
 
 
+def started(block: str) -> int:
+    """Return how many more processes run in the background after a block than before."""
+    n_started = len(re.findall(r"(?<!&)&[ \t]*(?:#.*)?$", block, re.MULTILINE))
+    return n_started - len(re.findall(r'^kill (?:-9 )?"%', block, re.MULTILINE))
+
+
 def step(where: str, block: str, n_running: int) -> str:
-    """Return a block with a line of output before it, and a check after it of how many background processes run."""
+    """Return a block with a line of output before it, and a check after it of how many background processes run.
+
+    A process that was asked to end has a while for it.
+    """
     return f"""
 WHERE={where}; printf '\\n== {where}\\n'
 {block}
+for _ in {{1..{END_S * 10}}}; do [ "$(jobs -rp | wc -l)" -gt {n_running} ] && sleep 0.1; done
 [ "$(jobs -rp | wc -l)" -eq {n_running} ] || echo "{where}: not {n_running} in the background: $(jobs)" >> "$FAILURES"
 """
 
@@ -104,13 +142,15 @@ WHERE={where}; printf '\\n== {where}\\n'
 def shims(folder: Path) -> Path:
     """Return a folder with the commands of the pages, which run this checkout."""
     folder.mkdir()
-    for name, arguments in {"kvstreams": "-m streams.cli", "faust": "-m faust", "python3": ""}.items():
+    commands = {name: f"{sys.executable} {run}" for name, run in (("kvstreams", "-m streams.cli"), ("python3", ""))}
+    commands["litellm"] = f"{os.environ.get(LITELLM_ENV)}/bin/litellm"
+    for name, command in commands.items():
         path = folder / name
-        path.write_text(f'#!/bin/sh\nexec {sys.executable} {arguments} "$@"\n')
+        path.write_text(f'#!/bin/sh\nexec {command} "$@"\n')
         path.chmod(0o755)
     # An answer of 4xx or 5xx is a failure. Calls with -f, which wait for a server, fail anyway.
     curl = folder / "curl"
-    option = 'case "$1" in -sf) option=;; *) option=--fail-with-body;; esac'
+    option = 'case "$1" in -sf|-so) option=;; *) option=--fail-with-body;; esac'
     curl.write_text(f'#!/bin/sh\n{option}\nexec {shutil.which("curl")} $option "$@"\n')
     curl.chmod(0o755)
     return folder
@@ -137,40 +177,94 @@ def paste(text: str, folder: Path, env: dict[str, str]) -> dict[str, str]:
     return dict(zip(parts[1::2], parts[2::2], strict=True))
 
 
-@pytest.mark.long_running
-@pytest.mark.timeout(PATIENCE_S + 60)
-def test_the_examples_of_the_pages_pasted_in_order_into_one_shell_work(
-    kafka: KafkaState, stack: Stack, tmp_path: Path
-) -> None:
-    """No command fails, no background process ends, and the answers show what the pages say."""
-    (engine,) = stack.engines(1, EngineConfig(block_size=16, n_blocks=256), "demo-model", time_scale=100.0)
+@pytest.fixture
+def shell(kafka: KafkaState, stack: Stack, tmp_path: Path) -> Callable[[Sequence[str]], dict[str, str]]:
+    """Give a function that pastes pages into one shell, and returns the output of each page."""
+    (engine,) = stack.engines(1, EngineConfig(block_size=16, n_blocks=1024), "my-model", time_scale=100.0)
     folder, failures = tmp_path / "shell", tmp_path / "failures"
     folder.mkdir()
     changes = replacements(kafka, engine, stack.settings.topic_prefix)
-    api_port = next(text for pattern, text in changes.items() if "8000" in pattern and text.isdigit())
     env = environment(
         {
             "PATH": f"{shims(tmp_path / 'bin')}:{os.environ['PATH']}",
             "PYTHONPATH": str(ROOT),
             "FAILURES": str(failures),
             # What the pages leave at its default, and what keeps three scopes on one broker cheap.
-            "KVSTREAMS_KAFKA": kafka.bootstrap,
-            "KVSTREAMS_PORT": api_port,
             "KVSTREAMS_PARTITIONS": "2",
         }
     )
-    output = paste(script(changes), folder, env)
 
-    shown = "\n".join(f"== {where}\n{text}" for where, text in output.items())
-    assert not failures.exists(), f"{failures.read_text()}\n{shown[-20_000:]}"
-    by_page = {page: "".join(text for where, text in output.items() if where.startswith(page)) for page in PAGES}
-    assert '"worker_id": 7' in _spaced(by_page["README.md"])
-    assert '"request_blocks": 128' in _spaced(by_page["README.md"])
+    def run(pages: Sequence[str]) -> dict[str, str]:
+        output = paste(script(pages, changes), folder, env)
+        shown = "\n".join(f"== {where}\n{text}" for where, text in output.items())
+        assert not failures.exists(), f"{failures.read_text()}\n{shown[-20_000:]}"
+        return {page: "".join(text for where, text in output.items() if where.startswith(page)) for page in pages}
+
+    return run
+
+
+@pytest.mark.long_running
+@pytest.mark.timeout(PATIENCE_S + 60)
+def test_the_examples_of_the_api_pasted_in_order_into_one_shell_work(
+    shell: Callable[[Sequence[str]], dict[str, str]],
+) -> None:
+    """No command fails, no background process ends, and the answers show what the pages say."""
+    by_page = shell(API)
+    first, second = re.findall(r"^X-Kvstreams-Overlap-Blocks: (\d+)/", by_page["docs/own-fleet.md"], re.MULTILINE)
+    assert (first, int(second) > 0) == ("0", True)
+    assert '"request_blocks": 128' in _spaced(by_page["docs/own-fleet.md"])
     assert '"request_id": "r2", "worker_id": 7' in _spaced(by_page["docs/http.md"])
     assert '"worker_id": 1, "dp_rank": 0' in _spaced(by_page["docs/sim.md"])
     assert '"overlap_blocks": 62' in _spaced(by_page["docs/sim.md"])
     assert '"pooled_tokens": 992' in _spaced(by_page["docs/sim.md"])
     assert "near" in by_page["docs/cxl.md"]
+
+
+@pytest.mark.long_running
+@pytest.mark.timeout(PATIENCE_S + 60)
+def test_a_fleet_is_operated_with_the_commands_of_the_pages(
+    shell: Callable[[Sequence[str]], dict[str, str]],
+) -> None:
+    """A second router has the same blocks, a stopped bridge is found, and a worker's lost disk changes nothing."""
+    by_page = shell(OPERATING)
+    assert "1 ranks, equal on both routers" in by_page["docs/more-routers.md"]
+    assert re.search(
+        r"^kvstreams_degraded_ranks\S*bridge_silent\S* 1", by_page["docs/troubleshooting.md"], re.MULTILINE
+    )
+    assert re.search(r"^worker 1: .*bridge", by_page["docs/troubleshooting.md"], re.MULTILINE)
+    assert "[(1, 0, " in by_page["docs/recovery.md"]
+
+
+@pytest.mark.long_running
+@pytest.mark.timeout(PATIENCE_S + 60)
+def test_a_fleet_is_protected_with_the_commands_of_the_page(shell: Callable[[Sequence[str]], dict[str, str]]) -> None:
+    """Kafka and the HTTP API require what the page sets up, requests with the right tokens work, and a token ends."""
+    shown = shell(SECURITY)["docs/tls-and-tokens.md"]
+    assert re.search(r"^401\n403\n", shown, re.MULTILINE)
+    assert '"object": "text_completion"' in _spaced(shown)
+
+
+@pytest.mark.long_running
+@pytest.mark.timeout(PATIENCE_S + 60)
+@pytest.mark.skipif(LITELLM_ENV not in os.environ, reason=f"{LITELLM_ENV} names no environment with litellm[proxy]")
+def test_litellm_serves_users_in_front_of_the_front(shell: Callable[[Sequence[str]], dict[str, str]]) -> None:
+    """Its answer shows that the front chose an engine that had the prompt, and a stream ends as a stream does."""
+    shown = shell(LITELLM)["docs/litellm.md"]
+    assert re.search(r"^llm_provider-x-kvstreams-overlap-blocks: [1-9]\d*/", shown, re.MULTILINE | re.IGNORECASE)
+    assert "data: [DONE]" in shown
+
+
+def test_the_commands_of_every_page_are_pasted_or_run_elsewhere() -> None:
+    """A page with commands is in a journey, or the reason why not is here."""
+    pages = [name for name in ("README.md", "CONTRIBUTING.md") if _has_commands(name)]
+    pages += [page for page in (f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")) if _has_commands(page)]
+    pasted_pages = {*API, *OPERATING, *SECURITY, *LITELLM}
+    assert set(pages) - pasted_pages == {page for page in ELSEWHERE if _has_commands(page)}
+    assert not pasted_pages & set(ELSEWHERE)
+
+
+def _has_commands(page: str) -> bool:
+    return any(language in ("sh", "bash") for _, language, _ in blocks_of(page))
 
 
 @pytest.mark.parametrize(
@@ -201,6 +295,7 @@ def _spaced(text: str) -> str:
 
 def test_each_line_that_is_left_out_is_on_a_page() -> None:
     """A reason to leave a line out goes when the line goes."""
-    code = "".join(code for page in PAGES for _, language, code in blocks_of(page) if language == "sh")
+    pages = {*API, *OPERATING, *SECURITY, *LITELLM}
+    code = "".join(code for page in pages for _, language, code in blocks_of(page) if language == "sh")
     lines = code.splitlines()
     assert all(any(line.startswith(beginning) for line in lines) for beginning in LEFT_OUT)

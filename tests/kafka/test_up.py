@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from streams.process.waiting import wait_for
 from tests.helpers.api import Api
-from tests.helpers.commands import PATIENCE_S, Run, Start
+from tests.helpers.commands import PATIENCE_S, Run, Start, environment
+
+
+def pasted(line: str) -> str:
+    """The output of a command that `up` has printed, as a reader pastes it into another terminal."""
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", "-c", line], env=environment({"PATH": path}), capture_output=True, text=True, timeout=PATIENCE_S
+    )
+    assert done.returncode == 0, f"{line}: {done.stdout}{done.stderr}"
+    return done.stdout
 
 
 @pytest.mark.first_ring("kafka", "up")
@@ -17,7 +32,7 @@ from tests.helpers.commands import PATIENCE_S, Run, Start
 def test_everything_runs_on_a_kafka_that_was_started_before_and_leaves_it_running(
     run: Run, start: Start, tmp_path: Path
 ) -> None:
-    """The router that `up` names chooses its engine. Ctrl-C ends all of it; Kafka ends with `kafka down`."""
+    """The commands that `up` prints do what docs/first-request.md says. Ctrl-C ends all but Kafka."""
     folder = ("--directory", str(tmp_path / "kafka"))
     done = run("kafka", "up", *folder)
     assert done.returncode == 0, done.stderr
@@ -31,10 +46,17 @@ def test_everything_runs_on_a_kafka_that_was_started_before_and_leaves_it_runnin
             line = process.stdout.readline()
             assert line, f"it ended: {''.join(shown)}{process.communicate()[1]}"
             shown.append(line)
-        (url,) = re.findall(r"^curl -s (http://\S+)/loads$", "".join(shown), re.MULTILINE)
-        api = Api(url)
-        assert api.route(request_id="r1", token_ids=list(range(32)))["worker_id"] == 1
-        assert api.loads([1])[1, 0][2] == 1
+        lines = [line for line in "".join(shown).splitlines() if line.startswith(("curl ", "kvstreams "))]
+        (url,) = re.findall(r"^curl -s (http://\S+)/loads$", "\n".join(lines), re.MULTILINE)
+        assert '"object":"text_completion"' in pasted(lines[0])
+        question = {"token_ids": list(range(32)), "update_states": False}
+        wait_for(lambda: Api(url).route(**question)["overlap_blocks"] == 2, PATIENCE_S, "the engine's events")
+        route, loads, end, doctor = map(pasted, lines[1:])
+        answer = json.loads(route)
+        assert (answer["worker_id"], answer["overlap_blocks"], answer["request_blocks"]) == (1, 2, 2)
+        assert json.loads(loads)["loads"][0]["active_requests"] == 1
+        assert json.loads(end)["request_id"] == "r1"
+        assert not doctor
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=PATIENCE_S)
         assert process.returncode == 0, out + err

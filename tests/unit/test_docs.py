@@ -36,7 +36,7 @@ from streams.router_api.deciding.router import Router
 from streams.router_api.http.handlers import Handlers
 from streams.settings import Settings
 from tests.helpers.invariants import check
-from tests.helpers.pages import PAGES, ROOT, blocks
+from tests.helpers.pages import PAGES, ROOT, blocks, blocks_of
 
 SHOWN = "# -> "
 
@@ -105,28 +105,43 @@ def test_the_simulation_page_has_every_call() -> None:
         }
 
 
-@pytest.mark.parametrize("page", ["docs/sim.md", "docs/cxl.md"])
-def test_commands_in_shell_blocks_are_valid(page: str) -> None:
+def test_commands_in_shell_blocks_are_valid() -> None:
     """Each `kvstreams` line of a shell block parses, as the shell and then the command would parse it."""
     n_lines = 0
-    for _, code in blocks(page, "sh"):
-        for line in re.findall(r"^kvstreams (.*)$", code.replace("\\\n", ""), re.MULTILINE):
-            command: click.Command = cli
-            words = shlex.split(line.removesuffix("&"))
-            while isinstance(command, click.Group):
-                command = command.commands[words.pop(0)]
-            # With the group's settings: a command keeps the names of its help options from its first context.
-            command.make_context(line, words, parent=click.Context(cli, **cli.context_settings))
-            n_lines += 1
-    assert n_lines > 4
+    for page in (*TOP_PAGES, *PAGES):
+        for language, code in ((language, code) for _, language, code in blocks_of(page)):
+            if language not in ("sh", "bash"):
+                continue
+            for line in re.findall(r"^kvstreams ([^#\n]*)", code.replace("\\\n", ""), re.MULTILINE):
+                command: click.Command = cli
+                words = shlex.split(line.partition("||")[0].rstrip().removesuffix("&"))
+                while isinstance(command, click.Group):
+                    command = command.commands[words.pop(0)]
+                # Whether a file exists is up to the reader.
+                words = [str(ROOT / "LICENSE") if word.endswith((".jsonl", ".token")) else word for word in words]
+                # With the group's settings: a command keeps the names of its help options from its first context.
+                command.make_context(line, words, parent=click.Context(cli, **cli.context_settings))
+                n_lines += 1
+    assert n_lines > 50
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/http.md", "docs/sim.md", "docs/cxl.md", "docs/prefix-index.md"])
+@pytest.mark.parametrize("page", [*TOP_PAGES, *PAGES])
 def test_commands_are_in_blocks_that_are_marked_as_shell(page: str) -> None:
     """tests/kafka/test_pasted_docs.py pastes these blocks, so a command in another block would not be tested."""
-    commands = ("kvstreams ", "curl ", "make ", "pip ", "faust ", "export ", "$ ")
+    commands = ("kvstreams ", "curl ", "pip ", "faust ", "export ", "$ ")
     for above, code in blocks(page, ""):
-        assert not [line for line in code.splitlines() if line.startswith(commands)], f"{page}:{above}"
+        lines = code.splitlines()
+        assert not [line for line in lines if line.startswith(commands)], f"{page}:{above}"
+
+
+def test_the_commands_of_the_readme_are_those_of_the_page_that_is_pasted() -> None:
+    """README.md starts a fleet with the commands of docs/own-fleet.md, and is at most 8 kB."""
+    text = (ROOT / "README.md").read_text()
+    assert len(text.encode()) <= 8_000
+    commands = {line.partition("#")[0].rstrip() for _, code in blocks("README.md", "sh") for line in code.splitlines()}
+    pasted = {line.rstrip() for line in blocks("docs/own-fleet.md", "sh")[0][1].splitlines()}
+    assert commands - pasted == {"make up"}
+    assert len(commands) == 7
 
 
 def test_every_dotted_name_on_the_index_page_exists() -> None:
@@ -176,7 +191,7 @@ def test_the_http_page_has_every_call() -> None:
 
 
 @pytest.mark.parametrize(
-    ("page", "header"), [("README.md", "| mode | chooses |"), ("docs/http.md", "| `router_mode` | chooses |")]
+    ("page", "header"), [("docs/read-path.md", "| mode | chooses |"), ("docs/http.md", "| `router_mode` | chooses |")]
 )
 def test_the_tables_of_router_modes_are_complete(page: str, header: str) -> None:
     """Each table of routing policies names every mode once."""

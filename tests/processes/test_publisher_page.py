@@ -1,4 +1,4 @@
-"""What README.md promises about its examples, run as processes."""
+"""What docs/publisher.md promises about its example, run as a process."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from tests.helpers.commands import PATIENCE_S, environment
 from tests.helpers.pages import ROOT, blocks
 
 
-def test_the_publisher_of_the_readme_fails_within_ten_seconds_if_no_kafka_answers(tmp_path: Path) -> None:
+def test_the_publisher_of_the_page_fails_within_ten_seconds_if_no_kafka_answers(tmp_path: Path) -> None:
     """The error names the address and the setting, and comes long before Kafka's own timeout of 30 s."""
-    (code,) = [code for _, code in blocks("README.md", "python") if "KvEventPublisher" in code]
+    (code,) = [code for _, code in blocks("docs/publisher.md", "python")]
     kafka = f"127.0.0.1:{free_port()}"
     # Importing can take seconds on a busy machine; the promise is about the time after it.
     script = "import time, streams.engines.publisher\nbegun = time.monotonic()\ntry:\n"
