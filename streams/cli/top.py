@@ -162,8 +162,18 @@ def _header(url: str, live: Mapping[str, Any]) -> list[RenderableType]:
         Columns([f"{name} {value}" for name, value in figures], padding=(0, 2)),
         Text(f"modes {by_mode}"),
         Text(f"lag {_lags(live['partitions'])}"),
+        *(Text(f"pool {_pool(pool)}") for pool in live.get("pools", ())),
         Text(""),
     ]
+
+
+def _pool(pool: Mapping[str, Any]) -> str:
+    """A worker pool with its signals for autoscalers."""
+    name = pool["model"] if pool["role"] == "both" else f"{pool['model']} ({pool['role']})"
+    replicas = f"{pool['replicas_wanted']:.1f} of {pool['replicas']} replicas wanted"
+    return (
+        f"{name}: saturation {_share(pool['saturation'])}, backlog {_number(pool['backlog_ms'], 0, ' ms')}, {replicas}"
+    )
 
 
 def _agreed(router: Mapping[str, Any]) -> str:

@@ -139,6 +139,16 @@ def answer(n_workers: int, **changes: Any) -> dict[str, Any]:
         ],
         "workers": [{"worker_id": str(number), **worker} for number in range(n_workers)],
         "workers_left_out": 5,
+        "pools": [
+            {
+                "model": "m",
+                "role": "prefill",
+                "saturation": 0.42,
+                "backlog_ms": 12.5,
+                "replicas": 6,
+                "replicas_wanted": 3.15,
+            }
+        ],
         "explanations": {"owner_silent": {"meaning": "The owner is silent.", "remedy": "Check the Faust workers."}},
         "decisions": [decision] * n_workers,
         "term_meanings": {"prefill_ms": "ms to compute the prompt"},
@@ -162,6 +172,7 @@ def test_the_header_has_the_newest_known_figures_and_the_lag() -> None:
     assert "modes exact 75 %  degraded 25 %" in text
     assert "lag at most 0.25 s (partition 0), 3 records in all; unknown for 1 of 2 partitions" in text
     assert "degraded: owner_silent" in text and "25 %" in text
+    assert "pool m (prefill): saturation 42 %, backlog 12 ms, 3.1 of 6 replicas wanted" in text
     old = [9.0] + [None] * SAMPLES_SHOWN
     assert "p99 -" in text_of(answer(1, samples={**answer(1)["samples"], "latency_ms_p99": old}))
 

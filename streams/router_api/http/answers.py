@@ -494,7 +494,8 @@ class LiveDecision(TypedDict):
 
 
 class LiveAnswer(TypedDict):
-    """What the live page shows. workers: those with the most requests first. decisions: the newest first.
+    """What the live page shows. workers: those with the most requests first. decisions: the newest first. pools: as in
+    GET /scale, at most 20.
 
     explanations: of each reason that a worker has, or of its state if it has none and is not exact. term_meanings: of
     terms of these decisions, as words that follow a number.
@@ -506,6 +507,7 @@ class LiveAnswer(TypedDict):
     partitions: list[LivePartition]
     workers: list[LiveWorker]
     workers_left_out: int
+    pools: list[ScalePool]
     explanations: dict[str, LiveExplanation]
     decisions: list[LiveDecision]
     term_meanings: dict[str, str]

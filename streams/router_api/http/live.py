@@ -36,6 +36,9 @@ SAMPLES_MAX = 151
 #: Workers in the answer: those with the most requests in flight. A page with more rows is not readable.
 WORKERS_SHOWN_MAX = 200
 
+#: Worker pools in the answer, by name: one for each model and role.
+POOLS_SHOWN_MAX = 20
+
 #: Numbers in the answer are for people.
 _DIGITS = 4
 
@@ -142,6 +145,7 @@ class Live:
             ],
             "workers": workers,
             "workers_left_out": len(load.workers) - len(shown),
+            "pools": self._metrics.scaling.pools_json()[:POOLS_SHOWN_MAX],
             "explanations": explanations_json(workers),
             "decisions": decisions,
             "term_meanings": {name: TERMS[name] for name in TERMS if any(name in each["terms"] for each in decisions)},

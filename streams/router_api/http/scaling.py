@@ -140,25 +140,29 @@ class Scaling:
         """The JSON of GET /scale; raises NotReady."""
         self._router.readiness.check()
         return {
-            "pools": [
-                {
-                    "model": key.model,
-                    "role": key.role,
-                    "replicas": pool.replicas,
-                    "ranks": pool.ranks,
-                    "saturation": round(pool.signals.saturation, _DIGITS),
-                    "compute": round(pool.signals.compute, _DIGITS),
-                    "blocks": _rounded(pool.signals.blocks),
-                    "slots": _rounded(pool.signals.slots),
-                    "backlog_ms": round(pool.signals.backlog_ms, _DIGITS),
-                    "queued_requests": pool.queued,
-                    "replicas_wanted": round(pool.replicas_wanted, _DIGITS),
-                }
-                for key, pool in sorted(self.pools.items())
-            ],
+            "pools": self.pools_json(),
             "saturation_target": self._router.settings.scale_saturation_target,
             "in_sync": self._router.loads.in_sync,
         }
+
+    def pools_json(self) -> list[dict[str, Any]]:
+        """The pools of GET /scale; none while the router is not ready."""
+        return [
+            {
+                "model": key.model,
+                "role": key.role,
+                "replicas": pool.replicas,
+                "ranks": pool.ranks,
+                "saturation": round(pool.signals.saturation, _DIGITS),
+                "compute": round(pool.signals.compute, _DIGITS),
+                "blocks": _rounded(pool.signals.blocks),
+                "slots": _rounded(pool.signals.slots),
+                "backlog_ms": round(pool.signals.backlog_ms, _DIGITS),
+                "queued_requests": pool.queued,
+                "replicas_wanted": round(pool.replicas_wanted, _DIGITS),
+            }
+            for key, pool in sorted(self.pools.items())
+        ]
 
     def _members(self) -> dict[PoolKey, _Members]:
         """Each pool's workers and ranks to which requests may go."""

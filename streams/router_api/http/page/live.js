@@ -243,6 +243,17 @@ function drawWorkers(workers, leftOut, explanations) {
   at("workers-more").textContent = `${leftOut} more workers have fewer requests in flight and are not shown.`;
 }
 
+function drawPools(pools) {
+  at("pools").replaceChildren(
+    ...pools.map((pool) => {
+      const name = pool.role === "both" ? pool.model : `${pool.model} (${pool.role})`;
+      const wanted = `${pool.replicas_wanted.toFixed(1)} of ${short(pool.replicas)} replicas wanted`;
+      const facts = `saturation ${percent(pool.saturation)} · backlog ${short(pool.backlog_ms)} ms · ${wanted}`;
+      return element("li", {}, element("strong", {}, name), " ", facts);
+    }),
+  );
+}
+
 // Drawn only when they change, so that a link to one keeps its target.
 function drawExplanations(explanations) {
   const holder = at("explanations");
@@ -333,6 +344,7 @@ function draw(live) {
   drawTiles(samples, router);
   const shares = `Shares of modes over the last ${duration(spanS)}: ${drawLegend(samples)}`;
   drawModes(at("modes-chart"), shares, samples.age_s, samples.modes);
+  drawPools(live.pools);
   drawExplanations(live.explanations);
   drawWorkers(live.workers, live.workers_left_out, live.explanations);
   drawDecisions(live.decisions, live.term_meanings);
