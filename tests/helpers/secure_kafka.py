@@ -78,9 +78,9 @@ class Decision:
 class SecureKafka:
     """One broker; `stop` ends it."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, overrides: Mapping[str, str] = OVERRIDES) -> None:
         self._local = LocalKafka(
-            LocalKafkaConfig(folder / "kafka", OVERRIDES, secure=True, authorizer_log_level="debug")
+            LocalKafkaConfig(folder / "kafka", overrides, secure=True, authorizer_log_level="debug")
         )
         self._folder = folder
         self.state: KafkaState = self._local.up()

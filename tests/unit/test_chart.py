@@ -108,12 +108,12 @@ def test_a_pod_is_not_killed_while_it_drains(container: Mapping[str, Any]) -> No
 
 @pytest.mark.parametrize("container", CONTAINERS)
 def test_a_process_writes_to_volumes_only(container: Mapping[str, Any]) -> None:
-    """The image's folder for data is a volume of each process that compiles kernels, and of a worker's tables."""
+    """A worker's tables are in a volume, and so are the kernels of each process that has to compile them."""
     image = (ROOT / "docker/Dockerfile").read_text()
     kernels = re.search(r"\bNUMBA_CACHE_DIR=(\S+)", image)
     assert kernels is not None
     written = ["/tmp"]
-    if container["args"][0] != "front":
+    if container["args"][0] != "front" and "kvstreams warm" not in image:  # the image has no kernels
         written.append(kernels[1])
     if container["args"][0] == "worker":
         written.append(load({}, given_settings(container)).settings.data_dir)
