@@ -1,6 +1,6 @@
 """The Helm chart without Helm: its values, what follows from the code, and what each container's process is given.
 
-tests/processes/test_chart.py renders the chart.
+tests/processes/test_chart.py renders the chart; tests/kafka/test_chart.py starts the processes.
 """
 
 from __future__ import annotations
