@@ -1,6 +1,6 @@
 """kvstreams: the router that sends each LLM request to the engine that already holds its KV cache.
 
-The map of the package. docs/architecture.md describes every file.
+The map of the package. docs/modules.md has every module.
 
     core/             pure, without I/O, clock, randomness or logging
       index/            which rank holds which blocks: the run tree, predictions, folding run records

@@ -5,7 +5,7 @@ What lives here: a run and its key, as values. What must not: the rules by which
 
 A run is at most RUN_BLOCKS_MAX consecutive blocks of one chain in one tier, addressed by its first sequence hash. Runs
 never split or merge: a chain that diverges starts a new run, a removal clears a presence bit, and an empty run becomes
-a tombstone. Only the view's index joins runs into prefixes (docs/architecture.md).
+a tombstone. Only the view's index joins runs into prefixes (docs/tables.md).
 """
 
 from __future__ import annotations

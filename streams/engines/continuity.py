@@ -1,4 +1,4 @@
-"""Whether an engine is still the same process (docs/architecture.md, Bridges).
+"""Whether an engine is still the same process (docs/bridges.md).
 
 What lives here: evidence as values, and the decision that follows from it (pure). What must not: how evidence is
 obtained (process_start, replay).

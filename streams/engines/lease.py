@@ -1,4 +1,4 @@
-"""Which bridge feeds an engine: the lease, as a state machine over `workers` (docs/architecture.md, Bridges).
+"""Which bridge feeds an engine: the lease, as a state machine over `workers` (docs/bridges.md).
 
 What lives here: the rules (pure; the clock is an argument). What must not: Kafka (registry_reader) and what a holder
 does (bridge).

@@ -1,4 +1,4 @@
-"""The ledger: one rank's map of engine hashes to sequence hashes and copies (docs/architecture.md, Ledgers).
+"""The ledger: one rank's map of engine hashes to sequence hashes and copies (docs/bridges.md, Ledgers).
 
 What lives here: the translation of an engine's events into the events that are published. An engine reports every
 physical copy of a block, under any name; Kafka carries only whether a block is held. What must not: transport. Owner: a

@@ -1,4 +1,4 @@
-"""Bookings shared by two routers through a real Kafka (docs/architecture.md, Loads)."""
+"""Bookings shared by two routers through a real Kafka (docs/bookings.md)."""
 
 from __future__ import annotations
 

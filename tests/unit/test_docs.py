@@ -11,6 +11,8 @@ import pkgutil
 import re
 import shlex
 from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import click
@@ -165,8 +167,17 @@ def test_pages_name_commands_and_pages_that_exist(page: str) -> None:
                 if isinstance(command, click.Group):
                     assert word in command.commands, f"kvstreams{words}"
                     command = command.commands[word]
-    for target in re.findall(r"\]\(([^)#]+)", text):
-        assert target.startswith("http") or ((ROOT / page).parent / target).exists(), target
+    for target, anchor in re.findall(r"\]\(([^)#\s]*)(?:#([^)]+))?\)", re.sub(r"`[^`\n]+`", "", text)):
+        path = (ROOT / page).parent / target if target else ROOT / page
+        assert target.startswith("http") or path.exists(), target
+        assert not anchor or path.suffix != ".md" or anchor in anchors(path), f"{target}#{anchor}"
+
+
+@cache
+def anchors(path: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```$", "", path.read_text(), flags=re.M | re.S), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def test_the_paths_of_where_to_change_what_exist() -> None:
@@ -199,8 +210,8 @@ def test_the_tables_of_router_modes_are_complete(page: str, header: str) -> None
 
 
 def test_the_table_of_dialects_is_complete() -> None:
-    """The table in docs/architecture.md names every dialect that `--engine` can select once."""
-    names = first_cells("docs/architecture.md", "| name | engine |")
+    """The table in docs/bridges.md names every dialect that `--engine` can select once."""
+    names = first_cells("docs/bridges.md", "| name | engine |")
     assert sorted(names) == sorted(DIALECTS)
 
 

@@ -34,6 +34,11 @@ def test_every_module_has_a_header() -> None:
             assert "What lives here" in header, f"{path} does not say what lives there"
 
 
+def test_the_page_on_the_architecture_stays_short() -> None:
+    """Details have pages of their own."""
+    assert (ROOT / "docs/architecture.md").stat().st_size <= 30_000
+
+
 def test_a_batch_has_seven_effects() -> None:
     """The diagram has all of them."""
     assert len(drawn_rules.effects()) == 7

@@ -1,4 +1,4 @@
-"""Active load: what running requests cost each rank (docs/architecture.md, Loads).
+"""Active load: what running requests cost each rank (docs/bookings.md).
 
 What lives here: bookings and their three phases, folded in any order and any number of times into the same loads.
 What must not: Kafka, clocks. The state belongs to one router. Blocks that requests share on a rank count once. A

@@ -1,4 +1,4 @@
-"""Overlaps that were promised, compared with what engines found (docs/architecture.md, The audit).
+"""Overlaps that were promised, compared with what engines found (docs/architecture.md).
 
 What lives here: what a router remembers of its decisions until an engine reports on them, the outcomes, and which ranks
 contradict too often. What must not: the fold of the index, which says what became of a prompt's blocks

@@ -1,4 +1,4 @@
-"""The price of sending a request to a rank, in blocks (docs/architecture.md, Cost).
+"""The price of sending a request to a rank, in blocks (docs/bookings.md).
 
 What lives here: the cost formula, and its terms, which an answer can show. What must not: choosing (selection).
 """

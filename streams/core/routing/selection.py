@@ -56,7 +56,7 @@ def select_by_cost(costs: Sequence[float] | npt.NDArray[np.float64], temperature
     """Choose an index of `costs`, which must not be empty; lower costs win.
 
     Temperature 0 takes the minimum and breaks exact ties at random. A temperature above 0 samples the softmax of
-    -cost / ((max - min) * temperature), which is uniform if all costs are equal. Source: docs/architecture.md, Cost.
+    -cost / ((max - min) * temperature), which is uniform if all costs are equal. Source: docs/bookings.md.
     """
     columns = np.asarray(costs, dtype=np.float64)
     low = float(columns.min())

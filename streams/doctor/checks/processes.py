@@ -92,7 +92,7 @@ def check_memory(seen: Observations) -> Iterator[Finding]:
                     "over_capacity",
                     subject,
                     f"it dropped {number:.0f} {what}, because they were over its limit ({name})",
-                    "docs/architecture.md has the limits. Divide the fleet into several scopes",
+                    "docs/prefix-index.md and docs/bookings.md have the limits. Divide the fleet into several scopes",
                 )
 
 
@@ -119,7 +119,7 @@ def check_versions(seen: Observations) -> Iterator[Finding]:
             "versions_differ",
             "kvstreams",
             f"processes run different versions: {_by_version(ours)}",
-            "Upgrade Faust workers and routers first, then bridges and publishers (docs/architecture.md)",
+            "Upgrade Faust workers and routers first, then bridges and publishers (docs/tables.md)",
         )
     by_model: dict[str, dict[str, str]] = {}
     for engine in seen.engines:

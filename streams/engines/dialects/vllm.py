@@ -31,7 +31,7 @@ clear of the device tier, and lower tiers may keep their blocks. TierBlocksClear
 the event CxlStateTransition. Up to 0.22.0 events are arrays, from 0.26.0 on maps. The versions are the
 first with the field among those of tests/golden_events.json.
 
-Each event is judged on its own (docs/architecture.md, Unusable events). No message and nothing that a dead letter may
+Each event is judged on its own (docs/bridges.md, Unusable events). No message and nothing that a dead letter may
 show contains a value of an event, except values that are known not to be tokens or text.
 """
 

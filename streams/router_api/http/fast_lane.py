@@ -8,6 +8,11 @@ aiohttp makes a task, a future, a request and a response for each request, and l
 work of a booking and its end. Here the same parser reads the request, and the answer is written in the same step of the
 event loop. A client sees the same answers.
 
+Everything else goes to aiohttp and the handlers: lists, bodies over 256 KiB or with an encoding, requests with
+`Expect`, ids with encoded characters, HTTP/1.0 and connections that close, a request that may wait, and every request
+while the router is stopping, while the client does not read its answers, or while the application has a further
+middleware, such as the check of tokens. A request whose body is incomplete is held for 20 ms, and then left to aiohttp.
+
 A client sends the same headers again and again. So the bytes of headers that the parser has read are remembered with
 what they say, and a request with the same headers does not go through the parser, whose message takes longer than
 freeing a booking. That is only done between two requests, where the parser holds nothing (`ApiProtocol._unread`).

@@ -5,6 +5,9 @@ records.
 
 Up to their ends, topics are read as fast as possible, by several threads. From then on, one thread reads all of them
 and pauses after each time: every wake-up of a thread takes the interpreter from the thread that answers requests.
+When four threads read on, they woke up for each transaction of an agent, 1,600 times per second at 1,000 event records
+per second. Records of one partition arrive in order from one thread. Only one thread at a time holds the lock that is
+needed to write to the index, for 128 records, so more threads than cores do not help.
 Topics with an interval have a thread of their own. The messages from one call of the client are folded
 together, by topic: folding run records as a batch takes a twentieth of the time of folding them one by one.
 """

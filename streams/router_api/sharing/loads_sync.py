@@ -1,4 +1,4 @@
-"""Bookings shared between routers through `router-loads` (docs/architecture.md, Loads).
+"""Bookings shared between routers through `router-loads` (docs/bookings.md).
 
 What lives here: applying this router's bookings at once, folding those of other routers, and notifying listeners when
 load falls; and the lock of all this state. What must not: the rules of a booking (core.loads), its records on their way
