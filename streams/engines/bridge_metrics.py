@@ -1,4 +1,4 @@
-"""The metrics of a bridge, declared once; docs/metrics.md has their table.
+"""The metrics of a bridge, declared once; docs/metrics-reference.md has their table.
 
 What lives here: the declarations, the snapshot of a Bridge that they read, and running a bridge with a server for them.
 What must not: counting (the feeds count) and Prometheus' formats (streams.process.metrics). Totals are summed over all

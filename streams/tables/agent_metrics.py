@@ -1,4 +1,4 @@
-"""The metrics of an agent, the Faust worker that indexes events, declared once; docs/metrics.md has their table.
+"""The metrics of an agent, the Faust worker that indexes events; docs/metrics-reference.md has their table.
 
 What lives here: the declarations, and the snapshot of an Indexer that they read. What must not: counting (the indexer
 and its partitions count) and Prometheus' formats (streams.process.metrics).

@@ -1,4 +1,4 @@
-"""The metrics of a router, declared once; docs/metrics.md has the table that is made from them.
+"""The metrics of a router, declared once; docs/metrics-reference.md has the table that is made from them.
 
 What lives here: the declarations, and the snapshot of a Router that they read. What must not: counting (the router and
 its parts count for themselves) and Prometheus' formats (streams.process.metrics).
