@@ -264,13 +264,19 @@ PAGE = "docs/kubernetes.md"
 
 
 @pytest.mark.parametrize(
-    "command", [line for _, code in blocks(PAGE, "sh") for line in code.splitlines() if line.startswith("helm ")]
+    "command",
+    [
+        line
+        for _, code in blocks(PAGE, "sh")
+        for line in code.replace("\\\n", " ").splitlines()
+        if line.startswith("helm ")
+    ],
 )
 def test_the_commands_of_the_page_are_understood(command: str) -> None:
     """Helm renders the chart with the options of each command, and an upgrade with those of the installation."""
     verb, release, chart, *options = shlex.split(command)[1:]
     assert (release, ROOT / chart) == ("kvs", CHART)
-    options = [option for option in options if option not in ("--create-namespace", "--reuse-values")]
+    options = [option for option in options if option not in ("--create-namespace", "--reset-then-reuse-values")]
     base = [] if verb == "install" else [values_files()["default"]]
     assert rendered(*options, values=base)
 
