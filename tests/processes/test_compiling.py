@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import io
+import os
 import pkgutil
 import subprocess
 import sys
@@ -212,6 +213,53 @@ def test_without_a_cache_this_process_compiles_and_says_why(package: Any, monkey
     assert compiled == 2
     assert "NUMBA_CACHE_DIR" in text
     assert fresh.declared(1) == 2
+
+
+_READ_ONLY = """
+import sys
+import {package} as kernels
+from streams.core.kernels.compiling import compile_ahead, is_cacheable, is_cached
+
+print([is_cached(each) for each in (kernels.summed, kernels.other)], is_cacheable(kernels.other))
+for each in (kernels.summed, kernels.other):
+    compile_ahead(each)
+print(len(kernels.summed.stats.cache_misses), kernels.summed(5), kernels.other(5))
+"""
+
+
+def test_kernels_are_loaded_from_a_folder_that_cannot_be_written(package: Any, tmp_path: Path) -> None:
+    """As in the container image: what was compiled in advance is loaded, and the rest is compiled and not stored.
+
+    A folder that has no kernels either is no cache.
+    """
+    folder = tmp_path / "kernels"
+    folder.mkdir()
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(tmp_path),
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "NUMBA_CACHE_DIR": str(folder),
+        "NUMBA_CACHE_LOCATOR_CLASSES": "streams.core.kernels.shipped_cache.ShippedCacheLocator",
+    }
+    # Root without capabilities obeys the permissions of files, as every other user does.
+    bound = [] if os.geteuid() else ["setpriv", "--inh-caps=-all", "--bounding-set=-all"]
+
+    def python(*command: str) -> list[str]:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE_S)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.splitlines()
+
+    reading = [*bound, sys.executable, "-c", _READ_ONLY.format(package=package.__name__)]
+    folder.chmod(0o555)
+    assert python(*reading) == ["[False, False] False", "1 40 4"]
+    folder.chmod(0o755)
+    compiling = f"import {package.__name__} as kernels; kernels.summed(5)"
+    python(sys.executable, "-c", compiling)
+    stored = sorted(folder.rglob("*"))
+    for path in (folder, *stored):
+        path.chmod(path.stat().st_mode & 0o555)
+    assert python(*reading) == ["[True, False] False", "0 40 4"]
+    assert sorted(folder.rglob("*")) == stored
 
 
 def test_a_process_that_serves_warns_in_its_log_if_there_is_no_cache(

@@ -73,7 +73,8 @@ def kernel(*signatures: Any, **options: Any) -> Callable[[_Function], _Function]
 
     The machine code of a kernel contains its callees, from whatever file they come, but numba checks only the kernel's
     own file. So the cached code, which is stored next to the source or in numba's cache directory, is valid until a
-    source changes that the kernel's module imports. If neither folder is writable, every process compiles for itself.
+    source changes that the kernel's module imports. If neither folder is writable, every process compiles for itself,
+    unless its code was shipped (shipped_cache).
     """
     options = {"no_cfunc_wrapper": True, "nogil": True, "boundscheck": False, "error_model": "numpy", **options}
 
@@ -83,6 +84,7 @@ def kernel(*signatures: Any, **options: Any) -> Callable[[_Function], _Function]
             compiled: Any = njit(cache=True, **options)(function)
             if digest:
                 compiled._cache._cache_file._source_stamp = digest
+            _save_where_writable(compiled._cache)
         except RuntimeError as exc:
             if "cannot cache function" not in str(exc):
                 raise
@@ -92,6 +94,17 @@ def kernel(*signatures: Any, **options: Any) -> Callable[[_Function], _Function]
         return result
 
     return make
+
+
+def _save_where_writable(cached: Any) -> None:
+    """Have a kernel's cache store nothing in a folder that can only be read, such as the one of the container image."""
+    save = cached.save_overload
+
+    def save_overload(signature: Any, compiled: Any) -> None:
+        if _lock_file(Path(cached.cache_path)) is not None:
+            save(signature, compiled)
+
+    cached.save_overload = save_overload
 
 
 def _compile_as_declared(compiled: Any, signatures: tuple[Any, ...]) -> None:
@@ -143,7 +156,8 @@ def is_cached(compiled: Any) -> bool:
 
 def is_cacheable(compiled: Any) -> bool:
     """Whether there is a writable folder for the kernel's code."""
-    return compiled._cache.cache_path is not None
+    path = compiled._cache.cache_path
+    return path is not None and _lock_file(Path(path)) is not None
 
 
 def compile_ahead(compiled: Any) -> None:
