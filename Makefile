@@ -6,8 +6,9 @@ BIN := .venv/bin
 # What the demo needs, and what the tests need as well.
 LOCAL := .venv/.installed-local
 INSTALLED := .venv/.installed
+RELEASE := .venv/.installed-release
 
-.PHONY: demo test test-all nightly up docs pictures lint fast warm soak chaos replicas migrations trust real conformance witness fuzz-events bench bench-stream bench-http calibrate clean
+.PHONY: demo test test-all nightly up docs release pictures lint fast warm soak chaos replicas migrations trust real conformance witness fuzz-events bench bench-stream bench-http calibrate clean
 
 demo: $(LOCAL)
 	$(BIN)/kvstreams demo
@@ -22,7 +23,7 @@ test: $(INSTALLED)
 	$(call pytest,--fast)
 
 # Every test, with all generated examples.
-test-all: lint warm
+test-all: lint warm $(RELEASE)
 	$(call pytest)
 
 # Every test, and what takes hours. It fails as long as tests are listed that passed only alone.
@@ -35,6 +36,14 @@ pytest = $(BIN)/pytest --cache-clear $(1) || { [ $$? -eq 1 ] && $(BIN)/python -m
 # The documentation as a site, in build/site. Open build/site/index.html; no server and no network is needed to read it.
 docs: $(INSTALLED)
 	$(BIN)/python -m tools.site
+
+# The files of a release, in dist: wheel, sdist, SBOM, licence notices and checksums, all from the commit.
+release: $(RELEASE)
+	$(BIN)/python -m tools.release dist
+
+$(RELEASE): $(INSTALLED)
+	PIP_CONSTRAINT=constraints.txt $(BIN)/pip install --quiet --editable '.[release]'
+	@touch $@
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check --quiet
