@@ -87,13 +87,13 @@ def describe(wheel: Path, python: Path, target: Path) -> list[Path]:
     sbom, notices = target / f"{name}.cdx.json", target / f"{name}-NOTICES.txt"
     # pip is in the environment, but not a part of kvstreams.
     run([python, "-m", "pip", "uninstall", "--quiet", "--yes", "pip"])
-    project = ["--pyproject", ROOT / "pyproject.toml", "--mc-type", "application"]
+    project = ["--pyproject", str(ROOT / "pyproject.toml"), "--mc-type", "application"]
     run(
         [sys.executable, "-m", "cyclonedx_py", "environment", *project, "--output-reproducible", "-o", sbom, python],
         env=commit_environment(),
     )
     texts = ["--with-license-file", "--with-notice-file", "--no-license-path", "--with-urls", "--from=mixed"]
-    listed = ["--python", python, "--ignore-packages", "kvstreams", "--format=plain-vertical"]
+    listed = ["--python", str(python), "--ignore-packages", "kvstreams", "--format=plain-vertical"]
     run([sys.executable, "-m", "piplicenses", *texts, *listed, "--output-file", notices])
     return [sbom, notices]
 
@@ -104,7 +104,7 @@ def audit(python: Path) -> str:
     The database is on a server, so that a machine may not reach it. That is no failure, but it is printed.
     """
     site = next((python.parents[1] / "lib").glob("python*/site-packages"))
-    command = [sys.executable, "-m", "pip_audit", "--path", site, "--format", "json", "--progress-spinner", "off"]
+    command = [sys.executable, "-m", "pip_audit", "--path", str(site), "--format", "json", "--progress-spinner", "off"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     try:
         found = json.loads(done.stdout)["dependencies"]

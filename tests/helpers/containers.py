@@ -23,6 +23,9 @@ from tests.helpers.pages import ROOT
 
 DOCKERFILE = ROOT / "docker" / "Dockerfile"
 
+#: The Pythons that the wheel is run with, which are those of the classifiers in pyproject.toml.
+PYTHONS = ("3.11", "3.12", "3.13", "3.14")
+
 #: What building and running need, by their commands; all are Debian packages.
 TOOLS = ("mmdebstrap", "buildah", "ip", "unshare", "chroot")
 

@@ -17,7 +17,7 @@ import pytest
 
 from tests.helpers.api import Api
 from tests.helpers.commands import environment
-from tests.helpers.containers import debian, missing
+from tests.helpers.containers import PYTHONS, debian, missing
 
 pytestmark = [
     pytest.mark.skipif(
@@ -26,9 +26,6 @@ pytestmark = [
     pytest.mark.long_running,
     pytest.mark.timeout(1200),
 ]
-
-#: The Pythons of the classifiers in pyproject.toml.
-VERSIONS = ("3.11", "3.12", "3.13", "3.14")
 
 #: A Debian release that has the Python, for versions that are not installed.
 SUITES = {"3.11": "bookworm", "3.13": "trixie", "3.14": "sid"}
@@ -150,7 +147,7 @@ def empty(version: str, tmp_path: Path) -> Iterator[Environment]:
     yield Environment(folder, python, root)
 
 
-@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("version", PYTHONS)
 def test_the_wheel_routes_a_request_in_an_empty_environment(wheel: Path, version: str, empty: Environment) -> None:
     """`pip install` and `kvstreams up`, in an empty folder, without a checkout; then the calls that `up` prints."""
     empty.install(wheel)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from hatchling.builders.wheel import WheelBuilder
 
+from tests.helpers.containers import PYTHONS
 from tests.helpers.pages import ROOT
 
 #: A time stamp of a commit, as `make release` passes it on.
@@ -51,9 +52,7 @@ def test_the_base_install_has_no_package_of_an_extra() -> None:
 
 
 def test_classifiers_name_the_versions_that_the_wheel_was_run_with() -> None:
-    """tests/release has the same list."""
-    from tests.release.test_wheel import VERSIONS
-
+    """tests/release installs it into these."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     named = re.findall(r"Python :: (3\.\d+)", "\n".join(project["classifiers"]))
-    assert tuple(named) == VERSIONS
+    assert tuple(named) == PYTHONS
