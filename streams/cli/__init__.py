@@ -15,7 +15,7 @@ import click
 from streams import __version__
 from streams.cli import cxl, decisions, doctor, front, metrics, scope, serving, top
 from streams.errors import KvStreamsError
-from streams.lab.commands import compare, demo, kafka, replay, sim, simulate
+from streams.lab.commands import compare, demo, kafka, plan, replay, sim, simulate
 from streams.process.options import ESSENTIAL, GroupedGroup
 from streams.settings import unknown_variables
 
@@ -42,6 +42,7 @@ for _module in (
     simulate,
     compare,
     decisions,
+    plan,
     replay,
     metrics,
     doctor,

@@ -123,9 +123,28 @@ def test_what_is_not_in_the_log_is_said(recorded: Recorded, run: Run, scope: Set
     ensure_topics(scope, [topics(scope).router_decisions])
     assert "decision_log=on" in said(as_environ(scope), "explain", "r0")
     assert "decision_log=on" in said(as_environ(scope), "replay-decisions")
+    assert "decision_log=on" in said(as_environ(scope), "plan")
     missing = as_environ(scope) | {"KVSTREAMS_TOPIC_PREFIX": f"{scope.topic_prefix}other-"}
     assert "there is no topic" in said(missing, "explain", "r0")
     assert "neither a duration" in said(recorded.env, "explain", "r0", "--since", "soon")
+
+
+@pytest.mark.first_ring("plan")
+def test_recorded_decisions_are_planned_with_other_numbers_of_engines(
+    recorded: Recorded, run: Run, tmp_path: Path
+) -> None:
+    """`plan` takes the requests, the mode and the fleet from the log, and prices one engine less to two more."""
+    figures = tmp_path / "figures.json"
+    done = run("plan", "--price", "2", "--ttft-limit-ms", "60000", "--json", str(figures), env=recorded.env)
+    assert done.returncode == 0, done.stderr
+    assert "on 4 ranks" in done.stdout and f"{N_REQUESTS} requests within" in done.stdout
+    assert "3 engines are the fewest of these" in " ".join(done.stdout.split())
+    found = json.loads(figures.read_text())
+    assert (found["policy"], found["requests"], found["price"]) == ("kv", N_REQUESTS, 2.0)
+    assert [row["engines"] for row in found["rows"]] == [3, 4, 5, 6]
+    for row in found["rows"]:
+        assert row["cost"] == pytest.approx(2.0 * row["engine_hours"], abs=1e-3)
+        assert 0.0 < row["reuse"] < 1.0 and row["mean_ttft_ms"] > 0.0
 
 
 @pytest.mark.first_ring("replay-decisions", "simulate")

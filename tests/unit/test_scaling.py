@@ -21,6 +21,7 @@ from streams.router_api.messages.requests import parse_route_query
 from streams.settings import Settings
 from tests.helpers.api import PATIENCE_S, TOKENS, metrics, packed
 from tests.helpers.local_router import local_router
+from tests.helpers.pages import blocks_of
 from tests.helpers.routers import ask, router_of
 from tests.helpers.views import rank, register, report
 
@@ -152,7 +153,8 @@ def test_the_metrics_are_those_of_the_answer(monkeypatch: pytest.MonkeyPatch) ->
     with local_router(Settings(), n_workers=3) as served:
         wait_for(lambda: served.api.get("/scale")["pools"], PATIENCE_S, "the first signals")
         served.api.route(request_id="r", token_ids=TOKENS)
-        answer = served.api.get("/scale")
+        (asked,) = (code for _, _, code in blocks_of("docs/scaling.md") if code.startswith("curl"))
+        answer = served.api.get(asked.strip().rpartition("localhost:8000")[2])
         page = metrics(served.api)
     (pool,) = answer["pools"]
     assert (pool["model"], pool["role"], pool["replicas"], answer["in_sync"]) == ("m", "both", 3, True)

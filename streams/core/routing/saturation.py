@@ -79,6 +79,13 @@ class Queued(NamedTuple):
 NOTHING_QUEUED = Queued()
 
 
+class _Used(NamedTuple):
+    """How much of a capacity is used or waited for, and the capacity; 0 if it is not known."""
+
+    used: float
+    capacity: float
+
+
 @dataclass(frozen=True, slots=True)
 class PoolReading:
     """What a router has of a pool at one moment.
@@ -86,7 +93,7 @@ class PoolReading:
     at_ms: on a clock that does not go backwards. booked_us: the forecasts of what was booked on each rank so far,
     int64[n]; only differences between readings count. booked_tokens: the same in tokens, halved with each period.
     backlog_ms: float64[n]. busy: how many ranks have prompts to compute. queued_ms: time to compute what waits in
-    routers. blocks, slots: shares of what is known; None if nothing is.
+    routers. blocks, slots: of the ranks whose capacity is known.
     """
 
     at_ms: float
@@ -98,8 +105,8 @@ class PoolReading:
     backlog_ms: Float64Array
     busy: int
     queued_ms: float
-    blocks: float | None
-    slots: float | None
+    blocks: _Used
+    slots: _Used
 
 
 def read_pool(
@@ -121,7 +128,8 @@ def read_pool(
     """
     rows = loads.rows_of(ranks)
     load, times = loads.table.take(rows, axis=1), loads.times.table.take(rows, axis=1)
-    total, active = blocks if len(blocks.total) else (np.zeros(len(ranks), dtype=np.int64),) * 2
+    unknown = np.zeros(len(ranks), dtype=np.int64)
+    total, active = blocks if len(blocks.total) else (unknown, unknown)
     in_use = np.maximum(load[DECODE], active)
     in_flight = load[REQUESTS] if running is None else np.maximum(load[REQUESTS], running)
     return PoolReading(
@@ -134,20 +142,17 @@ def read_pool(
         backlog_ms=loads.backlog_ms(rows, loads.times.now_ms, ms_per_token),
         busy=int(np.count_nonzero(load[PREFILL])),
         queued_ms=queued.tokens * ms_per_token,
-        blocks=_share(in_use, total, ROOM_SHARE, queued.blocks),
-        slots=None if slots is None else _share(in_flight, slots, 1.0, queued.requests),
+        blocks=_used(in_use, total, ROOM_SHARE, queued.blocks),
+        slots=_used(in_flight, unknown if slots is None else slots, 1.0, queued.requests),
     )
 
 
-def _share(used: Int64Array, total: Int64Array, usable: float, queued: float) -> float | None:
-    """The share of a capacity that is used or waited for, of the ranks whose capacity is known; None if none is.
-
-    usable: the part of the total that may be used. queued: what waits for all ranks together.
-    """
+def _used(used: Int64Array, total: Int64Array, usable: float, queued: float) -> _Used:
+    """What is used of a capacity. usable: the part of the total that may be. queued: what waits for all ranks."""
     known = total > 0
     if not known.any():
-        return None
-    return float(used[known].sum() + queued * known.mean()) / float(usable * total[known].sum())
+        return _Used(0.0, 0.0)
+    return _Used(float(used[known].sum() + queued * known.mean()), float(usable * total[known].sum()))
 
 
 class PoolSignals(NamedTuple):
@@ -176,7 +181,7 @@ class PoolSignals(NamedTuple):
 
 #: What a meter adds up, each with the same fading weights: the time between readings; what was booked in it, by
 #: forecasts and by tokens; what came to wait in routers; how long ranks had prompts to compute; how much their backlogs
-#: and the queues grew; and the shares of blocks and slots, times the time.
+#: and the queues grew; and how many blocks and slots were used, times the time.
 SPAN, BOOKED, BOOKED_BY_TOKENS, QUEUED, BUSY, GROWN, BLOCKS, SLOTS = range(8)
 
 
@@ -203,11 +208,16 @@ class PoolMeter:
         waiting_ms = float(reading.backlog_ms.sum()) + reading.queued_ms
         return PoolSignals(
             compute=float(arriving + waiting_ms / DRAIN_MS) / n_ranks,
-            blocks=None if reading.blocks is None else float(sums[BLOCKS] / sums[SPAN]),
-            slots=None if reading.slots is None else float(sums[SLOTS] / sums[SPAN]),
+            blocks=_share(sums[BLOCKS] / sums[SPAN], reading.blocks),
+            slots=_share(sums[SLOTS] / sums[SPAN], reading.slots),
             # Until what waits in routers is sent, and then for the first rank that is free.
             backlog_ms=float(reading.backlog_ms.min()) + reading.queued_ms / n_ranks,
         )
+
+
+def _share(used: float, now: _Used) -> float | None:
+    """The share of the present capacity that was used; None if it is not known."""
+    return float(used / now.capacity) if now.capacity else None
 
 
 def _since(last: PoolReading, reading: PoolReading) -> Float64Array:
@@ -224,8 +234,8 @@ def _since(last: PoolReading, reading: PoolReading) -> Float64Array:
             queued_ms,
             reading.busy * took_ms,
             grown_ms,
-            (reading.blocks or 0.0) * took_ms,
-            (reading.slots or 0.0) * took_ms,
+            reading.blocks.used * took_ms,
+            reading.slots.used * took_ms,
         )
     )
 

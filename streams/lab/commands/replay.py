@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from streams.lab.simulation.decisions import Recording
     from streams.lab.simulation.lab_engine_config import LabEngineConfig
     from streams.lab.simulation.recorded import Replay
+    from streams.lab.simulation.workload import Workload
+    from streams.lab.trace import TraceRequest
 
 
 @click.command("replay-decisions", cls=GroupedCommand)
@@ -58,41 +61,25 @@ def replay_decisions(
     import orjson
     from rich.console import Console
 
-    from streams.decision_log.reading import nothing_recorded, read_log
-    from streams.lab.simulation.decisions import recording_of
     from streams.lab.simulation.experiment import WITH_QUEUE, check_policy, run_policy
     from streams.lab.simulation.fleet import FleetConfig
     from streams.lab.simulation.lab_engine_config import default_engine, engine_from_toml
     from streams.lab.simulation.recorded import replay
-    from streams.lab.simulation.workload import RawRequest, build
-    from streams.lab.trace import TRACE_BLOCK_TOKENS, dump
+    from streams.lab.trace import dump
     from streams.process.progress import shown
 
     names = [name.strip() for name in policies.split(",") if name.strip()]
     for name in names:  # before anything is read
         check_policy(name.removesuffix(WITH_QUEUE))
     engine = default_engine() if engine_file is None else engine_from_toml(engine_file.read_text(encoding="utf-8"))
-    now_ms = time.time_ns() // 1_000_000
-    since_ms, until_ms = time_ms(since, now_ms), time_ms(until, now_ms)
     errors = Console(stderr=True)
-    with shown(errors, "reading the decision log"):
-        log = read_log(resolved.settings, since_ms)
-    if log.warning:
-        click.echo(f"kvstreams: {log.warning}", err=True)
-    if not log.n_records:
-        click.echo(f"kvstreams: {nothing_recorded(since)}", err=True)
-        raise SystemExit(1)
-    recording = recording_of(log.batches, since_ms, until_ms, model)
+    recording = read_recording(resolved, since, until, model)
     trace = recording.trace()
     if trace_file is not None:
         trace_file.write_text("".join(f"{line}\n" for line in dump(trace)), encoding="utf-8")
-    engine, is_known = _engine_as_recorded(engine, recording, by_file=engine_file is not None)
+    engine, is_known = engine_as_recorded(engine, recording, by_file=engine_file is not None)
     fleet = FleetConfig(engine, recording.n_ranks, speedup=speedup, event_lag_ms=lag_ms)
-    raw = (
-        RawRequest(request.timestamp_ms, request.input_length, request.output_length, request.hash_ids)
-        for request in trace
-    )
-    workload = build(recording.model or "recorded", raw, TRACE_BLOCK_TOKENS, engine.block_size)
+    workload = workload_of(recording, trace, engine)
     number = {rank: index for index, rank in enumerate(recording.ranks)}
     chosen = [number[request.decision.chosen] for request in recording.requests]
     kind = recording.requests[-1].decision.kind
@@ -103,7 +90,7 @@ def replay_decisions(
     for name in names:
         with shown(errors, name, len(workload)) as step:
             rows.append(run_policy(workload, fleet, name, seed=seed, on_progress=step.update))
-    _print_recording(recording, engine, is_known=is_known)
+    print_recording(recording, engine, is_known=is_known)
     _print_replay(followed, rows)
     _print_measured(recording)
     if json_file is not None:
@@ -121,9 +108,39 @@ def replay_decisions(
         json_file.write_bytes(orjson.dumps(record, option=orjson.OPT_INDENT_2) + b"\n")
 
 
-def _engine_as_recorded(
-    engine: LabEngineConfig, recording: Recording, *, by_file: bool
-) -> tuple[LabEngineConfig, bool]:
+def read_recording(resolved: Resolved, since: str, until: str, model: str | None) -> Recording:
+    """Read what the decision log has of a time; ends the process with status 1 if that is nothing."""
+    from rich.console import Console
+
+    from streams.decision_log.reading import nothing_recorded, read_log
+    from streams.lab.simulation.decisions import recording_of
+    from streams.process.progress import shown
+
+    now_ms = time.time_ns() // 1_000_000
+    since_ms, until_ms = time_ms(since, now_ms), time_ms(until, now_ms)
+    with shown(Console(stderr=True), "reading the decision log"):
+        log = read_log(resolved.settings, since_ms)
+    if log.warning:
+        click.echo(f"kvstreams: {log.warning}", err=True)
+    if not log.n_records:
+        click.echo(f"kvstreams: {nothing_recorded(since)}", err=True)
+        raise SystemExit(1)
+    return recording_of(log.batches, since_ms, until_ms, model)
+
+
+def workload_of(recording: Recording, trace: Sequence[TraceRequest], engine: LabEngineConfig) -> Workload:
+    """The recorded requests for simulated engines. trace: of the recording."""
+    from streams.lab.simulation.workload import RawRequest, build
+    from streams.lab.trace import TRACE_BLOCK_TOKENS
+
+    raw = (
+        RawRequest(request.timestamp_ms, request.input_length, request.output_length, request.hash_ids)
+        for request in trace
+    )
+    return build(recording.model or "recorded", raw, TRACE_BLOCK_TOKENS, engine.block_size)
+
+
+def engine_as_recorded(engine: LabEngineConfig, recording: Recording, *, by_file: bool) -> tuple[LabEngineConfig, bool]:
     """An engine with the cache of the recorded ranks, and whether that is known. A file's own number is kept."""
     fleet = recording.fleet
     if by_file or fleet is None or not fleet.kv_blocks:
@@ -132,7 +149,7 @@ def _engine_as_recorded(
     return replace(engine, n_blocks=n_blocks), True
 
 
-def _print_recording(recording: Recording, engine: LabEngineConfig, *, is_known: bool) -> None:
+def print_recording(recording: Recording, engine: LabEngineConfig, *, is_known: bool) -> None:
     requests = recording.requests
     seconds = (requests[-1].arrived_at_ms - requests[0].arrived_at_ms) / 1000.0
     model = f" for model {recording.model}" if recording.model else ""

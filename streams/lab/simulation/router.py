@@ -26,6 +26,7 @@ from streams.core.routing.policies.registry import built_in_policy
 from streams.core.routing.policies.timings import Timings
 from streams.core.routing.queue import PREFILL_US_PER_TOKEN, QueueLimits, QueuePolicy, RequestQueue, Waiting
 from streams.core.routing.request import FleetState, Matches, PromptBlocks, RoutePolicy, RoutingRequest
+from streams.core.routing.saturation import NOTHING_QUEUED, Queued
 from streams.core.routing.selection import Rng
 from streams.core.routing.supplementary import SupplementaryMatches
 from streams.cxl.events import CxlPool
@@ -95,6 +96,12 @@ class _WaitingRequests:
         self._n_arrived += 1
         self.queue.add(Waiting(self._n_arrived, now_ms, _NEVER, uncached_tokens, 0))
         self._requests[self._n_arrived] = request
+
+    def sum(self, block_size: int) -> Queued:
+        """What all of them need."""
+        tokens = sum(self.queue.waiting(number).uncached_tokens for number in self._requests)
+        blocks = sum(-(-request.n_tokens // block_size) for request in self._requests.values())
+        return Queued(len(self._requests), tokens, blocks)
 
     def first(self) -> list[tuple[int, RoutedRequest]]:
         """Return the requests that a pump examines, with their numbers in the queue, in the queue's order."""
@@ -172,6 +179,20 @@ class LabRouter:
         policy = self._chooser.policy(self._policy.policy_name)
         return policy.timings if isinstance(policy, ExpectedTime) else None
 
+    def ms_per_token(self) -> float:
+        """Time per prompt token, as the live router has it."""
+        timings = self._timings()
+        return PREFILL_US_PER_TOKEN / 1000.0 if timings is None else timings.slowest_prefill().slope
+
+    def blocks_of(self, ranks: tuple[RankId, ...]) -> BlocksInUse:
+        """The blocks of some ranks, as far as the router knows them."""
+        assert self._fleet.blocks_of is not None
+        return self._fleet.blocks_of(ranks)
+
+    def queued(self) -> Queued:
+        """What waits in this router."""
+        return NOTHING_QUEUED if self._waiting is None else self._waiting.sum(self._block_size)
+
     # -- from engines --------------------------------------------------------------------------------------------------
 
     def stored(self, worker: int, parent: EngineHash | None, names: HashArray) -> None:
@@ -234,9 +255,7 @@ class LabRouter:
         queue, gate = waiting.queue, waiting.gate
         self._pumped_ms, self.wake_ms = now_ms, _NEVER
         self.loads.advance(int(now_ms))
-        timings = self._timings()
-        if timings is not None:
-            queue.ms_per_token = timings.slowest_prefill().slope
+        queue.ms_per_token = self.ms_per_token()
         gate.begin(now_ms, now_ms, sorted(self._router_ids))
         sent = []
         for number, request in waiting.first():
