@@ -17,7 +17,6 @@ import jsonschema
 import pytest
 import yaml
 
-from streams.cli import cli
 from streams.engines.address import engine_address, engine_template
 from streams.frontend.metrics import FRONT_METRICS
 from streams.frontend.server import parse_by_model
@@ -32,6 +31,7 @@ from streams.settings import (
     load,
     unknown_variables,
 )
+from tests.helpers.command_line import parse_command
 from tests.helpers.helm import CHART, recorded_containers, values_files
 from tests.helpers.pages import ROOT
 from tools.chart import NOT_IN_THE_CHART, PROCESSES, generated, settings_of
@@ -88,7 +88,7 @@ def test_each_variable_and_option_is_accepted_by_the_process_that_gets_it(contai
     assert settings.host == "0.0.0.0"
     assert bool(settings.tokens_file) != settings.allow_anonymous
 
-    context = cli.commands[command].make_context(command, list(arguments))
+    context = parse_command(command, arguments)
     for engine in context.params.get("engines", ()):
         engine_address(engine)
     if context.params.get("engine_template"):

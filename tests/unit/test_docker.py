@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
-from streams.cli import cli
 from streams.settings import unknown_variables
+from tests.helpers.command_line import parse_command
 from tests.helpers.containers import DOCKERFILE
 from tests.helpers.pages import ROOT
 from tests.helpers.promql import dashboard
@@ -63,7 +63,7 @@ def test_the_dockerfile_passes_its_linter() -> None:
 def test_a_service_has_a_command_and_variables_that_kvstreams_accepts(name: str) -> None:
     """Click parses the command as the process would; a mistyped KVSTREAMS_ variable would have no effect."""
     command, *arguments = OURS[name]["command"]
-    cli.commands[command].make_context(command, arguments, resilient_parsing=False)
+    parse_command(command, arguments)
     variables = [each for each in OURS[name].get("environment", {}) if each.startswith("KVSTREAMS_")]
     assert unknown_variables(dict.fromkeys(variables, "")) == {}
 
