@@ -1,6 +1,6 @@
 """docker/compose.yaml as written, without a container engine: every service is a process in namespaces of its own.
 
-    unshare --net --mount python -m tests.release.compose_system FOLDER
+    unshare --net --mount --pid --fork --kill-child --mount-proc python -m tests.release.compose_system FOLDER
 
 FOLDER/images.json has the files and the configuration of each image, by the name that the compose file gives it. Kafka
 runs with the Java and the jars of `kvstreams kafka up`, and with the properties that the compose file's environment
@@ -116,7 +116,7 @@ class System:
         return done.stdout
 
     def stop(self) -> None:
-        """Kill what runs; the namespaces end with this program."""
+        """Kill what was started. The services end with this program, the first process of their namespace."""
         for process in self.processes.values():
             process.kill()
             process.wait()

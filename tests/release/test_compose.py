@@ -21,6 +21,9 @@ pytestmark = [
     pytest.mark.timeout(1800),
 ]
 
+#: The program is the first process of its namespace, so every service ends with it, however it ends.
+ALONE = ("unshare", "--net", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
+
 #: Of the release that the image of Prometheus stands in for.
 _SUITE = "trixie"
 
@@ -74,7 +77,7 @@ def test_the_image_is_built_and_every_service_runs_as_written(image: Image, tmp_
     described = {name: {**dataclasses.asdict(each), "root": str(each.root)} for name, each in services.items()}
     (tmp_path / "images.json").write_text(json.dumps(described))
     done = subprocess.run(
-        ["unshare", "--net", "--mount", sys.executable, "-m", "tests.release.compose_system", tmp_path],
+        [*ALONE, sys.executable, "-m", "tests.release.compose_system", tmp_path],
         cwd=ROOT,
         capture_output=True,
         text=True,
