@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import click
 
 from streams.cli import cli
 
 
-def parse_command(name: str, arguments: Iterable[str]) -> click.Context:
-    """Return the context of a command with these arguments; raises click.UsageError.
+def parse_command(words: Sequence[str]) -> click.Context:
+    """Return the context of a command, given its names and its arguments; raises click.UsageError.
 
-    A command without its parent would keep a help option that lacks `-h`, for all later tests.
+    It has the settings of `kvstreams`: a command keeps the names of its help options from its first context, so all
+    later tests would otherwise lack `-h`.
     """
-    return cli.commands[name].make_context(
-        name, list(arguments), parent=click.Context(cli, info_name="kvstreams", **cli.context_settings)
-    )
+    command: click.Command = cli
+    rest = list(words)
+    while isinstance(command, click.Group):
+        command = command.commands[rest.pop(0)]
+    return command.make_context(command.name, rest, parent=click.Context(cli, **cli.context_settings))

@@ -11,7 +11,6 @@ chart_containers.json. After a change of the chart, `python -m tests.helpers.hel
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
@@ -21,7 +20,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
+
+from tools.user_cache import kept
 
 HELM_ENV = "KVSTREAMS_TEST_HELM"
 
@@ -48,31 +50,25 @@ def installed() -> Path:
     """Helm's path; builds it if it is missing. Raises NoHelm."""
     if named := os.environ.get(HELM_ENV):
         return Path(named)
-    folder = _cache() / _MODULE.replace("/", "-")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with open(folder.parent / "helm.lock", "w") as lock:  # several test processes may need it at once
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not folder.exists():
-            _build(folder)
-    return folder / "helm"
+    return kept(_MODULE.replace("/", "-"), _build) / "helm"
 
 
-def _cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvstreams"
+def skip_without_helm() -> None:
+    """Skip the running test where Helm cannot be had."""
+    try:
+        installed()
+    except NoHelm as exc:
+        pytest.skip(str(exc))
 
 
-def _build(folder: Path) -> None:
-    """Build into a folder next to it, which is renamed when it is complete."""
+def _build(scratch: Path, folder: Path) -> None:
     go = shutil.which("go")
     if go is None:
         raise NoHelm(f"the tests of the chart need Go, to build {_MODULE}, or {HELM_ENV} as the path of a Helm")
-    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
-        module = json.loads(_go(go, Path(scratch), "mod", "download", "-json", _MODULE))
-        if module["Sum"] != _SUM:
-            raise NoHelm(f"{_MODULE} has another checksum than expected: {module['Sum']}")
-        into = Path(scratch, "built")
-        _go(go, Path(module["Dir"]), "build", "-trimpath", "-buildvcs=false", "-o", str(into / "helm"), "./cmd/helm")
-        into.rename(folder)
+    module = json.loads(_go(go, scratch, "mod", "download", "-json", _MODULE))
+    if module["Sum"] != _SUM:
+        raise NoHelm(f"{_MODULE} has another checksum than expected: {module['Sum']}")
+    _go(go, Path(module["Dir"]), "build", "-trimpath", "-buildvcs=false", "-o", str(folder / "helm"), "./cmd/helm")
 
 
 def _go(go: str, folder: Path, *arguments: str) -> str:

@@ -28,7 +28,7 @@ from streams.lab.kafka.secure_files import USER, SecureFiles
 from streams.lab.processes import Children
 from streams.lab.stack import Engine, Stack
 from streams.settings import Settings
-from tests.helpers.helm import BUILD_TIMEOUT_S, NoHelm, installed, pods, rendered, values_files
+from tests.helpers.helm import BUILD_TIMEOUT_S, pods, rendered, skip_without_helm, values_files
 from tests.helpers.kubernetes_api import ApiServer, serving, write_account
 from tests.helpers.pod_process import Node, PodProcess
 from tests.helpers.secure_kafka import OVERRIDES, SecureKafka
@@ -46,10 +46,7 @@ TOKENS = {"front": ["route", "read"], "metrics": ["read"], "client": ["generate"
 
 @pytest.fixture(scope="module", autouse=True)
 def _helm() -> None:
-    try:
-        installed()
-    except NoHelm as exc:
-        pytest.skip(str(exc))
+    skip_without_helm()
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +69,7 @@ def engines_of(values: dict[str, Any], stack: Stack) -> dict[str, Engine]:
 
 
 def template_of(engine: Engine) -> str:
-    """What a bridge would be told of engines that all have the ports of this one."""
+    """The template of a bridge whose engines all have the ports of this one."""
     return ",".join(
         f"{name}={address.replace('127.0.0.1', '{host}')}"
         for name, address in (("url", engine.url), ("events", engine.events), ("replay", engine.replay))

@@ -25,13 +25,12 @@ from tests.helpers.helm import (
     BUILD_TIMEOUT_S,
     CHART,
     HelmError,
-    NoHelm,
     all_containers,
     helm,
-    installed,
     pods,
     recorded_containers,
     rendered,
+    skip_without_helm,
     values_files,
 )
 from tests.helpers.pages import ROOT, blocks
@@ -50,10 +49,7 @@ VERSIONS = [
 
 @pytest.fixture(scope="module", autouse=True)
 def _helm() -> None:
-    try:
-        installed()
-    except NoHelm as exc:
-        pytest.skip(str(exc))
+    skip_without_helm()
 
 
 @pytest.fixture(scope="module", params=values_files())

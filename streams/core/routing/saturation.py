@@ -39,6 +39,9 @@ from streams.core.loads.rank_times import COMPUTED_US, RECENT_TOKENS, WAITING_US
 from streams.core.routing.busy import BlocksInUse
 from streams.core.routing.policies.expected_time import ROOM_SHARE
 
+#: Interval of the readings. The means over them do not depend on it, down to about the time of one prompt.
+READ_EVERY_S = 2.0
+
 #: A reading weighs 1/e of a new one after this time. Shorter, and the signals follow single long prompts; longer, and
 #: engines are started too late when load doubles.
 WINDOW_MS = 30_000.0

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from streams.core.ids import RankId
-from streams.core.routing.saturation import PoolMeter, PoolSignals, read_pool
+from streams.core.routing.saturation import READ_EVERY_S, PoolMeter, PoolSignals, read_pool
 from streams.errors import SettingsError
 from streams.lab.simulation.experiment import make_router
 from streams.lab.simulation.fleet import FleetConfig, run
@@ -24,9 +24,6 @@ from streams.lab.simulation.lab_engine_config import LabEngineConfig
 from streams.lab.simulation.results import Figures, RunResult
 from streams.lab.simulation.router import LabRouter, RoutedRequest
 from streams.lab.simulation.workload import Workload
-
-#: As in the live router (router_api.http.scaling).
-READ_EVERY_MS = 2000.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +59,7 @@ class Readings:
         )
         reading = Reading(at_ms, len(ranks), self._meter.note(read))
         self.all.append(reading)
-        self.next_ms += READ_EVERY_MS
+        self.next_ms += READ_EVERY_S * 1000.0
         return reading
 
 
@@ -77,7 +74,10 @@ class MeteredRouter(LabRouter):
     def read(self, now_ms: float) -> None:
         """Take the readings that are due."""
         while self.readings.next_ms <= now_ms:
-            self.readings.take(self)
+            self.follow(self.readings.take(self))
+
+    def follow(self, reading: Reading) -> None:
+        """Do what a reading asks for: nothing, in a fleet of a fixed size."""
 
     def arrive(self, request: RoutedRequest, now_ms: float) -> int | None:
         """Route a request."""
@@ -123,13 +123,11 @@ class ScaledRouter(MeteredRouter):
 
     fleet: ScaledFleet
 
-    def read(self, now_ms: float) -> None:
-        """Take the readings that are due, and follow them."""
-        while self.readings.next_ms <= now_ms:
-            reading = self.readings.take(self)
-            running = self.fleet.follow(reading)
-            if len(running) != len(self.alive):
-                self._set_alive(running)
+    def follow(self, reading: Reading) -> None:
+        """Have the engines that the fleet has after a reading."""
+        running = self.fleet.follow(reading)
+        if len(running) != len(self.alive):
+            self._set_alive(running)
 
 
 class ScaledFleet:

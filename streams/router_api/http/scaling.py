@@ -20,6 +20,7 @@ from streams.core.ids import Int64Array, RankId, WorkerId
 from streams.core.routing.busy import BlocksInUse
 from streams.core.routing.saturation import (
     NOTHING_QUEUED,
+    READ_EVERY_S,
     PoolMeter,
     PoolSignals,
     Queued,
@@ -30,9 +31,6 @@ from streams.errors import NotReady
 from streams.router_api.deciding.admission import RECENT_BOOKINGS, Admission
 from streams.router_api.deciding.router import Router
 from streams.router_api.messages.requests import UNFILTERED
-
-#: Interval of the readings. The means over them do not depend on it, down to about the time of one prompt.
-READ_EVERY_S = 2.0
 
 #: Numbers in the answer are for people.
 _DIGITS = 4
