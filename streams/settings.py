@@ -570,7 +570,29 @@ class BodyPriority(enum.StrEnum):
 
 
 @dataclass(frozen=True)
-class FrontSettings:
+class PromptSettings:
+    """How processes that read the requests of clients, fronts and pickers, make routed prompts of them."""
+
+    session_fields: str = _setting(
+        "",
+        "fields of a body that name a session if X-Session-Id does not, separated by commas; the first one with a "
+        "value counts: prompt_cache_key, session_id, safety_identifier, user",
+    )
+    body_priority: BodyPriority = _setting(
+        BodyPriority.OFF,
+        "how the field priority of a body is read if there is no X-Priority: off, lower-first as vLLM has it, or "
+        "higher-first as SGLang has it",
+    )
+    tokenizer_processes: int = _setting(1, "processes that tokenize", low=1, high=64)
+    tokenizer_cache_mb: int = _setting(
+        64,
+        "memory for the tokens of parts that prompts share, of the event loop and of these processes, in MiB",
+        low=0,
+    )
+
+
+@dataclass(frozen=True)
+class FrontSettings(PromptSettings):
     """How a front between clients and engines serves requests."""
 
     front_requests_max: int = _setting(4096, "most requests that a front serves at the same time", low=1)
@@ -606,16 +628,6 @@ class FrontSettings:
         "",
         "origins whose pages in browsers may call a front, such as https://chat.example.org, separated by commas; * is "
         "all of them",
-    )
-    front_session_fields: str = _setting(
-        "",
-        "fields of a body that name a session if X-Session-Id does not, separated by commas; the first one with a "
-        "value counts: prompt_cache_key, session_id, safety_identifier, user",
-    )
-    front_body_priority: BodyPriority = _setting(
-        BodyPriority.OFF,
-        "how the field priority of a body is read if there is no X-Priority: off, lower-first as vLLM has it, or "
-        "higher-first as SGLang has it",
     )
     front_migration: bool = _setting(
         False,
@@ -657,12 +669,6 @@ class FrontSettings:
     )
     front_bootstrap_port: int = _setting(
         8998, "with front_kv_transfer=bootstrap: bootstrap port of the prefill workers", low=1, high=65535
-    )
-    front_tokenizer_processes: int = _setting(1, "processes in which a front tokenizes", low=1, high=64)
-    front_tokenizer_cache_mb: int = _setting(
-        64,
-        "memory for the tokens of parts that prompts share, of the front and these processes, in MiB",
-        low=0,
     )
 
 
@@ -728,11 +734,9 @@ class Settings(BridgeServerSettings, FrontServerSettings, WorkerServerSettings):
             raise SettingsError(
                 f"kv_load_gb_per_s is {speeds}; it must be {n_tiers - 1} numbers from 0 to {WEIGHT_MAX:g}"
             )
-        for name in listed(self.front_session_fields):
+        for name in listed(self.session_fields):
             if name not in SESSION_FIELDS:
-                raise SettingsError(
-                    f"front_session_fields has {name!r}; the known ones are {', '.join(SESSION_FIELDS)}"
-                )
+                raise SettingsError(f"session_fields has {name!r}; the known ones are {', '.join(SESSION_FIELDS)}")
         for model, size in self.model_block_sizes.items():
             _check_range(f"model_block_sizes of {model}", size, {"low": 1, "high": 4096})
         if not self.kafka.strip():

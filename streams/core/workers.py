@@ -189,7 +189,7 @@ class RenderReason(enum.StrEnum):
 
 
 class RenderPart(enum.StrEnum):
-    """The prompts of a probe, in order (frontend.parity)."""
+    """The prompts of a probe, in order (prompts.parity)."""
 
     COMPLETION = "completion"
     CHAT = "chat"

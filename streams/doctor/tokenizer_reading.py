@@ -1,7 +1,7 @@
 """`--tokenizer`: whether each engine tokenizes as a model's files do, chat template included.
 
 What lives here: asking engines and the files of --tokenizer for the same prompts. What must not: the prompts
-and the comparison (frontend.parity), and what is wrong with the result (checks). No text and no token id is kept.
+and the comparison (prompts.parity), and what is wrong with the result (checks). No text and no token id is kept.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from streams.core.workers import RenderPart
 from streams.doctor.http_reading import call
 from streams.doctor.observations import EngineSeen
 from streams.errors import InvalidRequest, SettingsError
-from streams.frontend.conversation import NEWEST, Rule
-from streams.frontend.engine_tokens import (
+from streams.prompts.calls import Kind
+from streams.prompts.conversation import NEWEST, Rule
+from streams.prompts.engine_tokens import (
     LACKING,
     TOKENIZE,
     VERSION,
@@ -29,11 +30,10 @@ from streams.frontend.engine_tokens import (
     reads_more_than_tokenize,
     token_ids,
 )
-from streams.frontend.parity import NOT_OF_TOKENIZE, PROMPTS, TokensByPart, compare, compare_by_rules
-from streams.frontend.requests import Kind
+from streams.prompts.parity import NOT_OF_TOKENIZE, PROMPTS, TokensByPart, compare, compare_by_rules
 
 if TYPE_CHECKING:
-    from streams.frontend.tokenizer import ModelTokenizer
+    from streams.prompts.tokenizer import ModelTokenizer
 
 #: Engines that are asked at a time.
 ENGINES_AT_ONCE = 8
@@ -90,7 +90,7 @@ async def read_tokenizers(
 
 def _load(path: str) -> ModelTokenizer:
     try:
-        from streams.frontend.tokenizer import ModelTokenizer
+        from streams.prompts.tokenizer import ModelTokenizer
     except ImportError as exc:
         raise SettingsError(
             f"--tokenizer needs {exc.name}", remedy="`pip install 'kvstreams[front]'` installs it"

@@ -17,7 +17,7 @@ from streams.client.payloads import prompt_usage
 from streams.client.plain_http import PlainHttp
 from streams.frontend.exchange import Exchange
 from streams.frontend.render_audit import DIFFERENT_MAX, MODELS_MAX, WINDOW, RenderAudit, Rendering, compare
-from streams.frontend.tokenizing import ENGINE, FILES
+from streams.prompts.tokenizing import ENGINE, FILES
 
 log = logging.getLogger(__name__)
 

@@ -14,9 +14,9 @@ from aiohttp import web
 
 from streams.client.booking import Booking
 from streams.frontend import metrics
-from streams.frontend.requests import Kind
 from streams.frontend.resuming import StreamRelay
-from streams.frontend.tokenizing import Prompt
+from streams.prompts.calls import Kind
+from streams.prompts.tokenizing import Prompt
 
 
 class MigratingStream:

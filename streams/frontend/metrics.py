@@ -12,8 +12,8 @@ from streams.client.migration import Failure
 from streams.core.workers import RenderOutcome
 from streams.frontend.disaggregation import Split
 from streams.frontend.render_audit import MODELS_MAX, RenderAudit, Rendering
-from streams.frontend.tokenizing import SOURCES
 from streams.process.metrics import Distribution, Label, Metric, counter, gauge, histogram
+from streams.prompts.tokenizing import SOURCES
 
 #: How a request ended. `completed`: the engine's answer reached the client to its end, whatever its status. `refused`:
 #: the front or the router refused it. `failed`: no engine could answer. `withheld`: it had broken two engines.
@@ -37,10 +37,11 @@ _SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0
 
 @dataclass(slots=True)
 class FrontCounts:
-    """What a front counts. sources, characters: those of its Tokenizing."""
+    """What a front counts. sources, characters: those of its Tokenizing. render_probes: of its ParityProbes."""
 
     sources: Counter[str]
     characters: Counter[str]
+    render_probes: Counter[RenderOutcome]
     outcomes: Counter[str] = field(default_factory=Counter)
     splits: Counter[Split] = field(default_factory=Counter)
     retries: int = 0
@@ -54,7 +55,6 @@ class FrontCounts:
     active: int = 0
     reports_lost: int = 0
     failures_reported: int = 0
-    render_probes: Counter[RenderOutcome] = field(default_factory=Counter)
     renders: RenderAudit = field(default_factory=RenderAudit)
     tokenize_seconds: Distribution = field(default_factory=lambda: Distribution(*_SECONDS))
     route_seconds: Distribution = field(default_factory=lambda: Distribution(*_SECONDS))

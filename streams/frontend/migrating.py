@@ -43,11 +43,11 @@ from streams.frontend.client_stream import ClientStream
 from streams.frontend.exchange import Exchange, MigratingStream
 from streams.frontend.fleet import Fleet
 from streams.frontend.metrics import FrontCounts
-from streams.frontend.request_fields import FIELDS, Effect
-from streams.frontend.requests import Kind
 from streams.frontend.resuming import StreamRelay, figures_of, resumed_request
 from streams.frontend.spans import Spans
-from streams.frontend.tokenizing import Tokenizing
+from streams.prompts.calls import Kind
+from streams.prompts.request_fields import FIELDS, Effect
+from streams.prompts.tokenizing import Tokenizing
 from streams.settings import FrontSettings
 
 #: Time for a connection to an engine, after which another engine is tried.

@@ -20,8 +20,8 @@ import orjson
 from aiohttp import HttpVersion11, web
 
 from streams.frontend.answers import error_page
-from streams.frontend.requests import Kind
 from streams.process.aiohttp_internals import DirectProtocol, RawRequestMessage, StreamWriter
+from streams.prompts.calls import Kind
 
 log = logging.getLogger(__name__)
 

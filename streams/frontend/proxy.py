@@ -43,6 +43,7 @@ from streams.frontend.cors import Cors
 from streams.frontend.disaggregation import decode_body
 from streams.frontend.exchange import Exchange, MigratingStream
 from streams.frontend.fleet import Fleet
+from streams.frontend.headers import DETAILS, client_headers, engine_headers
 from streams.frontend.metrics import FrontCounts
 from streams.frontend.migrating import (
     CONNECT_TIMEOUT_S,
@@ -53,18 +54,7 @@ from streams.frontend.migrating import (
 )
 from streams.frontend.prefilling import PrefillFailed, Prefilling, RemotePrefill
 from streams.frontend.protocol import kind_of
-from streams.frontend.request_fields import PromptPart, estimated_tokens, request_digest
-from streams.frontend.requests import (
-    DETAILS,
-    REQUEST_ID,
-    FrontRequest,
-    Kind,
-    client_headers,
-    engine_headers,
-    route_options,
-)
 from streams.frontend.spans import Attributes, Spans
-from streams.frontend.tokenizing import NONE, Prompt, Tokenizing
 from streams.frontend.usage import (
     USAGE_FIELD,
     EventUsageWatch,
@@ -74,6 +64,11 @@ from streams.frontend.usage import (
     usage_options,
     with_fields,
 )
+from streams.prompts.calls import CALLS, Kind
+from streams.prompts.request_fields import request_digest
+from streams.prompts.requests import ClientRequest
+from streams.prompts.route_fields import REQUEST_ID, load_options, route_options
+from streams.prompts.tokenizing import NONE, Tokenizing
 from streams.security.tokens import Grant
 from streams.settings import FrontSettings
 
@@ -164,7 +159,7 @@ class Proxy:
                 exchange.reported_s = now_s
                 exchange.booking.output(max(1, exchange.n_tokens - exchange.resumed_tokens))
 
-    async def serve(self, http: web.Request, request: FrontRequest, body: bytes, grant: Grant) -> web.StreamResponse:
+    async def serve(self, http: web.Request, request: ClientRequest, body: bytes, grant: Grant) -> web.StreamResponse:
         """Answer a request. Raises KvStreamsError for what the front or the router refuses."""
         loop = asyncio.get_running_loop()
         exchange = Exchange(http, loop.time(), reported_s=loop.time())
@@ -195,7 +190,7 @@ class Proxy:
             self.counts.outcomes[exchange.outcome] += 1
             self.counts.output_tokens += exchange.n_tokens
 
-    async def _serve(self, exchange: Exchange, request: FrontRequest, body: bytes, grant: Grant) -> web.StreamResponse:
+    async def _serve(self, exchange: Exchange, request: ClientRequest, body: bytes, grant: Grant) -> web.StreamResponse:
         headers = exchange.http.headers
         options = route_options(request, headers, grant, self._settings)
         model, adapter = self._fleet.resolve(request.model)
@@ -212,16 +207,16 @@ class Proxy:
         exchange.model, exchange.prompt = model, prompt
         self.counts.tokenize_seconds.observe(time.perf_counter() - at_s)
         self.counts.prompt_tokens += len(prompt.tokens) // 4
-        api = APIS[request.kind]
-        if not api.generates:
+        api, call = APIS[request.kind], CALLS[request.kind]
+        if not call.generates:
             options.pop("expected_output_tokens", None)
-        if api.generates and self._prefilling.splits(options.get("model")):
+        if call.generates and self._prefilling.splits(options.get("model")):
             options["phase"] = "decode"
         at_s = time.perf_counter()
         with self._spans.child("route") as attributes:
             load = load_options(request, body, prompt)
             routing = {**options, **load, **self._spans.context()}
-            booking = exchange.booking = await self._book(prompt.tokens, routing, may_wait=api.computes)
+            booking = exchange.booking = await self._book(prompt.tokens, routing, may_wait=call.computes)
             booking.failures.identify = partial(request_digest, request.kind, body)
             attributes |= _booked(booking)
         self.counts.route_seconds.observe(time.perf_counter() - at_s)
@@ -308,7 +303,7 @@ class Proxy:
         self,
         remote: RemotePrefill | None,
         exchange: Exchange,
-        request: FrontRequest,
+        request: ClientRequest,
         body: bytes,
         sent: Mapping[str, str],
         request_id: str,
@@ -326,7 +321,7 @@ class Proxy:
         return await self._attempt(exchange, request, body, sent, request_id)
 
     async def _attempt(
-        self, exchange: Exchange, request: FrontRequest, body: bytes, sent: Mapping[str, str], request_id: str
+        self, exchange: Exchange, request: ClientRequest, body: bytes, sent: Mapping[str, str], request_id: str
     ) -> web.StreamResponse | _Refusal:
         """Send the request to the engine that is booked. Returns the client's response once the answer has ended.
 
@@ -353,7 +348,7 @@ class Proxy:
                 answer.close()  # which cancels the request in the engine, unless it has ended
 
     async def _post(
-        self, exchange: Exchange, request: FrontRequest, body: bytes, sent: Mapping[str, str], timeout_s: float
+        self, exchange: Exchange, request: ClientRequest, body: bytes, sent: Mapping[str, str], timeout_s: float
     ) -> HttpAnswer:
         """Send the request to the engine that is booked.
 
@@ -382,7 +377,7 @@ class Proxy:
         return answer
 
     async def _page(
-        self, exchange: Exchange, request: FrontRequest, answer: HttpAnswer, request_id: str
+        self, exchange: Exchange, request: ClientRequest, answer: HttpAnswer, request_id: str
     ) -> web.StreamResponse | _Refusal:
         """Pass on an answer that is not a stream: whole, so that until then another engine can replace it."""
         assert exchange.booking is not None
@@ -394,7 +389,7 @@ class Proxy:
         if answer.status == 200:
             exchange.booking.served()
         if len(body) <= HELD_BYTES_MAX:
-            if answer.status == 200 and APIS[request.kind].generates:
+            if answer.status == 200 and CALLS[request.kind].generates:
                 exchange.usage = usage_of_page(page.body)
                 exchange.n_tokens = usage_tokens(exchange.usage)
             exchange.outcome = metrics.COMPLETED
@@ -564,28 +559,9 @@ class Proxy:
         return response
 
 
-def load_options(request: FrontRequest, body: bytes, prompt: Prompt) -> dict[str, Any]:
-    """Return the fields of the route request that say what a request is beyond its tokens."""
-    part, api = request.part, APIS[request.kind]
-    if prompt.source == NONE:
-        part, more_tokens = PromptPart.NONE, estimated_tokens(body) - 1 if api.computes else 0
-    else:
-        more_tokens = request.prompts.more_tokens(len(prompt.tokens) // 4)
-    if part is PromptPart.WHOLE and not prompt.whole:
-        part = PromptPart.BEGINNING
-    options: dict[str, Any] = {}
-    if part is not PromptPart.WHOLE:
-        options["prompt_part"] = part.value
-    if more_tokens:
-        options["more_tokens"] = more_tokens
-    if request.sequences > 1 and api.generates:
-        options["sequences"] = request.sequences
-    return options
-
-
 def _usage_watch(exchange: Exchange) -> UsageWatch | EventUsageWatch:
     """Return what reads the usage of a stream, whose events have names in the calls that agents use."""
-    if APIS[kind_of(exchange.http)].becomes_chat:
+    if CALLS[kind_of(exchange.http)].becomes_chat:
         return EventUsageWatch()
     return UsageWatch(hides=exchange.hides_usage)
 

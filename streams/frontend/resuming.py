@@ -30,8 +30,8 @@ from streams.client.migration import (
     rewound_characters,
 )
 from streams.frontend.answers import DONE, error_status, may_be_served_elsewhere, usage_tokens
-from streams.frontend.request_fields import is_true, prompts_of, whole_number
-from streams.frontend.requests import Kind
+from streams.prompts.calls import Kind
+from streams.prompts.request_fields import is_true, prompts_of, whole_number
 
 #: Bytes of one event of an engine. The first one repeats the prompt's ids, about 8 bytes for each.
 EVENT_BYTES_MAX = 64 << 20

@@ -34,18 +34,19 @@ from streams.frontend.answers import error_page
 from streams.frontend.apis import APIS
 from streams.frontend.fleet import Fleet
 from streams.frontend.metrics import FRONT_METRICS, FrontCounts
-from streams.frontend.parity_probes import ParityProbes
 from streams.frontend.protocol import SHORT_BODY_BYTES, FrontProtocol, Serve, json_page, kind_of
 from streams.frontend.proxy import Proxy
-from streams.frontend.requests import NAME_CHARS_MAX, Kind, read_request
 from streams.frontend.spans import NoSpans, Spans
-from streams.frontend.tokenizing import Tokenizing
 from streams.process.aiohttp_internals import LimitedRunner, arrived_body, is_supported
 from streams.process.connections import Connections
 from streams.process.http_server import RETRY_AFTER_S, HttpServer, Startup, error_headers, starting_app
 from streams.process.interpreter import collect_by_the_clock, exempt_from_collection, prefer_request_threads
 from streams.process.metrics import MetricsRegistry
 from streams.process.process_metrics import metrics_response
+from streams.prompts.calls import Kind
+from streams.prompts.parity_probes import ParityProbes
+from streams.prompts.requests import NAME_CHARS_MAX, read_request
+from streams.prompts.tokenizing import Tokenizing
 from streams.security.access import ANY_RIGHT, CHECK_S, Access, grant_of
 from streams.security.files import Watched, read_secret
 from streams.security.tokens import Right
@@ -137,19 +138,19 @@ class Front:
             queue_timeout_s=settings.router_queue_timeout_s,
             no_worker_timeout_s=settings.front_no_worker_wait_s,
         )
-        cache_bytes = settings.front_tokenizer_cache_mb << 20
-        self.tokenizing = Tokenizing(options.tokenizers, settings.front_tokenizer_processes, cache_bytes)
+        cache_bytes = settings.tokenizer_cache_mb << 20
+        self.tokenizing = Tokenizing(options.tokenizers, settings.tokenizer_processes, cache_bytes)
         self.fleet = Fleet(
             self.router,
             on_workers=lambda workers: self.parity.note(workers),
             reads_pools=settings.front_disaggregation and settings.front_kv_transfer is KvTransfer.POOL,
         )
-        self.counts = FrontCounts(self.tokenizing.sources, self.tokenizing.characters)
+        self.parity = ParityProbes(self.router.report_render, self.tokenizing, self._secrets.key_of)
+        self.counts = FrontCounts(self.tokenizing.sources, self.tokenizing.characters, self.parity.outcomes)
         self._spans = _make_spans(settings) if spans is None else spans
         self.proxy = Proxy(
             settings, self.router, self.tokenizing, self.fleet, self._secrets.key_of, self.counts, self._spans
         )
-        self.parity = ParityProbes(self.router, self.tokenizing, self._secrets.key_of, self.counts)
         self.proxy.auditing.on_different = self.parity.check_again
         self.connections = Connections(
             settings.connections_max, settings.first_request_timeout_s, uses_tls=access.scheme == "https"

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import orjson
 
-from streams.frontend.request_fields import is_true
+from streams.prompts.request_fields import is_true
 
 #: Bytes of an event that is not complete and is held back. A longer one is passed on as it comes.
 EVENT_BYTES_MAX = 64 << 20

@@ -11,7 +11,9 @@ import pytest
 
 from streams.core.routing.selection import RouterMode
 from streams.errors import SettingsError
-from streams.frontend.requests import Kind, read_request, route_options
+from streams.prompts.calls import Kind
+from streams.prompts.requests import read_request
+from streams.prompts.route_fields import route_options
 from streams.security.tokens import ANONYMOUS, Grant, Right
 from streams.settings import BodyPriority, Settings
 from tests.helpers.front_stage import Backend, Stage, on_stage
@@ -51,7 +53,7 @@ async def workers(stage: Stage, n: int = 12, fields: Any = None, **headers: str)
 )
 async def test_requests_of_one_conversation_go_to_one_worker(backend: Backend, setting: str, fields: Any) -> None:
     """The first listed field that has a value names it."""
-    async with on_stage(backend, front_session_fields=setting) as stage:
+    async with on_stage(backend, session_fields=setting) as stage:
         assert len(await workers(stage, fields=fields)) == 1
 
 
@@ -66,7 +68,7 @@ async def test_requests_of_one_conversation_go_to_one_worker(backend: Backend, s
 )
 async def test_other_requests_are_not_bound(backend: Backend, setting: str, fields: Any) -> None:
     """Without the setting the field is left to the engine, and so is a value that is no text."""
-    async with on_stage(backend, front_session_fields=setting) as stage:
+    async with on_stage(backend, session_fields=setting) as stage:
         assert len(await workers(stage, 24, fields)) > 1
 
 
@@ -80,8 +82,8 @@ def test_a_header_comes_before_the_body() -> None:
     given = options(
         body,
         {"X-Session-Id": "header", "X-Priority": "2"},
-        front_session_fields="prompt_cache_key",
-        front_body_priority=BodyPriority.HIGHER_FIRST,
+        session_fields="prompt_cache_key",
+        body_priority=BodyPriority.HIGHER_FIRST,
     )
     assert (given["session_id"], given["priority"]) == ("header", 2)
 
@@ -102,17 +104,17 @@ def test_a_header_comes_before_the_body() -> None:
 )
 def test_the_priority_of_a_body_is_read_as_its_engine_reads_it(how: BodyPriority, priority: Any, expected: Any) -> None:
     """vLLM serves the lowest number first, SGLang the highest; what is no whole number is left to the engine."""
-    assert options({"priority": priority}, front_body_priority=how).get("priority") == expected
+    assert options({"priority": priority}, body_priority=how).get("priority") == expected
 
 
 def test_a_token_limits_the_priority_of_a_body_as_well() -> None:
     """A client cannot pass others by putting it elsewhere."""
     grant = Grant("team", frozenset({Right.GENERATE}), None, 3)
-    given = options({"priority": 100}, grant=grant, front_body_priority=BodyPriority.HIGHER_FIRST)
+    given = options({"priority": 100}, grant=grant, body_priority=BodyPriority.HIGHER_FIRST)
     assert given["priority"] == 3
 
 
 def test_a_field_that_names_no_session_is_refused_as_a_setting() -> None:
     """A typo would otherwise be noticed by nobody."""
     with pytest.raises(SettingsError, match="prompt_cache_keys"):
-        Settings(front_session_fields="prompt_cache_keys")
+        Settings(session_fields="prompt_cache_keys")

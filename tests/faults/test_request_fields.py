@@ -14,7 +14,7 @@ import pytest
 from streams.core.hashing import local_hashes
 from streams.core.routing.selection import RouterMode
 from streams.core.workers import RenderPart
-from streams.frontend.request_fields import FIELDS, Effect
+from streams.prompts.request_fields import FIELDS, Effect
 from streams.settings import Settings
 from tests.helpers.front_stage import Backend, Stage, on_stage
 from tests.helpers.local_router import SureRouter, hold, local_router, rank, register

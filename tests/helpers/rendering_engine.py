@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,12 +17,12 @@ import orjson
 
 from streams.client.payloads import unpack_tokens
 from streams.client.plain_http import PlainHttp
-from streams.frontend.engine_tokens import RENDER, TOKENIZE
-from streams.frontend.metrics import FrontCounts
-from streams.frontend.parity_probes import ParityProbes
-from streams.frontend.requests import Kind, read_request
-from streams.frontend.tokenizing import Tokenizing
 from streams.lab.engines.chat_template import tokenizer_files
+from streams.prompts.calls import Kind
+from streams.prompts.engine_tokens import RENDER, TOKENIZE
+from streams.prompts.parity_probes import ParityProbes
+from streams.prompts.requests import read_request
+from streams.prompts.tokenizing import Tokenizing
 from streams.router_api.messages.answer_json import render_json
 from tests.helpers.http_double import HttpDouble
 
@@ -72,7 +71,7 @@ async def _probe(model: Path, url: str, chats: Sequence[Mapping[str, Any]]) -> P
     tokenizing = Tokenizing({"m": model}, 1, 1 << 20)
     http = PlainHttp(keepalive_s=5.0, connect_timeout_s=5.0)
     await tokenizing.start()
-    probes = ParityProbes(_Router(reports), tokenizing, lambda _: None, FrontCounts(Counter(), Counter()))  # type: ignore[arg-type]  # a stand-in
+    probes = ParityProbes(_Router(reports).report_render, tokenizing, lambda _: None)
     try:
         row = {"worker_id": 1, "url": url, "model": "m", "incarnation": 1, "dp_size": 1, "silent_dp_ranks": []}
         probes.note([{**row, "render": render_json(None)}])

@@ -19,15 +19,15 @@ import orjson
 import pytest
 
 from streams.core.routing.audit import Audit, AuditOutcome
-from streams.frontend import tokenizing
 from streams.frontend.answers import error_event
-from streams.frontend.loop_tokenizer import ENCODED_CHARACTERS_MAX
 from streams.frontend.protocol import FrontProtocol
-from streams.frontend.requests import Kind
-from streams.frontend.tokenizer import ModelTokenizer
-from streams.frontend.tokenizer_process import TokenizerProcess
 from streams.lab.engines.chat_template import tokenizer_files
 from streams.process import aiohttp_internals
+from streams.prompts import tokenizing
+from streams.prompts.calls import Kind
+from streams.prompts.loop_tokenizer import ENCODED_CHARACTERS_MAX
+from streams.prompts.tokenizer import ModelTokenizer
+from streams.prompts.tokenizer_process import TokenizerProcess
 from streams.settings import Settings
 from tests.helpers.front_stage import BODY, IDS, PATIENCE_S, Backend, on_stage
 from tests.helpers.local_router import LocalRouter, local_router, register

@@ -13,8 +13,8 @@ from aiohttp import web
 
 from streams.core.workers import Role
 from streams.frontend.render_audit import Rendering
-from streams.frontend.requests import Kind
 from streams.lab.engines.chat_template import tokenizer_files
+from streams.prompts.calls import Kind
 from streams.settings import Settings
 from tests.helpers.front_stage import Backend, Stage, on_stage
 from tests.helpers.local_router import local_router, register

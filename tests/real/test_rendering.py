@@ -15,10 +15,10 @@ from random import Random
 from typing import Any
 
 from streams.errors import InvalidRequest
-from streams.frontend.conversation import NEWEST
-from streams.frontend.parity import PROMPTS
-from streams.frontend.requests import Kind
-from streams.frontend.tokenizer import ModelTokenizer
+from streams.prompts.calls import Kind
+from streams.prompts.conversation import NEWEST
+from streams.prompts.parity import PROMPTS
+from streams.prompts.tokenizer import ModelTokenizer
 from tests.helpers.api_requests import MESSAGES, RESPONSES, random_message, random_response
 from tests.helpers.message_lists import GOLDEN, TEMPLATES, Row, model_files, rows
 from tests.real.environment import environment

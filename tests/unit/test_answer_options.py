@@ -7,8 +7,8 @@ from typing import Any
 import orjson
 import pytest
 
-from streams.frontend.requests import Kind
 from streams.frontend.resuming import COMPLETION_TOKENS_DEFAULT, AnswerOptions, answer_options
+from streams.prompts.calls import Kind
 
 
 def options(kind: Kind, **fields: Any) -> AnswerOptions:

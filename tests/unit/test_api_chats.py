@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from streams.errors import InvalidRequest
-from streams.frontend.api_chats import chat_of_message, chat_of_response
+from streams.prompts.api_chats import chat_of_message, chat_of_response
 
 _USER = {"role": "user", "content": "Hello"}
 

@@ -32,7 +32,7 @@ from streams.doctor.observations import (
     TopicsSeen,
 )
 from streams.doctor.run import CHECKS, Order
-from streams.frontend.parity import compare
+from streams.prompts.parity import compare
 from streams.settings import Settings
 from streams.tables.records import BEHIND_UNKNOWN_MS, PartitionRecord, SourceProgress
 from streams.topics import topics

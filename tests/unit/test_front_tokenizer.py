@@ -15,7 +15,11 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from streams.errors import InvalidRequest, SettingsError
-from streams.frontend.loop_tokenizer import (
+from streams.lab.engines import openai
+from streams.lab.engines.chat_template import tokenizer_files
+from streams.lab.engines.openai import ServedModels
+from streams.prompts.calls import Kind
+from streams.prompts.loop_tokenizer import (
     AVERAGED,
     BODY_BYTES_MAX,
     ENCODED_CHARACTERS_MAX,
@@ -24,11 +28,7 @@ from streams.frontend.loop_tokenizer import (
     SLOW_S,
     LoopTokenizer,
 )
-from streams.frontend.requests import Kind
-from streams.frontend.tokenizer import ENTRY_BYTES, ModelTokenizer, TokenCache
-from streams.lab.engines import openai
-from streams.lab.engines.chat_template import tokenizer_files
-from streams.lab.engines.openai import ServedModels
+from streams.prompts.tokenizer import ENTRY_BYTES, ModelTokenizer, TokenCache
 
 CACHE_BYTES = 1 << 20
 SERVED = ServedModels("m", (), n_tokens_max=1 << 20)

@@ -6,8 +6,8 @@ import json
 from collections import Counter
 from pathlib import Path
 
-from streams.frontend.requests import Kind
-from streams.frontend.tokenizer import ModelTokenizer
+from streams.prompts.calls import Kind
+from streams.prompts.tokenizer import ModelTokenizer
 from tests.helpers.message_lists import GOLDEN, TEMPLATES, model_files
 
 

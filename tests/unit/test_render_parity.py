@@ -31,19 +31,18 @@ from streams.core.workers import (
     Worker,
 )
 from streams.errors import BadRecord, InvalidRequest, NotReady, WorkerChanged
-from streams.frontend import parity_probes
-from streams.frontend.conversation import NEWEST, Rule
-from streams.frontend.engine_tokens import LACKS_S, EngineTokens, TokensAnswer
-from streams.frontend.metrics import FrontCounts
-from streams.frontend.parity import PROMPTS, RenderedPair, judge
-from streams.frontend.parity_probes import ParityProbes
-from streams.frontend.requests import Kind
-from streams.frontend.tokenizing import Tokenizing
 from streams.kafka.avro_frames import codec
 from streams.kafka.records import RENDER_PARITIES
 from streams.lab.engines import openai
 from streams.lab.engines.chat_template import tokenizer_files
 from streams.lab.engines.openai import ServedModels
+from streams.prompts import parity_probes
+from streams.prompts.calls import Kind
+from streams.prompts.conversation import NEWEST, Rule
+from streams.prompts.engine_tokens import LACKS_S, EngineTokens, TokensAnswer
+from streams.prompts.parity import PROMPTS, RenderedPair, judge
+from streams.prompts.parity_probes import ParityProbes
+from streams.prompts.tokenizing import Tokenizing
 from streams.router_api.knowledge import fleet_view
 from streams.router_api.knowledge.view import View
 from streams.router_api.messages.answer_json import render_json
@@ -353,15 +352,15 @@ def probing(
     paths: Mapping[str, Path],
     scenario: Callable[[ParityProbes, Router], Awaitable[None]],
     clock: Callable[[], float] = time.monotonic,
-) -> tuple[Router, FrontCounts]:
+) -> tuple[Router, Counter[RenderOutcome]]:
     """Run a scenario with probes whose tokenizer process runs."""
     router = Router()
-    counts = FrontCounts(Counter(), Counter())
+    outcomes: Counter[RenderOutcome] = Counter()
 
     async def main() -> None:
         tokenizing = Tokenizing(paths, 1, 1 << 20)
         await tokenizing.start()
-        probes = ParityProbes(router, tokenizing, lambda _: None, counts, clock)  # type: ignore[arg-type]  # a stand-in
+        probes = ParityProbes(router.report_render, tokenizing, lambda _: None, clock=clock)
         try:
             async with asyncio.timeout(30):
                 await scenario(probes, router)
@@ -369,9 +368,10 @@ def probing(
             await probes.close()
             await tokenizing.close()
         assert len(probes) == 0
+        outcomes.update(probes.outcomes)
 
     asyncio.run(main())
-    return router, counts
+    return router, outcomes
 
 
 async def until_idle(probes: ParityProbes) -> None:
@@ -395,11 +395,11 @@ def test_engines_are_probed_once_and_the_difference_is_logged_once(
                 probes.note(rows)
                 await until_idle(probes)
 
-        router, counts = probing({"m": files}, scenario)
+        router, outcomes = probing({"m": files}, scenario)
     assert sorted(router.outcomes()) == [(1, "equal", None), (2, "differs", "chat"), (3, "differs", "chat")]
     (report,) = [body for worker_id, body in router.reports if worker_id == 2]
     assert report["from_token"] > 0 and report["incarnation"] == 7 and report["probed_by"].startswith("front ")
-    assert counts.render_probes == Counter({RenderOutcome.EQUAL: 1, RenderOutcome.DIFFERS: 2})
+    assert outcomes == Counter({RenderOutcome.EQUAL: 1, RenderOutcome.DIFFERS: 2})
     (logged,) = [record.getMessage() for record in caplog.records if "other tokens" in record.getMessage()]
     assert "--chat-template" in logged and "'chat'" in logged
     for _, prompt in PROMPTS.values():

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from streams.core.workers import RenderOutcome, RenderPart, RenderReason, RenderResult
-from streams.frontend.conversation import Rule
-from streams.frontend.requests import Kind
+from streams.prompts.calls import Kind
+from streams.prompts.conversation import Rule
 
 _TEXT = "Héllo, wörld! 3.14 + 2 = 5.14\n\n\tif x:\n    return 'naïve 你好 🙂'  # it's"
 

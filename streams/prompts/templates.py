@@ -22,7 +22,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from streams.errors import InvalidRequest
-from streams.frontend.conversation import CUT, NEWEST, Rule, conversation, flag, has_cut, variables
+from streams.prompts.conversation import CUT, NEWEST, Rule, conversation, flag, has_cut, variables
 
 #: Is appended to a message that is to be continued, and the prompt ends where it appears. As that of transformers, it
 #: ends with a space: if the template strips the message, its prompt is stripped as well.

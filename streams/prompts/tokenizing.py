@@ -24,14 +24,14 @@ import orjson
 from streams.client.payloads import pack_tokens, unpack_tokens
 from streams.client.plain_http import PlainHttp
 from streams.errors import InvalidRequest, KvStreamsError, SettingsError
-from streams.frontend.apis import APIS
-from streams.frontend.conversation import NEWEST, Rule
-from streams.frontend.engine_tokens import LACKING, EngineTokens
-from streams.frontend.requests import FrontRequest, Kind
-from streams.frontend.tokenizer_process import PackedTokens, TokenizerEnded, TokenizerProcess, packed_ids
+from streams.prompts.calls import CALLS, Kind
+from streams.prompts.conversation import NEWEST, Rule
+from streams.prompts.engine_tokens import LACKING, EngineTokens
+from streams.prompts.requests import ClientRequest
+from streams.prompts.tokenizer_process import PackedTokens, TokenizerEnded, TokenizerProcess, packed_ids
 
 if TYPE_CHECKING:
-    from streams.frontend.loop_tokenizer import LoopTokenizer
+    from streams.prompts.loop_tokenizer import LoopTokenizer
 
 log = logging.getLogger(__name__)
 
@@ -136,7 +136,7 @@ class Tokenizing:
 
     async def prompt(
         self,
-        request: FrontRequest,
+        request: ClientRequest,
         body: bytes,
         model: str | None,
         engine: str | None,
@@ -158,20 +158,20 @@ class Tokenizing:
         """Return the tokens of a text that continues another one, as u32 LE; None if that is not possible."""
         body = {"prompt": text, "add_special_tokens": False, **({} if model is None else {"model": model})}
         raw = orjson.dumps(body["prompt"])
-        request = FrontRequest(Kind.COMPLETION, model, False, None, None, raw)
+        request = ClientRequest(Kind.COMPLETION, model, False, None, None, raw)
         prompt = await self._known_prompt(request, orjson.dumps(body), model, engine, http, key)
         return None if prompt is None else prompt.tokens
 
     async def _known_prompt(
         self,
-        request: FrontRequest,
+        request: ClientRequest,
         body: bytes,
         model: str | None,
         engine: str | None,
         http: PlainHttp,
         key: str | None,
     ) -> Prompt | None:
-        if not APIS[request.kind].is_routed_by_prompt:
+        if not CALLS[request.kind].is_routed_by_prompt:
             return None
         try:
             if request.has_token_ids:
@@ -181,7 +181,7 @@ class Tokenizing:
             name = model if model in self._paths else ""
             rules = self.rules(model)
             # How other versions make chats of such requests is not known.
-            is_known = rules == NEWEST or (rules is not None and not APIS[request.kind].becomes_chat)
+            is_known = rules == NEWEST or (rules is not None and not CALLS[request.kind].becomes_chat)
             if name in self._paths and (is_known or engine is None):
                 encoded = await self._by_files(request.kind, name, body, NEWEST if rules is None else rules)
                 self.characters["cached"] += encoded.n_cached
@@ -258,7 +258,7 @@ class Tokenizing:
             self._waiting -= 1
 
     async def _by_engine(
-        self, request: FrontRequest, body: bytes, engine: str, http: PlainHttp, key: str | None
+        self, request: ClientRequest, body: bytes, engine: str, http: PlainHttp, key: str | None
     ) -> bytes:
         """Ask an engine. It gets the request's own body, whose other fields it ignores. Raises InvalidRequest."""
         answer = await self._engine_tokens.ask(http, engine, request.kind, body, key)
@@ -295,8 +295,8 @@ def _load(paths: Mapping[str, Path], cache_bytes: int) -> dict[str, LoopTokenize
     """Load the tokenizers for the event loop. A front without tokenizers need not have their package."""
     if not paths:
         return {}
-    from streams.frontend.loop_tokenizer import LoopTokenizer
-    from streams.frontend.tokenizer import ModelTokenizer
+    from streams.prompts.loop_tokenizer import LoopTokenizer
+    from streams.prompts.tokenizer import ModelTokenizer
 
     os.environ.setdefault(
         "TOKENIZERS_PARALLELISM", "false"

@@ -28,8 +28,8 @@ import orjson
 
 from streams.client.payloads import pack_tokens, token_array
 from streams.errors import InvalidRequest, KvStreamsError, SettingsError
-from streams.frontend.conversation import Rule
-from streams.frontend.requests import Kind
+from streams.prompts.calls import Kind
+from streams.prompts.conversation import Rule
 
 _LENGTH = struct.Struct("<I")
 
@@ -42,7 +42,7 @@ _ANSWER = struct.Struct("<??II")
 _IDS, _PIECES = 255, 254
 _KINDS = list(Kind)
 
-COMMAND = (sys.executable, "-m", "streams.frontend.tokenizer_process")
+COMMAND = (sys.executable, "-m", "streams.prompts.tokenizer_process")
 
 
 class TokenizerEnded(KvStreamsError):
@@ -242,7 +242,7 @@ def main() -> None:
     os.dup2(2, 1)  # whatever a library prints must not become a frame
     config = orjson.loads(_received(received) or b"{}")
     try:
-        from streams.frontend.tokenizer import ModelTokenizer
+        from streams.prompts.tokenizer import ModelTokenizer
 
         paths = config["paths"]
         cache_bytes = config["cache"] // max(1, len(paths))

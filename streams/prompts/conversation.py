@@ -15,7 +15,7 @@ vLLM does not pass a request's messages on. It makes new ones with the fields be
 | `tools` | of `developer` |
 
 A template that loops over the content of messages gets parts, and every other one gets texts joined by line breaks,
-without the empty ones. The rules of `Rule` came with later versions; `frontend.parity` has a prompt that shows each.
+without the empty ones. The rules of `Rule` came with later versions; `prompts.parity` has a prompt that shows each.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import Any
 
 from streams.client.payloads import text_field
 from streams.errors import InvalidRequest
-from streams.frontend.request_fields import is_true
+from streams.prompts.request_fields import is_true
 
 #: Stands for an image or another part that is not text. The prompt is cut there: what an engine makes of such a part
 #: is not known here, so blocks match up to it. Nothing that writes text for JSON, Python or HTML changes it.

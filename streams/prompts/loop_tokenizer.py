@@ -20,9 +20,9 @@ from typing import Any
 import orjson
 
 from streams.errors import InvalidRequest
-from streams.frontend.conversation import NEWEST, Rule
-from streams.frontend.requests import Kind
-from streams.frontend.tokenizer import Encoded, ModelTokenizer, Rendered
+from streams.prompts.calls import Kind
+from streams.prompts.conversation import NEWEST, Rule
+from streams.prompts.tokenizer import Encoded, ModelTokenizer, Rendered
 
 #: Bytes of a body that is rendered here. Reading and rendering one of this size takes 0.1 ms.
 BODY_BYTES_MAX = 16 << 10

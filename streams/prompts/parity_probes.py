@@ -1,4 +1,4 @@
-"""Probing, in the background, whether engines make the same tokens of prompts as this front.
+"""Probing, in the background, whether engines make the same tokens of prompts as this process.
 
 What lives here: which workers are due for a probe, the calls of a probe, its limits, the report to a router, the
 warning in the log, and by which rules a model's prompts are rendered from then on. What must not: the prompts and their
@@ -16,22 +16,21 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import orjson
 
-from streams.client.http import KvRouterClient
 from streams.client.plain_http import PlainHttp
 from streams.core.workers import RenderOutcome, RenderPart, RenderReason, RenderResult
 from streams.errors import InvalidRequest, KvStreamsError
-from streams.frontend.conversation import NEWEST, Rule
-from streams.frontend.engine_tokens import LACKING, EngineTokens, TokensAnswer
-from streams.frontend.metrics import FrontCounts
-from streams.frontend.parity import NOT_OF_TOKENIZE, PROMPTS, Comparison, TokensByPart, compare_by_rules
-from streams.frontend.tokenizing import Tokenizing, TokenizingFailed
+from streams.prompts.conversation import NEWEST, Rule
+from streams.prompts.engine_tokens import LACKING, EngineTokens, TokensAnswer
+from streams.prompts.parity import NOT_OF_TOKENIZE, PROMPTS, Comparison, TokensByPart, compare_by_rules
+from streams.prompts.tokenizing import Tokenizing, TokenizingFailed
 
 log = logging.getLogger(__name__)
 
@@ -107,27 +106,31 @@ class _EngineFailed(Exception):
     """The engine answered with an error that is not about the prompt."""
 
 
+#: Reports the result of a probe to a router: the worker, and the body of `PUT /workers/{id}/render`.
+Report = Callable[[int, dict[str, Any]], Awaitable[object]]
+
+
 class ParityProbes:
-    """The probes of one front. Used on one loop."""
+    """The probes of one process. Used on one loop. outcomes: probes by their result."""
 
     def __init__(
         self,
-        router: KvRouterClient,
+        report: Report,
         tokenizing: Tokenizing,
         key_of: Callable[[str | None], str | None],
-        counts: FrontCounts,
+        process: str = "front",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """key_of: the API key of a model's engines."""
-        self._router = router
+        """key_of: the API key of a model's engines. process: what the registry calls this process."""
+        self._report_to_router = report
+        self.outcomes: Counter[RenderOutcome] = Counter()
         self._tokenizing = tokenizing
         self._key_of = key_of
         # Apart from the connections of requests.
         self._http = PlainHttp(keepalive_s=KEEPALIVE_S, connect_timeout_s=PROBE_TIMEOUT_S)
         self._engine_tokens = EngineTokens(PROBE_TIMEOUT_S, ANSWER_BYTES_MAX, clock)
-        self._counts = counts
         self._clock = clock
-        self._name = f"front {os.uname().nodename}:{os.getpid()}"  # for people who look at the registry
+        self._name = f"{process} {os.uname().nodename}:{os.getpid()}"  # for people who look at the registry
         self._workers: dict[int, _Worker] = {}
         self._turns = asyncio.Semaphore(PROBES_AT_ONCE)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -187,7 +190,7 @@ class ParityProbes:
             async with self._turns:
                 result = await self._probe(worker)
                 may_pass = result.reason in _MAY_PASS
-                self._counts.render_probes[result.outcome] += 1
+                self.outcomes[result.outcome] += 1
                 self._warn(worker_id, worker.target, result)
                 await self._report(worker_id, worker.target, result)
         except KvStreamsError as exc:
@@ -210,7 +213,7 @@ class ParityProbes:
             "from_token": result.from_token,
             "probed_by": self._name,
         }
-        await self._router.report_render(worker_id, body)
+        await self._report_to_router(worker_id, body)
 
     async def _probe(self, worker: _Worker) -> RenderResult:
         target = worker.target

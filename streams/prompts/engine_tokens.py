@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import orjson
 
 from streams.client.plain_http import PlainHttp
-from streams.frontend.requests import Kind
+from streams.prompts.calls import Kind
 
 TOKENIZE, VERSION = "/tokenize", "/version"
 

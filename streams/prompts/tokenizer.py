@@ -30,10 +30,10 @@ import orjson
 from tokenizers import Tokenizer
 
 from streams.errors import InvalidRequest, SettingsError
-from streams.frontend.api_chats import chat_of_message, chat_of_response
-from streams.frontend.conversation import NEWEST, Rule, flag
-from streams.frontend.requests import Kind
-from streams.frontend.templates import ChatTemplate
+from streams.prompts.api_chats import chat_of_message, chat_of_response
+from streams.prompts.calls import Kind
+from streams.prompts.conversation import NEWEST, Rule, flag
+from streams.prompts.templates import ChatTemplate
 
 #: Memory that a cached piece takes in addition to its text and its tokens: its objects and its place in the table.
 ENTRY_BYTES = 250
