@@ -104,7 +104,7 @@ def doctor(
 
     by_model = {}
     if tokenizers:
-        from streams.frontend.server import parse_by_model
+        from streams.prompts.engine_keys import parse_by_model
 
         by_model = parse_by_model("--tokenizer", tokenizers)
     order = Order(

@@ -52,7 +52,8 @@ def front(
     engine_keys: tuple[str, ...],
 ) -> None:
     """Serve OpenAI's API in front of all engines: tokenize, route, and copy the chosen engine's answer."""
-    from streams.frontend.server import FrontOptions, parse_by_model, serve
+    from streams.frontend.server import FrontOptions, serve
+    from streams.prompts.engine_keys import parse_by_model
 
     log.configure(resolved.settings)
     paths = {model: Path(path) for model, path in parse_by_model("--tokenizer", tokenizers).items()}

@@ -11,6 +11,8 @@ from typing import Any
 
 import orjson
 
+from streams.prompts.error_pages import error_page, message_error_page
+
 #: Bytes that are examined for a first token. vLLM's first event repeats the prompt's ids, about 8 bytes for each.
 HEAD_BYTES_MAX = 64 << 20
 
@@ -34,17 +36,6 @@ _BEFORE_A_TOKEN = frozenset(
         *("message_start", "content_block_start", "ping"),
     }
 )
-
-#: Anthropic's types of errors by status.
-_ANTHROPIC_TYPES = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    408: "timeout_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-}
 
 #: The mark of the end of a stream.
 DONE = b"[DONE]"
@@ -153,11 +144,6 @@ def usage_tokens(usage: Any) -> int:
     return tokens if isinstance(tokens, int) else 0
 
 
-def error_page(status: int, message: str, code: str | None = None) -> dict[str, Any]:
-    """Return an error in OpenAI's shape, with the types that vLLM uses."""
-    return {"error": {"message": message, "type": _type_of(status), "param": None, "code": code or status}}
-
-
 def error_event(status: int, message: str, code: str, n_events: int = 0) -> bytes:  # noqa: ARG001 - see below
     """Return the end of a stream that broke, as vLLM sends it: an error event, and the mark of the end.
 
@@ -172,27 +158,9 @@ def response_error_event(status: int, message: str, code: str, n_events: int) ->
     return b"event: error\ndata: " + orjson.dumps(event) + b"\n\n"
 
 
-def message_error_page(status: int, message: str, code: str | None = None) -> dict[str, Any]:
-    """Return an error in Anthropic's shape, with its types. The front's code is at the end of the message."""
-    type_ = _ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
-    return {"type": "error", "error": {"type": type_, "message": f"{message} ({code})" if code else message}}
-
-
 def message_error_event(status: int, message: str, code: str, n_events: int) -> bytes:  # noqa: ARG001
     """Return the end of a stream of /v1/messages that broke."""
     return b"event: error\ndata: " + orjson.dumps(message_error_page(status, message, code)) + b"\n\n"
-
-
-def _type_of(status: int) -> str:
-    named = {
-        401: "AuthenticationError",
-        403: "PermissionDeniedError",
-        404: "NotFoundError",
-        408: "RequestTimeoutError",
-        409: "ConflictError",
-        503: "ServiceUnavailableError",
-    }
-    return named.get(status, "BadRequestError" if status < 500 else "InternalServerError")
 
 
 def _error_of(event: Any) -> Any:

@@ -8,15 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from streams.frontend.answers import (
-    error_event,
-    error_page,
-    message_error_event,
-    message_error_page,
-    response_error_event,
-)
+from streams.frontend.answers import error_event, message_error_event, response_error_event
 from streams.prompts.calls import Kind
 
 
@@ -25,12 +18,11 @@ class Api:
     """What a front does with one call.
 
     splits: whether the prompt may be computed on a prefill worker. migrates: whether a stream can go on at another
-    engine. error_page, error_event: an error as the answer, and as the end of a stream that broke.
+    engine. error_event: an error as the end of a stream that broke.
     """
 
     splits: bool = False
     migrates: bool = False
-    error_page: Callable[[int, str, str | None], dict[str, Any]] = error_page
     error_event: Callable[[int, str, str, int], bytes] = error_event
 
 
@@ -40,8 +32,8 @@ APIS: Mapping[Kind, Api] = {
     Kind.COMPLETION: _GENERATING,
     Kind.CHAT: _GENERATING,
     Kind.RESPONSES: Api(error_event=response_error_event),
-    Kind.MESSAGES: Api(error_page=message_error_page, error_event=message_error_event),
-    Kind.COUNT_TOKENS: Api(error_page=message_error_page),
+    Kind.MESSAGES: Api(error_event=message_error_event),
+    Kind.COUNT_TOKENS: Api(),
     Kind.EMBEDDINGS: Api(),
     Kind.TOKENIZE: Api(),
     Kind.DETOKENIZE: Api(),

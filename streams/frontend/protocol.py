@@ -19,9 +19,9 @@ from typing import Any, cast
 import orjson
 from aiohttp import HttpVersion11, web
 
-from streams.frontend.answers import error_page
 from streams.process.aiohttp_internals import DirectProtocol, RawRequestMessage, StreamWriter
 from streams.prompts.calls import Kind
+from streams.prompts.error_pages import error_page
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -30,8 +30,6 @@ from streams.errors import (
     UnknownModel,
     UnsupportedEncoding,
 )
-from streams.frontend.answers import error_page
-from streams.frontend.apis import APIS
 from streams.frontend.fleet import Fleet
 from streams.frontend.metrics import FRONT_METRICS, FrontCounts
 from streams.frontend.protocol import SHORT_BODY_BYTES, FrontProtocol, Serve, json_page, kind_of
@@ -43,12 +41,13 @@ from streams.process.http_server import RETRY_AFTER_S, HttpServer, Startup, erro
 from streams.process.interpreter import collect_by_the_clock, exempt_from_collection, prefer_request_threads
 from streams.process.metrics import MetricsRegistry
 from streams.process.process_metrics import metrics_response
-from streams.prompts.calls import Kind
+from streams.prompts.calls import CALLS, Kind, call_of
+from streams.prompts.engine_keys import EngineKeys, watched_secret
+from streams.prompts.error_pages import error_page
 from streams.prompts.parity_probes import ParityProbes
 from streams.prompts.requests import NAME_CHARS_MAX, read_request
 from streams.prompts.tokenizing import Tokenizing
 from streams.security.access import ANY_RIGHT, CHECK_S, Access, grant_of
-from streams.security.files import Watched, read_secret
 from streams.security.tokens import Right
 from streams.settings import FrontServerSettings, KvTransfer, LogSettings
 
@@ -61,8 +60,6 @@ CHECK_EXCHANGES_S = 1.0
 SERVED_CALLS = f"POST {', POST '.join(Kind)} and GET /v1/models"
 
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
-_PATHS = frozenset(Kind)
 
 #: The header in which Anthropic's client sends its key.
 _API_KEY = "X-Api-Key"
@@ -84,41 +81,28 @@ class FrontOptions:
     engine_key_files: Mapping[str, str] = field(default_factory=dict)
 
 
-class Secrets:
-    """The front's own credentials, from files that are read again when they change."""
+class RouterToken:
+    """The front's token for routers, from a file that is read again when it changes."""
 
-    def __init__(self, options: FrontOptions) -> None:
-        """Raises SettingsError for a file that cannot be used."""
-        token = options.router_token_file
-        self._token = _watched("--router-token-file", token) if token else None
-        self._keys = {model: _watched("--engine-key", file) for model, file in options.engine_key_files.items()}
+    def __init__(self, file: str) -> None:
+        """file: "" for none. Raises SettingsError for a file that cannot be used."""
+        self._watched = watched_secret("--router-token-file", file) if file else None
 
-    def token(self) -> str:
-        """Return the token for routers."""
-        assert self._token is not None
-        return self._token.value
+    def __call__(self) -> str:
+        """Return the token."""
+        assert self._watched is not None
+        return self._watched.value
 
     @property
-    def has_token(self) -> bool:
+    def exists(self) -> bool:
         """Whether routers are sent a token."""
-        return self._token is not None
-
-    def key_of(self, model: str | None) -> str | None:
-        """Return the API key for engines of a model."""
-        watched = self._keys.get(model or "") or self._keys.get("")
-        return None if watched is None else watched.value
+        return self._watched is not None
 
     async def check_forever(self) -> None:
-        """Read files again that have changed, until cancelled."""
-        watched = [*self._keys.values(), *([] if self._token is None else [self._token])]
-        while watched:
+        """Read the file again when it has changed, until cancelled."""
+        while self._watched is not None:
             await asyncio.sleep(CHECK_S)
-            for secret in watched:
-                await asyncio.to_thread(secret.check)
-
-
-def _watched(setting: str, file: str) -> Watched[str]:
-    return Watched(f"the secret of {setting}", [file], lambda: read_secret(setting, file))
+            await asyncio.to_thread(self._watched.check)
 
 
 class Front:
@@ -130,10 +114,11 @@ class Front:
         """spans: in place of those that the settings ask for."""
         self.settings = settings
         self._access = access
-        self._secrets = Secrets(options)
+        self._token = RouterToken(options.router_token_file)
+        self._keys = EngineKeys(options.engine_key_files)
         self.router = KvRouterClient(
             options.router_urls,
-            token=self._secrets.token if self._secrets.has_token else None,
+            token=self._token if self._token.exists else None,
             waiting_max=settings.router_queue_requests_max,
             queue_timeout_s=settings.router_queue_timeout_s,
             no_worker_timeout_s=settings.front_no_worker_wait_s,
@@ -145,12 +130,10 @@ class Front:
             on_workers=lambda workers: self.parity.note(workers),
             reads_pools=settings.front_disaggregation and settings.front_kv_transfer is KvTransfer.POOL,
         )
-        self.parity = ParityProbes(self.router.report_render, self.tokenizing, self._secrets.key_of)
+        self.parity = ParityProbes(self.router.report_render, self.tokenizing, self._keys.of)
         self.counts = FrontCounts(self.tokenizing.sources, self.tokenizing.characters, self.parity.outcomes)
         self._spans = _make_spans(settings) if spans is None else spans
-        self.proxy = Proxy(
-            settings, self.router, self.tokenizing, self.fleet, self._secrets.key_of, self.counts, self._spans
-        )
+        self.proxy = Proxy(settings, self.router, self.tokenizing, self.fleet, self._keys.of, self.counts, self._spans)
         self.proxy.auditing.on_different = self.parity.check_again
         self.connections = Connections(
             settings.connections_max, settings.first_request_timeout_s, uses_tls=access.scheme == "https"
@@ -165,7 +148,8 @@ class Front:
         await self.tokenizing.start()
         await self.router.start()
         await self.fleet.poll()
-        for background in (self.fleet.poll_forever(), self._secrets.check_forever(), self._check_forever()):
+        checks = (self._token.check_forever(), self._keys.check_forever(), self._check_forever())
+        for background in (self.fleet.poll_forever(), *checks):
             self.in_background(background)
 
     def in_background(self, background: Coroutine[Any, Any, None]) -> None:
@@ -351,8 +335,8 @@ def _http_error(http: web.Request, exc: web.HTTPException) -> dict[str, Any]:
 
 def _page_of(http: web.BaseRequest) -> Callable[[int, str, str | None], dict[str, Any]]:
     """Return what makes the page of an error, in the shape of the call."""
-    path = http.path.rstrip("/")
-    return APIS[Kind(path)].error_page if path in _PATHS else error_page
+    kind = call_of(http.path)
+    return error_page if kind is None else CALLS[kind].error_page
 
 
 def _right_of(http: web.Request) -> str | None:
@@ -360,19 +344,6 @@ def _right_of(http: web.Request) -> str | None:
     if isinstance(http.match_info.http_exception, web.HTTPException):
         return ANY_RIGHT
     return _RIGHTS.get(http.path.rstrip("/"), Right.GENERATE)
-
-
-def parse_by_model(option: str, values: Sequence[str]) -> dict[str, str]:
-    """Read repeated MODEL=VALUE; a value without a model is for all other models, under "". Raises SettingsError."""
-    by_model: dict[str, str] = {}
-    for text in values:
-        model, equals, value = text.rpartition("=")
-        if not value or (equals and not model):
-            raise SettingsError(f"{option} {text!r} is not MODEL=PATH or PATH")
-        if model in by_model:
-            raise SettingsError(f"{option} names {model or 'no model'} twice")
-        by_model[model] = value
-    return by_model
 
 
 async def serve(settings: FrontServerSettings, options: FrontOptions) -> None:

@@ -80,6 +80,15 @@ def time_written_ms(raw: bytes) -> int:
     return int(_CODEC.decode(raw)["written_at_ms"])
 
 
+def is_end_without_report(raw: bytes) -> bool:
+    """Whether a record without a booking has the time 0: its router ended the booking, and no client reported that.
+
+    No other value ends with these two bytes: the second is that of a null, and a number ends with a zero only if it is
+    one.
+    """
+    return raw.endswith(b"\0\0")
+
+
 def _head(booking_id: BookingId) -> bytes:
     request_id = booking_id.request_id.encode()
     return b"".join(
@@ -112,4 +121,4 @@ def _time(written_at_ms: int) -> bytes:
     return encoded_long(written_at_ms)
 
 
-__all__ = ["encoded_load", "load_key", "request_partition", "time_written_ms"]
+__all__ = ["encoded_load", "is_end_without_report", "load_key", "request_partition", "time_written_ms"]

@@ -7,8 +7,11 @@ a front answers them (streams.frontend.apis).
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from streams.prompts.error_pages import error_page, message_error_page
 
 
 class Kind(enum.StrEnum):
@@ -31,13 +34,15 @@ class Call:
     is_routed_by_prompt: whether the tokens of its prompt are compared with what engines hold; otherwise the load
     decides. computes: whether the engine's model computes something, for which a rank must have room. generates:
     whether it generates tokens, so that the answer's length is booked, and that it is bound to a decode worker, if its
-    model has any. becomes_chat: whether the engine makes a chat of the request (api_chats).
+    model has any. becomes_chat: whether the engine makes a chat of the request (api_chats). error_page: an error as the
+    answer.
     """
 
     is_routed_by_prompt: bool = False
     computes: bool = False
     generates: bool = False
     becomes_chat: bool = False
+    error_page: Callable[[int, str, str | None], dict[str, Any]] = error_page
 
 
 _GENERATING = Call(is_routed_by_prompt=True, computes=True, generates=True)
@@ -47,9 +52,17 @@ CALLS: Mapping[Kind, Call] = {
     Kind.COMPLETION: _GENERATING,
     Kind.CHAT: _GENERATING,
     Kind.RESPONSES: _AGENTS,
-    Kind.MESSAGES: _AGENTS,
-    Kind.COUNT_TOKENS: Call(),
+    Kind.MESSAGES: replace(_AGENTS, error_page=message_error_page),
+    Kind.COUNT_TOKENS: Call(error_page=message_error_page),
     Kind.EMBEDDINGS: Call(computes=True),
     Kind.TOKENIZE: Call(),
     Kind.DETOKENIZE: Call(),
 }
+
+
+def call_of(path: str) -> Kind | None:
+    """Return the call of a path, whose query and last slash do not matter; None if it is another one."""
+    return _PATHS.get(path.partition("?")[0].rstrip("/"))
+
+
+_PATHS: Mapping[str, Kind] = {kind.value: kind for kind in Kind}

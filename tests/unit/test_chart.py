@@ -19,7 +19,7 @@ import yaml
 
 from streams.engines.address import engine_address, engine_template
 from streams.frontend.metrics import FRONT_METRICS
-from streams.frontend.server import parse_by_model
+from streams.prompts.engine_keys import parse_by_model
 from streams.router_api.http.metrics import ROUTER_METRICS
 from streams.settings import (
     ENV_PREFIX,

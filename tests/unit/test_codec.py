@@ -104,7 +104,7 @@ from streams.errors import BadRecord, KvStreamsError
 from streams.kafka import records as codec_module
 from streams.kafka.avro_frames import codec, schemas_dir
 from streams.kafka.event_encoding import datum_of
-from streams.kafka.load_records import encoded_load
+from streams.kafka.load_records import encoded_load, is_end_without_report, time_written_ms
 from streams.kafka.records import (
     AVOIDANCES,
     CORDONS,
@@ -600,6 +600,14 @@ def test_loads_have_the_bytes_of_fastavro(
     """The fast encoder writes fastavro's bytes."""
     carried = booking if phase is BookingPhase.ADD else None
     assert encoded_load(booking_id, phase, carried, at_ms) == encode_load(booking_id, phase, carried, at_ms)[1]
+
+
+@given(booking_ids, longs | st.integers(-1, 1))
+@settings(deadline=None, print_blob=True)
+def test_an_end_without_a_report_is_told_by_its_last_bytes(booking_id: BookingId, at_ms: int) -> None:
+    """Only a free with the time 0 is one."""
+    raw = encoded_load(booking_id, BookingPhase.FREE, None, at_ms)
+    assert is_end_without_report(raw) == (time_written_ms(raw) == 0) == (at_ms == 0)
 
 
 def test_a_booking_written_by_the_last_release_is_read() -> None:

@@ -11,12 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streams.errors import InvalidRequest, SettingsError, UnknownId
-from streams.frontend.answers import StreamWatch, error_event, error_page, may_be_served_elsewhere, usage_tokens
+from streams.frontend.answers import StreamWatch, error_event, may_be_served_elsewhere, usage_tokens
 from streams.frontend.fleet import FLEET_STALE_S, Fleet
 from streams.frontend.headers import FORWARDED, client_headers, engine_headers
-from streams.frontend.server import parse_by_model
 from streams.frontend.usage import usage_of_page
 from streams.prompts.calls import Kind
+from streams.prompts.engine_keys import parse_by_model
+from streams.prompts.error_pages import error_page
 from streams.prompts.request_fields import PromptPart
 from streams.prompts.requests import read_request
 from streams.prompts.route_fields import route_options

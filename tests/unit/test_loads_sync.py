@@ -8,6 +8,7 @@ lines.
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -917,3 +918,22 @@ def test_a_real_client_whose_queue_is_full_gets_the_rest_later() -> None:
         sync.poll()
         assert (sync.unacknowledged, sync.unpublished, len(sync._own.outbox._in_flight)) == (4, 1, 2)
         assert [key.split(b"\x1f")[0] for key in sync._own.outbox._waiting] == [b"2", b"3"]
+
+
+def test_an_assumed_end_reaches_all_routers_as_one() -> None:
+    """The booking ends everywhere, no policy learns from it, and another router's booking of the id stays."""
+    world = World()
+    first, second, third = world.replicas
+    first.sync.book("r", booking(1))
+    world.settle()
+    with third.sync.locked() as loads:
+        loads.observations = deque()
+    second.sync.end_unreported("r")
+    world.settle()
+    assert live(first, "r") and live(third, "r")
+    first.sync.end_unreported("r")
+    world.settle()
+    assert not live(first, "r") and not live(second, "r") and not live(third, "r")
+    with third.sync.locked() as loads:
+        assert not loads.observations
+    assert world.same() == {}

@@ -394,3 +394,20 @@ def test_ranks_keep_what_they_computed_lately_however_many_there_are() -> None:
         assert set(loads.times.table[RECENT_TOKENS].take(loads.rows_of(ranks)).tolist()) == {100}
         ranks = [RankId(WorkerId(rank.worker_id + 1_000), DpRank(0)) for rank in ranks]
     assert loads.table.shape[1] <= 512
+
+
+def test_an_end_that_is_assumed_teaches_nothing() -> None:
+    """Whether the booking has aged or not, its end is no observation of its client or its engine."""
+    loads = ActiveLoads(TTL_MS, observe=True)
+    loads.add(request(1), booking(forecast=Forecast(100_000, 150, 400)), 1000)
+    loads.add(request(2), booking(forecast=Forecast(100_000, 150, 400)), 1000)
+    loads.free(request(1), 1100, is_reported=False)
+    assert not loads.observations
+    loads.advance(1400)
+    aged = list(loads.observations or ())
+    loads.free(request(2), 1500, is_reported=False)
+    check(loads)
+    assert (
+        list(loads.observations or ()) == aged == [Unreported(RANKS[0], ended=False), Unreported(RANKS[0], ended=True)]
+    )
+    assert loads.live("1") is loads.live("2") is None

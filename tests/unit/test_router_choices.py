@@ -753,3 +753,30 @@ def test_a_policy_of_another_package_gets_what_engines_report() -> None:
     report(router.view, rank(1), num_requests_waiting=7)
     ask(router)
     assert watching.given == [7]
+
+
+def test_alternatives_are_the_next_cheapest_ranks_of_other_workers() -> None:
+    """They are as many as asked for, in the order of their costs, and none is on the chosen worker."""
+    router = router_of(n_workers=4)
+    for worker_id in (2, 3):
+        register(router.view, worker_id, dp_size=2)
+        hold(router.view, rank(worker_id), local_hashes(TOKENS, BLOCK_SIZE)[: worker_id - 1])
+    assert "alternatives" not in ask(router, update_states="false")
+    answer = ask(router, update_states="false", alternatives=2, explain="true")
+    assert (answer["worker_id"], answer["alternatives"][0]) == (3, {"worker_id": 2, "dp_rank": 0})
+    costs = {(each["worker_id"], each["dp_rank"]): each["cost"] for each in answer["candidates"]}
+    named = [(each["worker_id"], each["dp_rank"]) for each in answer["alternatives"]]
+    assert len(named) == 2 and costs[named[0]] < costs[named[1]] and 3 not in dict(named)
+
+
+def test_a_request_that_an_alternative_serves_is_charged_there() -> None:
+    """The booking moves to the rank that served it, and ends with its request."""
+    router = router_of(n_workers=2)
+    answer = router.route(parse_route(orjson.dumps({"request_id": "r", "token_ids": TOKENS, "alternatives": 1})))
+    (other,) = answer.alternatives
+    router.served_by("r", other)
+    loads = {each["worker_id"]: each["active_requests"] for each in router.rank_loads()["loads"]}
+    assert loads == {answer.rank.worker_id: 0, other.worker_id: 1}
+    router.served_by("r", other)
+    router.end_unreported("r")
+    assert all(each["active_requests"] == 0 for each in router.rank_loads()["loads"])

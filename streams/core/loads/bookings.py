@@ -264,8 +264,8 @@ class ActiveLoads:
         if state.freed:
             self._keep_end(state)
 
-    def free(self, booking_id: BookingId, at_ms: int | None, clock: int = 0) -> None:
-        """The request has ended, in whatever way.
+    def free(self, booking_id: BookingId, at_ms: int | None, clock: int = 0, *, is_reported: bool = True) -> None:
+        """The request has ended, in whatever way. is_reported: by its client, so that policies learn from it.
 
         It is known to have ended until it expires, so that a late add changes nothing; what was booked is not kept.
         Without a time, the log will have a record of this end. Until a record of the booking is read, the end is kept
@@ -279,7 +279,7 @@ class ActiveLoads:
             now_ms = self.times.now_ms if at_ms is None else at_ms
             if state.timed is not None:
                 self.times.ended(state.timed, now_ms)
-            if self.observations is not None:
+            if self.observations is not None and is_reported:
                 if not state.prefilled:
                     self.observations.append(Unreported(booking.rank, ended=False))
                 self._observe_output(state, booking, now_ms, ended=True)

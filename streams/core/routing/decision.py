@@ -13,7 +13,7 @@ from typing import Protocol, assert_never
 import numpy as np
 
 from streams.core.engine_metrics import WorkerMetrics, with_bookings
-from streams.core.ids import RankId
+from streams.core.ids import RankId, WorkerId
 from streams.core.loads.bookings import ActiveLoads, Booking
 from streams.core.loads.observations import NO_FORECAST, Forecast
 from streams.core.routing.busy import BlocksOf, BusyThresholds, idle_ranks
@@ -92,6 +92,17 @@ class Decision:
     def candidates(self) -> tuple[RankTerms, ...]:
         """Every candidate's terms, in the candidates' order. The tuple is built on each call."""
         return self.columns.rows()
+
+    def alternatives(self, n: int) -> tuple[RankId, ...]:
+        """Return up to n further candidates in the order of their costs, each on another worker."""
+        found: dict[WorkerId, RankId] = {}
+        for index in np.argsort(self.columns.cost, kind="stable").tolist():
+            rank = self.columns.ranks[index]
+            if rank.worker_id != self.chosen.rank.worker_id and rank.worker_id not in found:
+                if len(found) == n:
+                    break
+                found[rank.worker_id] = rank
+        return tuple(found.values())
 
     def forecast(self) -> Forecast:
         """What the policy expects of the request on the chosen rank; call it before the loads change."""

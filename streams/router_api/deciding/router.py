@@ -338,6 +338,7 @@ class Router:
             pooled_blocks=chosen.cxl_accessible_scores,
             block_size=prompt.block_size if prepared.request.explain else None,
             dp_size=None if worker is None else worker.dp_size,
+            alternatives=decision.alternatives(prepared.request.alternatives) if prepared.request.alternatives else (),
         )
 
     def new_gate(self) -> Gate:
@@ -648,6 +649,19 @@ class Router:
         if self.recorder is not None:
             self.recorder.reported(request_id, what)
         return {"request_id": request_id, "phase": what.value, "buffered": buffered}
+
+    def served_by(self, request_id: str, rank: RankId, phase: str | None = None) -> None:
+        """Another rank than the chosen one serves a request, since its gateway turned to an alternative."""
+        with self.loads.locked() as loads:
+            live = loads.live(request_id, phase)
+            if live is not None and live[1].rank != rank:
+                self.audit.ended(request_id, phase)
+                self.loads.book(request_id, live[1]._replace(rank=rank, overlap_blocks=0), reassigns=True)
+
+    def end_unreported(self, request_id: str, phase: str | None = None) -> None:
+        """End a booking whose end nobody will report."""
+        self.audit.ended(request_id, phase)
+        self.loads.end_unreported(request_id, phase)
 
     def report_output(self, request_id: str, output_tokens: int, phase: str | None = None) -> dict[str, Any]:
         """Apply the number of tokens generated so far. phase and `buffered` are as in `report_phase`."""

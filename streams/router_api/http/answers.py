@@ -48,6 +48,13 @@ class Candidate(TypedDict):
     policy_terms: NotRequired[dict[str, float]]
 
 
+class Alternative(TypedDict):
+    """A rank on another worker, for a client whose chosen one fails."""
+
+    worker_id: int
+    dp_rank: int
+
+
 class RouteAnswerBody(TypedDict):
     """The chosen rank, and how far the choice can be trusted."""
 
@@ -67,6 +74,7 @@ class RouteAnswerBody(TypedDict):
     moe_filter_applied: NotRequired[bool]
     pooled_blocks: NotRequired[int]
     queued_ms: NotRequired[float]
+    alternatives: NotRequired[list[Alternative]]
     block_size: NotRequired[int]
     candidates: NotRequired[list[Candidate]]
 

@@ -103,10 +103,16 @@ class Handlers:
     Calls that wait for Kafka run on a thread, so that an unreachable broker delays them but no answer to /route.
     """
 
-    def __init__(self, router: Router, more_metrics: Sequence[MetricsRegistry[Any]] = (), process: str = "") -> None:
+    def __init__(
+        self,
+        router: Router,
+        more_metrics: Sequence[MetricsRegistry[Any]] = (),
+        process: str = "",
+        admission: Admission | None = None,
+    ) -> None:
         """more_metrics: further registries of this process, served after the router's own.
 
-        process: as of RouterMetrics.
+        process: as of RouterMetrics. admission: the router's queue, if others use it as well.
         """
         self._router = router
         self._bodies = Bodies(router.settings)
@@ -119,7 +125,7 @@ class Handlers:
             uses_tls=bool(router.settings.tls_certificate),
         )
         self._inspections = Inspections()
-        self._admission = Admission(router)
+        self._admission = Admission(router) if admission is None else admission
         self._metrics = RouterMetrics(router, self._connections, self._bodies, self._admission, process)
         self._more_metrics = more_metrics
         self.lane = FastLane(router, self._route_parser, self._metrics, RETRY_AFTER_S)

@@ -25,7 +25,8 @@ class RouteAnswer(NamedTuple):
     ranks with matching labels were candidates; None if the request does not ask for that, or repeats an id.
     candidates: every candidate's terms, if the request asks for them. queued_ms: how long the request waited; None
     if it did not. pooled_blocks: blocks after the overlap that the rank reads in a CXL pool. block_size: tokens of a
-    block of the model, only with candidates.
+    block of the model, only with candidates. alternatives: further ranks on other workers, the cheapest first, as many
+    as the request asks for.
     """
 
     request_id: str
@@ -43,3 +44,4 @@ class RouteAnswer(NamedTuple):
     pooled_blocks: int = 0
     block_size: int | None = None
     dp_size: int | None = None
+    alternatives: tuple[RankId, ...] = ()

@@ -133,6 +133,10 @@ def answer_json(answer: RouteAnswer) -> dict[str, Any]:
         fields["pooled_blocks"] = answer.pooled_blocks
     if answer.queued_ms is not None:
         fields["queued_ms"] = answer.queued_ms
+    if answer.alternatives:
+        fields["alternatives"] = [
+            {"worker_id": rank.worker_id, "dp_rank": rank.dp_rank} for rank in answer.alternatives
+        ]
     if answer.candidates is not None:
         fields["block_size"] = answer.block_size
         fields["candidates"] = [terms_json(terms) for terms in answer.candidates]

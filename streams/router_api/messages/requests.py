@@ -62,6 +62,9 @@ COUNT_MAX = (1 << 31) - 1
 #: Answers that an engine generates for one request at the same time.
 SEQUENCES_MAX = 65_536
 
+#: Further ranks that an answer may name, in case that the chosen one fails.
+ALTERNATIVES_MAX = 16
+
 #: The greatest priority; its negative is the least one.
 PRIORITY_MAX = COUNT_MAX
 
@@ -143,6 +146,7 @@ class RouteRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sequences: Annotated[int, msgspec.Meta(ge=1, le=SEQUENCES_MAX)] = 1
     update_states: bool = True
     explain: bool = False
+    alternatives: Annotated[int, msgspec.Meta(ge=0, le=ALTERNATIVES_MAX)] = 0
 
 
 class BookRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

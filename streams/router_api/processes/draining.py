@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Awaitable
+from typing import Protocol
 
 from streams.process.http_server import HttpServer
 from streams.router_api.deciding.router import Router
@@ -16,12 +18,20 @@ from streams.router_api.deciding.router import Router
 log = logging.getLogger(__name__)
 
 
-async def drain(router: Router, server: HttpServer | None) -> None:
+class Closing(Protocol):
+    """Another server of the router."""
+
+    def close(self, timeout_s: float) -> Awaitable[None]:
+        """Finish what runs, and stop."""
+
+
+async def drain(router: Router, server: HttpServer | None, door: Closing | None = None) -> None:
     """Stop a router that may be serving, within `drain_timeout_s` after `drain_notice_s`. Logs one line at the end.
 
     During the notice the router answers as before, but /ready says that it is stopping, and each answer closes its
     connection, so that load balancers and clients turn to other routers. Then it refuses new connections, finishes the
-    requests that it has, and waits until Kafka has its records. A cancellation ends the notice.
+    requests that it has, and waits until Kafka has its records. A cancellation ends the notice. door: another server of
+    the router, which does the same.
     """
     settings = router.settings
     began_s = time.monotonic()
@@ -31,6 +41,8 @@ async def drain(router: Router, server: HttpServer | None) -> None:
             await asyncio.sleep(settings.drain_notice_s)
     finally:
         until_s = time.monotonic() + settings.drain_timeout_s
+        if door is not None:
+            await door.close(settings.drain_timeout_s)
         if server is not None:
             await server.close()
         left = await asyncio.to_thread(router.stop, max(0.0, until_s - time.monotonic()))

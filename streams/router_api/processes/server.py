@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Awaitable, Sequence
+from typing import Any, Protocol
 
 from aiohttp import web
 
@@ -17,6 +17,7 @@ from streams.kafka.clients import TOPICS_POLL_S, missing_topics
 from streams.process.http_server import HttpServer, Startup, starting_app
 from streams.process.interpreter import exempt_from_collection, prefer_request_threads, run_in_real_time
 from streams.process.metrics import MetricsRegistry
+from streams.router_api.deciding.admission import Admission
 from streams.router_api.deciding.router import Router
 from streams.router_api.http.handlers import Handlers, error_shape
 from streams.router_api.processes.draining import drain
@@ -48,13 +49,14 @@ def api_runner(
     more_metrics: Sequence[MetricsRegistry[Any]] = (),
     process: str = "",
     access: Access | None = None,
+    admission: Admission | None = None,
 ) -> web.AppRunner:
     """The HTTP API of a router, with its limits.
 
     more_metrics: further registries of this process. process: the value of the label `process`; "" for no such label.
-    access: who may call what; None lets everyone.
+    access: who may call what; None lets everyone. admission: the router's queue, if others use it as well.
     """
-    handlers = Handlers(router, more_metrics, process)
+    handlers = Handlers(router, more_metrics, process, admission)
     permitting = (access or Access()).middlewares(handlers.right_of)
     app = web.Application(middlewares=[error_shape, *permitting, *_tracing(router)])
     handlers.add_to(app)
@@ -83,8 +85,23 @@ def _tracing(router: Router) -> list[Any]:
     return [middleware_of(router)] if isinstance(router, TracedRouter) else []
 
 
-async def serve(settings: RouterServerSettings, place: ProcessPlace | None = None) -> None:
+class Door(Protocol):
+    """Another server of the same router, next to its HTTP API."""
+
+    def listen(self) -> Awaitable[None]:
+        """Listen, and answer that it is not ready. Raises SettingsError for an address that is not available."""
+
+    def open(self, router: Router, admission: Admission) -> Awaitable[Sequence[MetricsRegistry[Any]]]:
+        """Answer with this router from now on; returns further metrics for its HTTP API."""
+
+    def close(self, timeout_s: float) -> Awaitable[None]:
+        """Finish what runs, and stop. The router still answers until then."""
+
+
+async def serve(settings: RouterServerSettings, place: ProcessPlace | None = None, door: Door | None = None) -> None:
     """Serve until cancelled. place: which of several processes this one is; None if it is the only one.
+
+    door: another server of the router.
 
     Raises KvStreamsError if Kafka cannot be reached, the port is not available, or the scope has another block size for
     a model than the settings.
@@ -101,6 +118,8 @@ async def serve(settings: RouterServerSettings, place: ProcessPlace | None = Non
     ticking: asyncio.Task[None] | None = None
     try:
         await server.serve(starting_app(startup))
+        if door is not None:
+            await door.listen()
         if place is not None and place.joins_at_once:
             await server.listen_also(settings.host, settings.port)
         startup.note("connecting to Kafka")
@@ -112,7 +131,9 @@ async def serve(settings: RouterServerSettings, place: ProcessPlace | None = Non
         router = make_router(settings)
         router.readiness.topics.missing = tuple(missing)
         process = "" if place is None else str(place.number)
-        await server.serve(api_runner(router, process=process, access=access))
+        admission = Admission(router)
+        more_metrics = () if door is None else await door.open(router, admission)
+        await server.serve(api_runner(router, more_metrics, process, access, admission))
         log.info("routing on %s in mode %s", server.url, router.policy.mode)
         await _until_topics_are_there(router)
         exempt_from_collection()
@@ -126,8 +147,10 @@ async def serve(settings: RouterServerSettings, place: ProcessPlace | None = Non
     finally:
         if router is None:
             await server.close()
+            if door is not None:
+                await door.close(0.0)
         else:
-            await drain(router, server)
+            await drain(router, server, door)
         if ticking is not None:
             ticking.cancel()
 

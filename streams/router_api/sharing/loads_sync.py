@@ -32,15 +32,15 @@ from streams.core.routing.selection import NAMED_MODES
 from streams.core.routing.unreported import UnreportedBookings, UnreportedLoad
 from streams.errors import BadRecord, BookingConflict
 from streams.kafka.clients import Record
-from streams.kafka.load_records import time_written_ms
+from streams.kafka.load_records import is_end_without_report, time_written_ms
 from streams.kafka.records import decode_load
 from streams.router_api.sharing.attempts import Attempts
 from streams.router_api.sharing.late_calls import LateCalls
 from streams.router_api.sharing.log_time import LogTime
 from streams.router_api.sharing.own_bookings import Content, OwnBookings
 from streams.router_api.sharing.reassignments import (
-    REPLACED,
     UNKNOWN,
+    UNREPORTED,
     PhaseReport,
     Reassigned,
     between_two,
@@ -312,7 +312,7 @@ class LoadsSync:
             self._own.must_end_in_log(latter)
         for booking_id in former:
             self._note_reassignment(Reassigned(booking_id, latter, self._wall_ms()))
-            self._publish_phase(booking_id, BookingPhase.FREE, REPLACED)
+            self._publish_phase(booking_id, BookingPhase.FREE, UNREPORTED)
 
     def note_refused(self, request_id: str, phase: str | None) -> None:
         """Note that a request ended here without a booking.
@@ -361,6 +361,14 @@ class LoadsSync:
                 self._note_end(request_id, phase, self._wall_ms())
             self._announce_falls()
             return True
+
+    def end_unreported(self, request_id: str, phase: str | None = None) -> None:
+        """End this router's bookings of a request whose end nobody will report. Policies learn nothing from it."""
+        with self._lock:
+            for booking_id in self._live_ids(request_id, phase):
+                if booking_id.router_id == self.router_id:
+                    self._publish_phase(booking_id, BookingPhase.FREE, UNREPORTED)
+            self._announce_falls()
 
     def report_output(self, request_id: str, output_tokens: int, phase: str | None = None) -> bool:
         """Update bookings with the number of tokens generated so far; returns False if the call is buffered.
@@ -487,7 +495,8 @@ class LoadsSync:
         if booking is None:
             if phase is BookingPhase.FREE:
                 attempts.forget_made(booking_id)
-            self._apply(booking_id, phase, at_ms, clock)
+            is_reported = phase is not BookingPhase.FREE or not is_end_without_report(value)
+            self._apply(booking_id, phase, at_ms, clock, is_reported=is_reported)
         else:
             self._fold_add(booking_id, booking, value, at_ms, clock)
         if attempts.has_reassignments:
@@ -533,7 +542,7 @@ class LoadsSync:
             if reassigned is not None:
                 self._note_reassignment(reassigned)
                 if reassigned.former == booking_id:
-                    self._publish_phase(booking_id, BookingPhase.FREE, REPLACED)
+                    self._publish_phase(booking_id, BookingPhase.FREE, UNREPORTED)
 
     def _correct_lowered(self) -> None:
         """Publish this router's bookings again whose output is smaller in the log than it was before.
@@ -564,20 +573,28 @@ class LoadsSync:
             n_blocks = after.decode_blocks - before.decode_blocks + booking.partial_blocks
             self._unreported.add(booking_id, booking.rank, n_blocks, self._now_ms())
 
-    def _apply(self, booking_id: BookingId, phase: BookingPhase, at_ms: int | None, clock: int = 0) -> None:
+    def _apply(
+        self,
+        booking_id: BookingId,
+        phase: BookingPhase,
+        at_ms: int | None,
+        clock: int = 0,
+        *,
+        is_reported: bool = True,
+    ) -> None:
         if phase is BookingPhase.PREFILL:
             self._loads.prefill_complete(booking_id, at_ms, clock)
         else:
-            self._loads.free(booking_id, at_ms, clock)
+            self._loads.free(booking_id, at_ms, clock, is_reported=is_reported)
             if self._unreported is not None:
                 self._unreported.end(booking_id)
 
     def _publish_phase(self, booking_id: BookingId, phase: BookingPhase, reported_ms: int | None = None) -> bool:
-        """Apply a phase and publish it. reported_ms: when a client reported it, if that is not now, or REPLACED.
+        """Apply a phase and publish it. reported_ms: when a client reported it, if that is not now, or UNREPORTED.
 
         Returns False if the booking ended before it was sent, so that nothing is published.
         """
-        self._apply(booking_id, phase, self._local_time())
+        self._apply(booking_id, phase, self._local_time(), is_reported=reported_ms != UNREPORTED)
         if phase is BookingPhase.FREE:
             self._attempts.forget_made(booking_id)
             if self._own.withdraw(booking_id):

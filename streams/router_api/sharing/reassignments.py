@@ -19,8 +19,9 @@ from streams.router_api.sharing.own_bookings import Content
 #: In the record of an add: the router that wrote it does not know when the booking was made.
 UNKNOWN = 0
 
-#: In the record of a free: no client reported the end of this booking, since another booking replaces it.
-REPLACED = 0
+#: In the record of a free: no client reported the end of this booking. Another booking replaces it, or its router
+#: expects no report and assumes its end.
+UNREPORTED = 0
 
 
 class Reassigned(NamedTuple):
@@ -66,8 +67,8 @@ def own_ended_by(
     then the router that was asked remembers it (LoadsSync.report_phase).
     """
     own = [known for known in loads.live_ids(freed.request_id) if known.router_id == router_id and known != freed]
-    reported_ms = time_written_ms(value) if own else REPLACED
-    if reported_ms == REPLACED:
+    reported_ms = time_written_ms(value) if own else UNREPORTED
+    if reported_ms == UNREPORTED:
         return []
     booking = loads.booking(freed)
     if booking is None:  # it has ended, or is not known
@@ -105,7 +106,7 @@ def followed(content: Content, value: bytes, loads: ActiveLoads, attempts: Attem
     if phase is BookingPhase.ADD or not attempts.was_reassigned(booking_id):
         return []
     reported_ms = time_written_ms(value)
-    if reported_ms == REPLACED:
+    if reported_ms == UNREPORTED:
         return []
     reports: list[PhaseReport] = []
     seen = {booking_id}  # records of a faulty writer may form a circle
