@@ -1,7 +1,7 @@
 """Things that take long to download or build, kept in the user's cache.
 
 What lives here: making such a folder once, whatever else runs or is interrupted. What must not: how one is made
-(npm_package, tests/helpers/helm.py).
+(npm_package, tests/helpers/go_program.py).
 """
 
 from __future__ import annotations

@@ -1,88 +1,44 @@
-"""Helm for tests of the chart: built once from its Go module, and kept in the user's cache.
+"""Helm for tests of the chart.
 
-What lives here: building Helm, rendering the chart, and what its containers run. What must not: what is expected of it.
+What lives here: running Helm, rendering the chart, and what its containers run. What must not: building Helm
+(go_program), and what is expected of the chart.
 
-The module's checksum is in this file, and the module's own go.sum has those of all that it is built from. To use
-another Helm, set KVSTREAMS_TEST_HELM to its path.
-
-Building takes minutes, so the first ring of tests does not need Helm. It reads what the containers run from
-chart_containers.json. After a change of the chart, `python -m tests.helpers.helm` writes this file again.
+To use another Helm than this version, set KVSTREAMS_TEST_HELM to its path. Building it takes minutes, so the first ring
+of tests does not need Helm. It reads what the containers run from chart_containers.json. After a change of the chart,
+`python -m tests.helpers.helm` writes this file again.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
 
-from tools.user_cache import kept
-
-HELM_ENV = "KVSTREAMS_TEST_HELM"
+from tests.helpers.go_program import GoProgram
 
 CHART = Path(__file__).parents[2] / "deploy/helm/kvstreams"
 CONTAINERS = Path(__file__).with_name("chart_containers.json")
 
-_MODULE = "helm.sh/helm/v4@v4.3.1"
-_SUM = "h1:UndCoLe9UPmNoL7IvWzaUXveL7T5t/ijoorEmgJdI9g="
+HELM = GoProgram("helm", "helm.sh/helm/v4@v4.3.1", "h1:UndCoLe9UPmNoL7IvWzaUXveL7T5t/ijoorEmgJdI9g=", "./cmd/helm")
 
-#: Building takes three to six minutes of processor time.
-BUILD_TIMEOUT_S = 1500
 _RUN_TIMEOUT_S = 60
-
-
-class NoHelm(Exception):
-    """Helm cannot be had here. The message says what to do."""
 
 
 class HelmError(Exception):
     """Helm refused something. The message is Helm's own."""
 
 
-def installed() -> Path:
-    """Helm's path; builds it if it is missing. Raises NoHelm."""
-    if named := os.environ.get(HELM_ENV):
-        return Path(named)
-    return kept(_MODULE.replace("/", "-"), _build) / "helm"
-
-
-def skip_without_helm() -> None:
-    """Skip the running test where Helm cannot be had."""
-    try:
-        installed()
-    except NoHelm as exc:
-        pytest.skip(str(exc))
-
-
-def _build(scratch: Path, folder: Path) -> None:
-    go = shutil.which("go")
-    if go is None:
-        raise NoHelm(f"the tests of the chart need Go, to build {_MODULE}, or {HELM_ENV} as the path of a Helm")
-    module = json.loads(_go(go, scratch, "mod", "download", "-json", _MODULE))
-    if module["Sum"] != _SUM:
-        raise NoHelm(f"{_MODULE} has another checksum than expected: {module['Sum']}")
-    _go(go, Path(module["Dir"]), "build", "-trimpath", "-buildvcs=false", "-o", str(folder / "helm"), "./cmd/helm")
-
-
-def _go(go: str, folder: Path, *arguments: str) -> str:
-    done = subprocess.run([go, *arguments], cwd=folder, capture_output=True, text=True, timeout=BUILD_TIMEOUT_S)
-    if done.returncode:
-        raise NoHelm(f"go {arguments[0]} of {_MODULE} failed: {(done.stderr or done.stdout).strip()[-500:]}")
-    return done.stdout
-
-
 def helm(*arguments: str | Path, folder: Path | None = None) -> str:
     """Run Helm and return what it prints. Raises HelmError. It needs no cluster, and reads no file of the user's."""
     with tempfile.TemporaryDirectory() as home:
         done = subprocess.run(
-            [installed(), *arguments],
+            [HELM.installed(), *arguments],
             cwd=folder,
             capture_output=True,
             text=True,

@@ -11,10 +11,19 @@ from typing import Any
 import promql_parser
 import yaml
 
+from tests.helpers.go_program import GoProgram
 from tests.helpers.pages import ROOT
 
 DASHBOARD = ROOT / "dashboards/kvstreams.json"
 ALERTS = ROOT / "dashboards/alerts.yml"
+
+#: Prometheus' own tool. The Go module v0.316.0 is Prometheus 3.16.0.
+PROMTOOL = GoProgram(
+    "promtool",
+    "github.com/prometheus/prometheus@v0.316.0",
+    "h1:f1GRFerhTMKQma+awCoC9T820ecWeGSdF+xAlMHzZzM=",
+    "./cmd/promtool",
+)
 
 #: Grafana replaces its variables before Prometheus sees an expression.
 _VARIABLES = {"$__rate_interval": "1m", "$router": ".*"}

@@ -28,7 +28,8 @@ from streams.lab.kafka.secure_files import USER, SecureFiles
 from streams.lab.processes import Children
 from streams.lab.stack import Engine, Stack
 from streams.settings import Settings
-from tests.helpers.helm import BUILD_TIMEOUT_S, pods, rendered, skip_without_helm, values_files
+from tests.helpers.go_program import BUILD_TIMEOUT_S
+from tests.helpers.helm import HELM, pods, rendered, values_files
 from tests.helpers.kubernetes_api import ApiServer, serving, write_account
 from tests.helpers.pod_process import Node, PodProcess
 from tests.helpers.secure_kafka import OVERRIDES, SecureKafka
@@ -46,7 +47,7 @@ TOKENS = {"front": ["route", "read"], "metrics": ["read"], "client": ["generate"
 
 @pytest.fixture(scope="module", autouse=True)
 def _helm() -> None:
-    skip_without_helm()
+    HELM.skip_without()
 
 
 @pytest.fixture(scope="module")

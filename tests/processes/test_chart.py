@@ -21,16 +21,16 @@ from streams.security.acls import Acl, acls_of
 from streams.settings import Settings, load
 from streams.topics import topics
 from tests.helpers.crds import definition_of
+from tests.helpers.go_program import BUILD_TIMEOUT_S
 from tests.helpers.helm import (
-    BUILD_TIMEOUT_S,
     CHART,
+    HELM,
     HelmError,
     all_containers,
     helm,
     pods,
     recorded_containers,
     rendered,
-    skip_without_helm,
     values_files,
 )
 from tests.helpers.pages import ROOT, blocks
@@ -49,7 +49,7 @@ VERSIONS = [
 
 @pytest.fixture(scope="module", autouse=True)
 def _helm() -> None:
-    skip_without_helm()
+    HELM.skip_without()
 
 
 @pytest.fixture(scope="module", params=values_files())

