@@ -6,10 +6,15 @@ tests/kafka/test_router_metrics.py compares them with pages of real processes.
 from __future__ import annotations
 
 import itertools
+import json
 import re
 import subprocess
+from typing import Any
 
 import pytest
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+from grafana_foundation_sdk.cog.plugins import register_default_plugins
+from grafana_foundation_sdk.models.dashboard import Dashboard
 
 from streams.cli.metrics import declared_metrics
 from streams.process.metrics import MetricKind
@@ -90,6 +95,38 @@ def test_each_alert_fires_when_its_target_is_missed_and_not_otherwise() -> None:
     command = [str(PROMTOOL.installed()), "test", "rules", str(rules)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def lost(given: Any, kept: Any, path: str = "") -> list[str]:
+    """The paths of all that is in `given` and not, or with another value, in `kept`."""
+    if isinstance(given, dict) and isinstance(kept, dict):
+        return [each for key, value in given.items() for each in lost(value, kept.get(key), f"{path}/{key}")]
+    if isinstance(given, list) and isinstance(kept, list) and len(given) == len(kept):
+        return [
+            each for at, values in enumerate(zip(given, kept, strict=True)) for each in lost(*values, f"{path}/{at}")
+        ]
+    return [] if given == kept else [path]
+
+
+def through_grafana(given: dict[str, Any]) -> Any:
+    """Return a dashboard as Grafana's own types read it and write it. They drop what they do not have."""
+    register_default_plugins()  # the options of each kind of panel
+    return json.loads(JSONEncoder().encode(Dashboard.from_json(given)))
+
+
+def test_the_dashboard_has_only_what_grafana_has() -> None:
+    """Each panel and option is one of Grafana's. A variable's definition, which Grafana writes, copies its query."""
+    found = lost(dashboard(), through_grafana(dashboard()))
+    assert [path for path in found if not re.fullmatch(r"/templating/list/\d+/definition", path)] == []
+
+
+def test_an_option_that_grafana_does_not_have_is_found() -> None:
+    """An option of a panel with a mistyped name would have no effect."""
+    given = dashboard()
+    panel = next(panel for panel in given["panels"] if panel["type"] == "timeseries")
+    panel["fieldConfig"]["defaults"]["custom"]["lineWidht"] = 2
+    (path,) = [path for path in lost(given, through_grafana(given)) if not path.endswith("/definition")]
+    assert path.endswith("/custom/lineWidht")
 
 
 @pytest.mark.parametrize("expression", ["sum(", "rate(kvstreams_x)", "kvstreams_x{a=b}"])
