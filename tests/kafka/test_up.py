@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -10,6 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from streams.process.waiting import wait_for
@@ -27,6 +29,17 @@ def pasted(line: str) -> str:
     return done.stdout
 
 
+def shown_when_ready(process: subprocess.Popen[str]) -> list[str]:
+    """Wait until `up` has started everything, and return the lines that it has printed."""
+    assert process.stdout is not None
+    shown: list[str] = []
+    while not shown or "Ctrl-C" not in shown[-1]:
+        line = process.stdout.readline()
+        assert line, f"it ended: {''.join(shown)}{process.communicate()[1]}"
+        shown.append(line)
+    return shown
+
+
 @pytest.mark.first_ring("kafka", "up")
 @pytest.mark.long_running
 def test_everything_runs_on_a_kafka_that_was_started_before_and_leaves_it_running(
@@ -40,12 +53,7 @@ def test_everything_runs_on_a_kafka_that_was_started_before_and_leaves_it_runnin
         process = start(
             "up", "--workers", "1", "--directory", str(tmp_path / "up"), "--kafka-directory", str(tmp_path / "kafka")
         )
-        assert process.stdout is not None
-        shown: list[str] = []
-        while not shown or "Ctrl-C" not in shown[-1]:
-            line = process.stdout.readline()
-            assert line, f"it ended: {''.join(shown)}{process.communicate()[1]}"
-            shown.append(line)
+        shown = shown_when_ready(process)
         lines = [line for line in "".join(shown).splitlines() if line.startswith(("curl ", "kvstreams "))]
         (url,) = re.findall(r"^curl -s (http://\S+)/loads$", "\n".join(lines), re.MULTILINE)
         assert '"object":"text_completion"' in pasted(lines[0])
@@ -65,3 +73,28 @@ def test_everything_runs_on_a_kafka_that_was_started_before_and_leaves_it_runnin
         down = run("kafka", "down", *folder)
     assert down.returncode == 0
     assert run("kafka", "status", *folder).returncode == 1
+
+
+@pytest.mark.long_running
+def test_sigterm_ends_everything_as_ctrl_c_does(run: Run, start: Start, tmp_path: Path) -> None:
+    """The exit status is 0, and none of its processes is left, not even the Kafka that it has started."""
+    folder = ("--directory", str(tmp_path / "kafka"))
+    process = start(
+        "up", "--workers", "1", "--directory", str(tmp_path / "up"), "--kafka-directory", str(tmp_path / "kafka")
+    )
+    shown_when_ready(process)
+    children = psutil.Process(process.pid).children(recursive=True)
+    try:
+        assert any("kafka.Kafka" in each.cmdline() for each in children)
+        assert len(children) > 2  # an engine and a worker as well
+        process.send_signal(signal.SIGTERM)
+        out, err = process.communicate(timeout=PATIENCE_S)
+        assert process.returncode == 0, out + err
+        assert "stopping" in out
+        _, left = psutil.wait_procs(children, timeout=PATIENCE_S)
+        assert left == []
+        assert run("kafka", "status", *folder).returncode == 1
+    finally:
+        for child in children:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import click
@@ -120,6 +121,7 @@ def up(workers: int, directory: Path, kafka_directory: Path) -> None:
     from streams.warming import warm as warm_kernels
 
     require_extra("psutil")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what stops a service ends it as Ctrl-C does
     warm_kernels(WORKER)
     run_up(workers, directory, kafka_directory, start_kafka)
 

@@ -212,7 +212,7 @@ def run_demo(config: DemoConfig, start_kafka: StartKafka) -> dict[str, Any]:
 
 
 def run_up(workers: int, directory: Path, kafka_directory: Path, start_kafka: StartKafka) -> None:
-    """Start everything and stay in the foreground until Ctrl-C."""
+    """Start everything and stay in the foreground until KeyboardInterrupt."""
     if workers < 1:
         raise SettingsError(f"--workers is {workers}; at least 1")
     console = Console(width=None if sys.stdout.isatty() else LINE_CHARS)
@@ -244,8 +244,8 @@ def run_up(workers: int, directory: Path, kafka_directory: Path, start_kafka: St
             "And one that looks for anything that is wrong, and prints nothing if all is well:\n", highlight=False
         )
         console.print(f"kvstreams doctor {scope} --router {worker.url}\n", highlight=False, soft_wrap=True)
-        console.print(f"Logs are in {directory / 'logs'}. Ctrl-C stops everything.")
         try:
+            console.print(f"Logs are in {directory / 'logs'}. Ctrl-C stops everything.")
             while not (dead := children.dead()):
                 time.sleep(0.5)
             console.print(f"[red]{dead[0].name} exited unexpectedly; its log is {dead[0].log_path}")
