@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import io
 import json
 import os
 import re
@@ -11,6 +13,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -43,14 +46,24 @@ exec chroot "$ROOT" /usr/bin/env -C /mnt "$@"
 """
 
 
+@dataclass(frozen=True)
+class Release:
+    """What `make release` has made and printed."""
+
+    folder: Path
+    printed: str
+
+
 @pytest.fixture(scope="module")
-def release(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the files that `make release` makes."""
+def release(tmp_path_factory: pytest.TempPathFactory) -> Release:
+    """`make release`, once."""
     from tools import release
 
     folder = tmp_path_factory.mktemp("dist")
-    release.main(folder)
-    return folder
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        release.main(folder)
+    return Release(folder, printed.getvalue())
 
 
 @pytest.fixture(scope="module")
@@ -61,23 +74,31 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return next(path for path in release.build(tmp_path_factory.mktemp("wheel")) if path.suffix == ".whl")
 
 
-def test_a_release_is_complete(release: Path) -> None:
+def test_a_release_is_complete(release: Release) -> None:
     """It has a wheel, an sdist, an SBOM, the notices of what it needs, and the checksums of all these."""
-    checked = subprocess.run(["sha256sum", "--check", "SHA256SUMS"], cwd=release, capture_output=True, text=True)
+    checked = subprocess.run(["sha256sum", "--check", "SHA256SUMS"], cwd=release.folder, capture_output=True, text=True)
     assert checked.returncode == 0, checked.stdout
     names = re.findall(r"^(\S+): OK$", checked.stdout, re.MULTILINE)
     assert {f"{name}: OK" for name in names} == set(checked.stdout.splitlines())
-    assert sorted(names) == sorted(path.name for path in release.iterdir() if path.name != "SHA256SUMS")
+    assert sorted(names) == sorted(path.name for path in release.folder.iterdir() if path.name != "SHA256SUMS")
     assert [name.partition("-0.1.0")[2] for name in sorted(names)] == [
         "-NOTICES.txt", "-py3-none-any.whl", ".cdx.json", ".tar.gz",
     ]  # fmt: skip
-    sbom = json.loads((release / "kvstreams-0.1.0.cdx.json").read_text())
+    sbom = json.loads((release.folder / "kvstreams-0.1.0.cdx.json").read_text())
     assert sbom["bomFormat"] == "CycloneDX"
     components = {each["name"].lower(): each for each in sbom["components"]}
     assert {"aiokafka", "faust-streaming", "numba", "numpy", "rocksdict"} <= components.keys()
-    notices = (release / "kvstreams-0.1.0-NOTICES.txt").read_text()
+    notices = (release.folder / "kvstreams-0.1.0-NOTICES.txt").read_text()
     for name in ("faust-streaming", "numba", "rocksdict"):
         assert re.search(rf"^{name}$", notices, re.MULTILINE), name
+
+
+def test_no_package_of_a_release_has_a_known_vulnerability(release: Release) -> None:
+    """pip-audit looks up each of them. `make release` fails if there is one."""
+    (line,) = re.findall(r"^pip-audit: .*$", release.printed, re.MULTILINE)
+    if "nothing was checked" in line:
+        pytest.skip(line)
+    assert re.match(r"pip-audit: no known vulnerability in [1-9]", line)
 
 
 class Environment:
@@ -132,19 +153,28 @@ class Environment:
         )
 
 
+def installed(version: str) -> str | None:
+    """A Python of this machine: on the path, or one of pyenv's, most of which are not on the path."""
+    pyenv = Path(os.environ.get("PYENV_ROOT", "~/.pyenv")).expanduser()
+    for python in (f"python{version}", *map(str, pyenv.glob(f"versions/{version}.*/bin/python{version}"))):
+        found = shutil.which(python)
+        if found and subprocess.run([found, "-c", "import ensurepip"], capture_output=True).returncode == 0:
+            return found
+    return None
+
+
 @pytest.fixture
 def empty(version: str, tmp_path: Path) -> Iterator[Environment]:
     """An environment of this Python, if it can be had: installed, or in a clean root of Debian."""
     folder = tmp_path / "empty"
     folder.mkdir()
-    python = f"python{version}"
-    if shutil.which(python) and subprocess.run([python, "-c", "import venv"], capture_output=True).returncode == 0:
+    if (python := installed(version)) is not None:
         yield Environment(folder, python)
         return
     if version not in SUITES or missing():
-        pytest.skip(f"there is no {python} on the path, and no root with it can be made: {missing()}")
+        pytest.skip(f"Python {version} is not installed, and no root with it can be made: {missing()}")
     root = debian(SUITES[version], ["python3", "python3-venv"], tmp_path / "root")
-    yield Environment(folder, python, root)
+    yield Environment(folder, f"python{version}", root)
 
 
 @pytest.mark.parametrize("version", PYTHONS)
