@@ -281,16 +281,7 @@ def describe_topics(settings: ScopeSettings, specs: Iterable[TopicSpec]) -> dict
     reasons: list[KafkaError] = []
     client = admin(settings, reasons.append)
     try:
-        described = client.describe_topics(
-            TopicCollection([spec.name for spec in specs]), request_timeout=ANSWER_TIMEOUT_S
-        )
-        existing = {}
-        for name, future in described.items():
-            try:
-                existing[name] = future.result(ANSWER_TIMEOUT_S + _FUTURE_SLACK_S)
-            except KafkaException as exc:
-                if exc.args[0].name() != "UNKNOWN_TOPIC_OR_PART":
-                    raise
+        existing = _existing(client, [spec.name for spec in specs])
         resources = {name: ConfigResource(ConfigResource.Type.TOPIC, name) for name in existing}
         configs = {
             resource.name: future.result(ANSWER_TIMEOUT_S + _FUTURE_SLACK_S)
@@ -316,6 +307,18 @@ def describe_topics(settings: ScopeSettings, specs: Iterable[TopicSpec]) -> dict
             config={key: configs[spec.name][key].value for key in spec.config if key in configs[spec.name]},
         )
     return states
+
+
+def _existing(client: AdminClient, names: list[str]) -> dict[str, Any]:
+    """Descriptions of those of these topics that the broker lists. Raises KafkaException if it does not say."""
+    existing = {}
+    for name, future in client.describe_topics(TopicCollection(names), request_timeout=ANSWER_TIMEOUT_S).items():
+        try:
+            existing[name] = future.result(ANSWER_TIMEOUT_S + _FUTURE_SLACK_S)
+        except KafkaException as exc:
+            if exc.args[0].name() != "UNKNOWN_TOPIC_OR_PART":
+                raise
+    return existing
 
 
 def ensure_topics(settings: ScopeSettings, specs: Iterable[TopicSpec]) -> dict[str, TopicState]:
@@ -591,11 +594,21 @@ def _member(description: Any) -> GroupMember:  # a class of the client, without 
 
 
 def delete_topics(settings: ScopeSettings, specs: Iterable[TopicSpec]) -> None:
-    """Delete the topics of a scope that is no longer used; topics that do not exist are skipped."""
-    client = admin(settings)
-    for future in client.delete_topics([spec.name for spec in specs], operation_timeout=CREATE_TIMEOUT_S).values():
+    """Delete topics; those that do not exist are skipped. Afterwards the broker no longer lists them.
+
+    A broker may list a deleted topic for a moment. `ensure_topics` would take it for an existing one, and would create
+    none. Raises KafkaException.
+    """
+    client, names = admin(settings), [spec.name for spec in specs]
+    ids = {name: topic.topic_id for name, topic in _existing(client, names).items()}
+    for future in client.delete_topics(names, operation_timeout=CREATE_TIMEOUT_S).values():
         try:
             future.result(CREATE_TIMEOUT_S + _FUTURE_SLACK_S)
         except KafkaException as exc:
             if exc.args[0].name() != "UNKNOWN_TOPIC_OR_PART":
                 raise
+
+    def gone() -> bool:
+        return all(str(topic.topic_id) != str(ids.get(name)) for name, topic in _existing(client, names).items())
+
+    wait_for(gone, CREATE_TIMEOUT_S, "the deleted topics to disappear from the broker")

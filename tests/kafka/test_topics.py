@@ -5,16 +5,19 @@ from __future__ import annotations
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from confluent_kafka import TopicPartition
-from confluent_kafka.admin import NewTopic  # type: ignore[attr-defined]
+from confluent_kafka.admin import AdminClient, NewTopic  # type: ignore[attr-defined]
 
 from streams.errors import KvStreamsError, TopicMismatch
+from streams.kafka import clients
 from streams.kafka.clients import (
     FirstOffset,
     admin,
     check_topic,
+    delete_topics,
     describe_topics,
     ensure_topics,
     first_offset,
@@ -113,6 +116,24 @@ def test_the_first_record_at_or_after_an_offset(scope: Settings) -> None:
     client = admin(scope)
     client.delete_records([beyond])[beyond].result(30)
     assert first_offset(scope, spec.name, 0, 0) == FirstOffset(low=1, first=1)
+
+
+def test_a_deleted_topic_that_the_broker_still_lists_is_waited_for(
+    scope: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise a process that creates it again at once would take it for an existing one, and there would be none."""
+    spec = topics(scope).workers
+    old = ensure_topics(scope, [spec])[spec.name].topic_id
+    existing = clients._existing
+    before = existing(admin(scope), [spec.name])
+    late = [before] * 3
+
+    def listed(client: AdminClient, names: list[str]) -> dict[str, Any]:
+        return late.pop() if late else existing(client, names)
+
+    monkeypatch.setattr(clients, "_existing", listed)
+    delete_topics(scope, [spec])
+    assert ensure_topics(scope, [spec])[spec.name].topic_id != old
 
 
 def test_a_watch_reads_some_topics_each_time_and_notices_changes_of_all(scope: Settings) -> None:
