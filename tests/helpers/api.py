@@ -205,11 +205,13 @@ class Agents:
         self._kafka = producer(settings)
 
     @cached_property
-    def _source_ids(self) -> dict[str, str]:
-        """The source topics' ids, which a router compares with those that the broker has."""
+    def _offsets(self) -> dict[str, tuple[str, int]]:
+        """By topic that an owner reads or writes, its id, which a router compares with the broker's, and an offset."""
         names = topics(self.settings)
-        states = ensure_topics(self.settings, (names.kv_events, names.cxl_events))
-        return {name: state.topic_id for name, state in states.items()}
+        sources, changelogs = (names.kv_events, names.cxl_events), (names.index_changelog, names.cxl_changelog)
+        states = ensure_topics(self.settings, (*sources, *changelogs))
+        applied = dict.fromkeys((spec.name for spec in sources), APPLIED_OFFSET)
+        return {name: (state.topic_id, applied.get(name, -1)) for name, state in states.items()}
 
     def worker_ids(self, n: int, partition: int) -> list[int]:
         """Unused worker ids that all belong to one partition."""
@@ -246,8 +248,8 @@ class Agents:
     def state_partition(self, partition: int, behind_ms: int = 0) -> None:
         """Write a partition record, as the partition's owner does at least every second."""
         sources = [
-            SourceProgress(name, topic_id, APPLIED_OFFSET, 0, APPLIED_OFFSET + 1, behind_ms)
-            for name, topic_id in self._source_ids.items()
+            SourceProgress(name, topic_id, offset, 0, offset + 1, behind_ms)
+            for name, (topic_id, offset) in self._offsets.items()
         ]
         record = PartitionRecord(partition, 0, "tests", tuple(sources))
         self._send(partition, PARTITION_KEY.pack(partition), encode_partition(record))

@@ -61,13 +61,18 @@ def report(view: View, of: RankId, **gauges: Any) -> None:
 
 def hold(view: View, of: RankId, local: HashArray, tier: Tier = Tier.DEVICE) -> None:
     """Fold records by which a rank holds these blocks and is exact, and its partition's owner is running."""
+    hold_only(view, of, local, tier)
+    partition = partition_of(of.worker_id, Settings().partitions)
+    view.fold_index(PARTITION_KEY.pack(partition), encode_partition(PartitionRecord(partition, 0, "test", ())))
+    caught_up(view, partition)
+
+
+def hold_only(view: View, of: RankId, local: HashArray, tier: Tier = Tier.DEVICE) -> None:
+    """Fold records by which a rank holds these blocks and is exact, and none of its partition's owner."""
     for run in runs_of_chain(of, local, tier=tier):
         view.fold_index(RUN_KEY.pack(run.key), encode_run(run))
     progress = Progress(of, FIRST_EPOCH, 0, health=Health.EXACT, model="m", block_size=BLOCK_SIZE)
     view.fold_index(PROGRESS_KEY.pack(of), encode_progress(progress))
-    partition = partition_of(of.worker_id, Settings().partitions)
-    view.fold_index(PARTITION_KEY.pack(partition), encode_partition(PartitionRecord(partition, 0, "test", ())))
-    caught_up(view, partition)
 
 
 def caught_up(view: View, partition: int) -> None:

@@ -250,6 +250,18 @@ def recreate(rig: Rig, spec: TopicSpec, *, at_once: bool = False) -> None:
     wait_for(lambda: ready(rig.router) == (True, []), PATIENCE_S, "the router to be ready again")
 
 
+@pytest.mark.parametrize("at_once", [False, True], ids=["later", "at once"])
+@pytest.mark.parametrize("changelog", ["index", "pooled"])
+def test_a_changelog_that_is_recreated_under_its_owner_makes_no_answer_exact_and_wrong(
+    rig: Rig, changelog: str, at_once: bool
+) -> None:
+    """What the owner writes to the new one before it notices is not exact: the rows written before are missing."""
+    names = topics(rig.stack.settings)
+    with rig.watching() as watched:
+        recreate(rig, names.index_changelog if changelog == "index" else names.cxl_changelog, at_once=at_once)
+    assert watched.reasons()
+
+
 def recreations_logged(rig: Rig) -> int:
     lines = rig.worker.child.log_path.read_text().splitlines()
     return len([line for line in lines if "WARNING" in line and "deleted and recreated" in line])

@@ -70,6 +70,7 @@ class Readiness:
         known = topics(settings)
         self._sources = (known.kv_events.name, known.cxl_events.name)
         self._pooled = known.cxl_changelog.name
+        self._changelogs = (known.index_changelog.name, known.cxl_changelog.name)
         self._folded_topics = tuple(folded_topics)
         self._topic_ids: dict[str, str] = {}  # of the folded topics; a deleted one keeps its id
         with_ends = (known.kv_events, known.cxl_events, known.cxl_changelog) if settings.reads_index else ()
@@ -123,16 +124,23 @@ class Readiness:
             self._topic_ids.update({name: reading.ids[name] for name in recreated})
             log.warning("%s: deleted and recreated, so all topics are read again", ", ".join(recreated))
             self._feeds.read_again()
-        if self._settings.reads_index:
+        # What was folded of a recreated topic must not be trusted again before the view is emptied.
+        if self._settings.reads_index and not self._feeds.begins_again:
             self._note_ends(reading)
 
     def _note_ends(self, reading: TopicReading) -> None:
-        """Pass on to the view where the sources and the changelog of pooled blocks end."""
+        """Pass on to the view where the sources and the changelog of pooled blocks end.
+
+        A partition record has the ids of the changelogs that its owner writes. The ends prove nothing if it writes
+        others than those that exist: one of them was recreated, and lacks what the old one had. An end of 0 passes on
+        the id alone.
+        """
         pooled = self._pooled
+        changelogs = {name: SourceOffset(reading.ids[name], 0) for name in self._changelogs if name in reading.ids}
         for partition in range(self._settings.partitions):
             ends = reading.ends_of(self._sources, partition)
-            if ends is not None:
-                self._view.note_ends(partition, reading.asked_ms, ends)
+            if ends is not None and len(changelogs) == len(self._changelogs):
+                self._view.note_ends(partition, reading.asked_ms, {**ends, **changelogs})
             pooled_ends = reading.ends_of((pooled,), partition)
             if pooled_ends is not None:
                 read_to = SourceOffset(reading.ids[pooled], self._feeds.read_to(pooled, partition))

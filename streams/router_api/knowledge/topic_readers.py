@@ -169,6 +169,11 @@ class Feeds:
         """Offset up to which a partition has been folded, markers included; 0 before the first record."""
         return self._read_to.get((topic, partition), 0)
 
+    @property
+    def begins_again(self) -> bool:
+        """Whether all topics are about to be read again, while the view still has what was read before."""
+        return self._over.is_set()
+
     def read_again(self) -> None:
         """Read all topics from their beginnings, since one of them was recreated."""
         self._over.set()
