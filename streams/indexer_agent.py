@@ -176,7 +176,9 @@ class Indexer:
         Runs until cancelled, and checks every REALIGN_EVERY_S[0]. Meanwhile a thread reads where the sources end.
         """
         self._loop = asyncio.get_running_loop()
-        self._watch = TopicWatch(self._settings, self._plan.sources, self._plan.sources, self._note_reading)
+        written = {table.changelog_topic for table in self._plan.tables}
+        changelogs = [spec for spec in topics(self._settings).all() if spec.name in written]
+        self._watch = TopicWatch(self._settings, self._plan.sources, self._plan.sources, self._note_reading, changelogs)
         self._watch.start()
         seen: dict[TP, tuple[int, float, float]] = {}  # topic and partition to (next offset, since, wait)
         first, longest = REALIGN_EVERY_S
@@ -202,12 +204,13 @@ class Indexer:
                         self._realign(tp)
 
     def _note_reading(self, reading: TopicReading) -> None:
-        """Pass the sources' ends to the partitions; the watch's thread calls this."""
+        """Pass the sources' ends and the changelogs' ids to the partitions; the watch's thread calls this."""
         names = [source.name for source in self._plan.sources]
         for partition, table in list(self._partitions.items()):
             ends = reading.ends_of(names, partition)
             if ends is not None:
                 table.note_ends(reading.asked_ms, ends)
+            table.note_changelogs(reading.ids)
         for name in set(reading.missing) - set(self.sources_missing):
             log.warning(
                 "%s does not exist any more, so nothing is consumed from it. `kvstreams topics create` with the same "
@@ -215,8 +218,9 @@ class Indexer:
                 name,
             )
         self.sources_missing = reading.missing
-        for name, topic_id in reading.ids.items():
-            if self._ids.setdefault(name, topic_id) != topic_id:
+        for name in names:
+            topic_id = reading.ids.get(name)
+            if topic_id is not None and self._ids.setdefault(name, topic_id) != topic_id:
                 self._source_recreated(name, topic_id)
         self._call(lambda: self._notice_topics(reading))
 

@@ -23,8 +23,9 @@ ENDS_VALID_MS = 600
 class AppliedSources:
     """The progress of one partition in each of its source topics. Times are monotonic, in ms.
 
-    progress: by topic, as last written. recreated: a source that was recreated since `open`. lost: records of a source
-    were lost before they were read, and the tables do not contain this yet.
+    progress: by topic, as last written. recreated: a source that was recreated since `open`, or a changelog, as the
+    partition finds out. lost: records of a source were lost before they were read, and the tables do not contain this
+    yet.
     """
 
     def __init__(self) -> None:

@@ -203,6 +203,21 @@ class TablePartition:
                 if self._writer.marker_follows(topic, applied, end.offset, asked_ms):
                     self.skip_to(topic, applied + 1, end.offset, False)
 
+    def note_changelogs(self, ids: Mapping[str, str]) -> None:
+        """Take in the ids of the topics that exist: the partition is opened again if a changelog was recreated.
+
+        A commit notices only offsets that go backwards. Those of a new changelog do not if it has grown past the end
+        of the old one, or if a transaction began in the old one.
+        """
+        with self._lock:
+            if not self._queue.is_open:
+                return  # it is opened with the ids of that moment
+            for table in self._wiring.tables:
+                written = self._writer.topic_ids[table.changelog_topic]
+                if ids.get(table.changelog_topic, written) != written:
+                    self._sources.recreated = table.changelog_topic
+                    self._lock.notify_all()
+
     @property
     def queued(self) -> int:
         """Number of queued records."""
@@ -246,7 +261,7 @@ class TablePartition:
                 log.log(
                     logging.INFO
                     if self._sources.recreated
-                    else logging.WARNING,  # a recreated source is logged once, by topic
+                    else logging.WARNING,  # a recreated source is logged once, by topic; a changelog when it is opened
                     "partition %d is opened again: %s",
                     *(self.partition, exc),
                     exc_info=not _expected(exc),

@@ -6,13 +6,17 @@ import json
 import urllib.request
 
 import psutil
+from confluent_kafka import KafkaException
 
-from streams.kafka.clients import Record
+from streams.errors import KvStreamsError
+from streams.kafka.clients import Record, delete_topics, ensure_topics
 from streams.lab.stack import RouterProcess
+from streams.process.waiting import wait_for
 from streams.settings import Settings
 from streams.tables.changelog import read_to_end
 from streams.topics import topics
 from tests.helpers.api import Api
+from tests.helpers.support import VISIBLE_TIMEOUT_S
 
 
 def owners(process: RouterProcess) -> int:
@@ -43,6 +47,23 @@ def is_running(pid: int) -> bool:
         return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False
+
+
+def recreate_changelog(settings: Settings) -> str:
+    """Delete the index changelog and create it again; return its new id."""
+    spec = topics(settings).index_changelog
+    delete_topics(settings, [spec])
+    ids: list[str] = []
+
+    def created() -> bool:
+        try:
+            ids.append(ensure_topics(settings, [spec])[spec.name].topic_id)
+        except (KvStreamsError, KafkaException):
+            return False  # the broker is still deleting the old one
+        return True
+
+    wait_for(created, VISIBLE_TIMEOUT_S, "the changelog to exist again")
+    return ids[-1]
 
 
 def changelog(settings: Settings, partition: int) -> dict[bytes, bytes]:

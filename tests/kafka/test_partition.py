@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from streams.errors import BadRecord
-from streams.kafka.clients import Record, delete_topics, ensure_topics
+from streams.kafka.clients import Record, delete_topics, ensure_topics, log_end, producer
 from streams.process.waiting import wait_for
 from streams.settings import Settings, tables_path
 from streams.tables.changelog import read_to_end
@@ -27,6 +27,7 @@ from streams.tables.transactions import INIT_TIMEOUT_S, commit_until_answered, p
 from streams.tables.wiring import PartitionWiring
 from streams.topics import topics
 from tests.helpers.support import VISIBLE_TIMEOUT_S
+from tests.helpers.workers import recreate_changelog
 
 
 @dataclass
@@ -328,6 +329,37 @@ def test_a_missing_changelog_does_not_cost_the_copy_on_disk(opened: Opened) -> N
         ]
     finally:
         store.close()
+
+
+def test_a_changelog_that_was_recreated_and_is_longer_than_the_old_one_is_noticed_by_its_id(opened: Opened) -> None:
+    """Offsets do not go backwards then, so no commit notices it. The table starts over from its sources."""
+    partition = opened.open()
+    changelog, source = topics(opened.settings).index_changelog.name, topics(opened.settings).kv_events.name
+    try:
+        assert partition.offer(records(opened.settings, 0, 2)) is None
+        wait_for(lambda: len(opened.acknowledged) == 3, VISIBLE_TIMEOUT_S, "three acknowledgements")
+        assert partition.suspend()
+        old_end = log_end(opened.settings, changelog, 0)
+        new_id = recreate_changelog(opened.settings)
+        other = producer(opened.settings)
+        for _ in range(old_end):
+            other.produce(changelog, b"another", b"Kanother", 0)
+        assert other.flush(VISIBLE_TIMEOUT_S) == 0
+        opened.ready.clear()
+        partition.resume()
+        assert opened.ready.wait(VISIBLE_TIMEOUT_S)  # it has committed to the new changelog
+        assert partition.next_offset(source) == 3 and partition.counts()["reopened"] == 0
+        opened.ready.clear()
+        partition.note_changelogs({changelog: new_id})
+        assert opened.ready.wait(VISIBLE_TIMEOUT_S)
+        assert partition.next_offset(source) == 0 and partition.counts()["reopened"] == 1
+        assert partition.offer(records(opened.settings, 0, 2)) is None
+        wait_for(lambda: len(opened.acknowledged) == 6, VISIBLE_TIMEOUT_S, "three more")
+        partition.note_changelogs({changelog: new_id})
+    finally:
+        partition.stop()
+    assert partition.counts()["reopened"] == 1
+    assert opened.transactions()[-1] == (2, [b"0", b"1", b"2"])
 
 
 def test_a_partition_that_is_not_open_cannot_be_suspended(opened: Opened) -> None:

@@ -12,21 +12,18 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from confluent_kafka import KafkaException
 
-from streams.errors import KvStreamsError, TableError
-from streams.kafka.clients import delete_topics, ensure_topics
+from streams.errors import TableError
 from streams.lab.stack import RouterProcess, Stack
 from streams.process.waiting import wait_for
 from streams.settings import Settings, tables_path
 from streams.tables.index_reducer import prefix_index_table
 from streams.tables.store import ChangelogPosition, PartitionStore
-from streams.topics import topics
 from tests.helpers.raw_store import raw
 from tests.helpers.small_disk import fill, small_disk_at
 from tests.helpers.support import VISIBLE_TIMEOUT_S
 from tests.helpers.truth import Engines, assert_equal
-from tests.helpers.workers import changelog
+from tests.helpers.workers import changelog, recreate_changelog
 
 CACHE_MB = 1
 
@@ -198,20 +195,6 @@ def test_a_full_disk_stops_only_partitions_that_must_be_opened_and_deletes_nothi
     assert_equal(worker.url, engines.reference)
     assert reasons(worker, "is rebuilt") == 0
     worker.child.stop()
-
-
-def recreate_changelog(settings: Settings) -> None:
-    spec = topics(settings).index_changelog
-    delete_topics(settings, [spec])
-
-    def created() -> bool:
-        try:
-            ensure_topics(settings, [spec])
-        except (KvStreamsError, KafkaException):
-            return False  # the broker is still deleting the old one
-        return True
-
-    wait_for(created, VISIBLE_TIMEOUT_S, "the changelog to exist again")
 
 
 def test_a_changelog_recreated_while_its_owner_is_stopped_is_detected_by_its_id(stack: Stack) -> None:
