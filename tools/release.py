@@ -23,7 +23,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 
 #: What users install next to the base. `docs` and `dev` are for those who change kvstreams.
-EXTRAS = ("front", "local", "otel")
+EXTRAS = ("front", "local", "otel", "picker")
 
 CHECKSUMS = "SHA256SUMS"
 

@@ -12,14 +12,14 @@ from streams.errors import SettingsError
 from streams.settings import AccessSettings
 
 
-def server_context(settings: AccessSettings) -> ssl.SSLContext:
-    """A context of the certificate, key and authorities that the settings name.
+def server_context(settings: AccessSettings, protocol: str) -> ssl.SSLContext:
+    """A context of the certificate, key and authorities that the settings name. protocol: the one that clients speak.
 
     Raises SettingsError, which names the setting and the file.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
-    context.set_alpn_protocols(["http/1.1"])
+    context.set_alpn_protocols([protocol])
     certificate, key = settings.tls_certificate, settings.tls_key or settings.tls_certificate
     named = f"tls_certificate and tls_key ({certificate}, {key})" if settings.tls_key else f"tls_certificate ({key})"
     try:

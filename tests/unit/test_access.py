@@ -41,7 +41,7 @@ REGISTRY = MetricsRegistry((gauge("kvstreams_x", "X", float),), lambda: 7)
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Check files for changes often."""
-    monkeypatch.setattr("streams.process.http_server.CHECK_S", 0.05)
+    monkeypatch.setattr("streams.process.listener.CHECK_S", 0.05)
 
 
 @pytest.fixture
@@ -297,7 +297,7 @@ def test_a_router_serves_tls_within_its_limits(
     certificate = authority.sign("server", "127.0.0.1")
     settings = Settings(tls_certificate=certificate, connections_max=3, first_request_timeout_s=1.0)
     context = ssl.create_default_context(cafile=authority.file)
-    monkeypatch.setattr("streams.process.http_server.TLS_HANDSHAKE_S", 1.0)
+    monkeypatch.setattr("streams.process.listener.TLS_HANDSHAKE_S", 1.0)
     with local_router(settings, new_loop=new_loop) as local:
         port = int(local.api.url.rpartition(":")[2])
         silent = [socket.create_connection(("127.0.0.1", port), timeout=20) for _ in range(3)]

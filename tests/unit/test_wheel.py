@@ -40,7 +40,15 @@ def test_a_wheel_is_repeatable_and_has_all_that_a_process_reads(
     modules = {path.relative_to(ROOT).as_posix() for path in (ROOT / "streams").rglob("*.py")}
     assert {*modules, "streams/py.typed", "kvstreams-0.1.0.dist-info/licenses/LICENSE"} <= names
     assert metadata["License-Expression"] == "Apache-2.0"
-    assert set(metadata.get_all("Provides-Extra") or []) == {"dev", "docs", "front", "local", "otel", "release"}
+    assert set(metadata.get_all("Provides-Extra") or []) == {
+        "dev",
+        "docs",
+        "front",
+        "local",
+        "otel",
+        "picker",
+        "release",
+    }
 
 
 def test_the_base_install_has_no_package_of_an_extra() -> None:
