@@ -331,7 +331,7 @@ class ProcessSettings:
     router_realtime: bool = _setting(
         False,
         "let the threads of a router run before those of ordinary processes, so that answers do not wait while others "
-        "use all processors; needs CAP_SYS_NICE (docs/http.md)",
+        "use all processors; needs CAP_SYS_NICE (docs/more-routers.md)",
     )
     router_replica_sync: bool = _setting(True, "share bookings with other routers")
 
@@ -646,7 +646,7 @@ class FrontSettings(PromptSettings):
         60.0, "time that all migrations of one stream may take together", low=0.1, high=86_400.0
     )
     front_queue: bool = _setting(
-        True, "requests of a front wait in the router until a rank has room for them (queue=on)"
+        True, "requests of a front wait in the router until a rank has capacity for them (queue=on)"
     )
     front_disaggregation: bool = _setting(
         True, "where a model has prefill workers, a front computes long prompts there, and decodes on another worker"

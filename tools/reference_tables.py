@@ -20,6 +20,7 @@ import click
 from streams import errors, settings
 from streams.cli import cli
 from streams.cli.metrics import declared_metrics
+from streams.core.ids import U32_MAX, U64_MASK
 from streams.core.routing.reasons import EXPLANATIONS
 from streams.errors import API_ERRORS, HTTP_CODES, HTTP_ERROR, KvStreamsError
 from streams.process.metrics import label_text
@@ -113,6 +114,13 @@ def _range(setting: dataclasses.Field[Any]) -> str:
 # -- HTTP --------------------------------------------------------------------------------------------------------------
 
 
+#: Integers that are shown by their width.
+_WIDTHS = {U64_MASK: "u64", U32_MAX: "u32"}
+
+#: The pattern of a u64 as text.
+_DIGITS = "^[0-9]{1,20}$"
+
+
 def http_calls() -> str:
     """Every call: its right, what it does, and the types of its body and its answer."""
     rows = []
@@ -142,7 +150,7 @@ def _query(call: Mapping[str, Any]) -> str:
 
 
 def http_types() -> str:
-    """Every type of the bodies and answers: its fields, their kinds and defaults."""
+    """Every type of the bodies and answers: its fields, their kinds, defaults and meanings."""
     parts = []
     for name, schema in document()["components"]["schemas"].items():
         text = _first_paragraph(schema.get("description", ""))
@@ -151,10 +159,10 @@ def http_types() -> str:
             continue
         required = set(schema.get("required", ()))
         rows = [
-            (_code(field), _type(kind), "" if field in required else _json_default(kind))
+            (_code(field), _type(kind), "" if field in required else _json_default(kind), kind.get("description", ""))
             for field, kind in schema.get("properties", {}).items()
         ]
-        parts.append(f"### {name}\n\n{text}\n\n{table(('field', 'kind', 'default'), rows)}")
+        parts.append(f"### {name}\n\n{text}\n\n{table(('field', 'kind', 'default', 'meaning'), rows)}")
     return "\n\n".join(parts)
 
 
@@ -179,6 +187,10 @@ def _type(schema: Mapping[str, Any]) -> str:
         return f"list{most} of {_type(schema.get('items', {}))}"
     if kind == "object" and isinstance(schema.get("additionalProperties"), Mapping):
         return f"object with values of {_type(schema['additionalProperties'])}"
+    if kind == "integer" and schema.get("maximum") in _WIDTHS:
+        return _WIDTHS[schema["maximum"]]
+    if schema.get("pattern") == _DIGITS:
+        return "its digits"
     limits = [f"at least {schema['minimum']:,}"] if schema.get("minimum") else []
     limits += [f"at most {schema['maximum']:,}"] if "maximum" in schema else []
     limits += [f"at most {schema['maxLength']:,} characters"] if "maxLength" in schema else []
@@ -381,7 +393,9 @@ def _command(words: list[str], command: click.Command, context: click.Context) -
         text.append(f"`{' '.join([*words, *(['[OPTIONS]'] if params else []), *([usage] if usage else [])])}`")
     if takes:
         text.append("It takes every [setting](settings.md) as an option.")
-    rows = [(_options(each), _option_default(each), each.help or "") for each in own if isinstance(each, click.Option)]
+    rows = [
+        (_options(each), _option_default(each), _option_help(each)) for each in own if isinstance(each, click.Option)
+    ]
     if rows:
         text.append(table(("option", "default", "meaning"), rows))
     yield "\n\n".join(filter(None, text))
@@ -401,11 +415,17 @@ def _options(option: click.Option) -> str:
     return names + (" (repeatable)" if option.multiple else "") + (" (required)" if option.required else "")
 
 
+def _option_help(option: click.Option) -> str:
+    """The help of an option, with the values that it may have if they are few."""
+    values = [_code(str(each)) for each in option.type.choices] if isinstance(option.type, click.Choice) else []
+    return "; ".join(filter(None, (option.help, f"one of {', '.join(values)}" if values else "")))
+
+
 def _option_default(option: click.Option) -> str:
     value = option.default
     if option.is_flag and not option.secondary_opts:
         return "off"
-    if value is None or callable(value) or value == () or "UNSET" in repr(value).upper():
+    if value in (None, (), "") or callable(value) or "UNSET" in repr(value).upper():
         return ""
     return _code(("on" if value else "off") if isinstance(value, bool) else str(value))
 

@@ -1,4 +1,4 @@
-"""Converts an engine's Prometheus page to the gauges of `worker-metrics` (docs/bridges.md, Worker metrics). Pure.
+"""Converts an engine's Prometheus page to the gauges of `worker-metrics` (docs/bridges.md). Pure.
 
 What lives here: what each engine's metric names mean. What must not: fetching the page (scraping). The Prometheus
 client's own parser reads the samples; it gets only the few relevant lines of a page that may have a thousand.

@@ -345,5 +345,5 @@ _ADVICE = {
     RenderPart.CHAT_WITH_TOOLS: _ADVICE_ABOUT_TEMPLATES,
 }
 _ADVICE_ABOUT_RULES = (
-    "It gives other messages to its chat template than the versions that this front knows (docs/front.md)"
+    "It gives other messages to its chat template than the versions that this front knows (docs/front-prompts.md)"
 )

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     "--model-class",
     type=click.Choice(["8b", "70b"]),
     default=None,
-    help="class of models whose speed it has, unless an option below says otherwise  [default: see these]",
+    help="class of models whose speed it has, unless an option below says otherwise",
 )
 @click.option("--prefill-ms-base", type=float, default=None, help="time of any prefill  [default: 15]")
 @click.option("--prefill-us-per-token", type=float, default=None, help="time to compute a token  [default: 100]")

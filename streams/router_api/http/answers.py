@@ -18,7 +18,12 @@ from streams.core.workers import RenderOutcome, RenderPart, RenderReason, Role, 
 
 
 class ErrorBody(TypedDict):
-    """What is wrong. code: one of those in docs/errors.md. message: for people. detail: ids and numbers by name."""
+    """What is wrong, and what to do about it.
+
+    code: one of those in docs/errors.md
+    message: what is wrong, and what to do about it
+    detail: ids and numbers by name
+    """
 
     code: str
     message: str
@@ -32,7 +37,20 @@ class ErrorAnswer(TypedDict):
 
 
 class Candidate(TypedDict):
-    """One candidate with every term of its cost, in blocks. policy_terms: in the modes that have a policy by name."""
+    """One candidate with every term of its cost, in blocks.
+
+    scores: the request's leading blocks that it holds itself
+    cxl_accessible_scores: blocks that it reaches in CXL pools, after its own leading blocks
+    moe_scores: those of its own leading blocks whose labels match
+    effective_cached_blocks: `scores`, `cxl_accessible_scores` and `moe_scores`, weighted
+    own_prefill_blocks: what this request must compute there
+    active_prefill_blocks: what earlier requests still have to compute there
+    decode_blocks: distinct blocks in use there, with those of this request
+    recent_prefill_blocks: what the request pays because the rank computed more than others lately
+        (`recent_prefill_weight`); 0 in modes that have a policy by name
+    cost: the lowest wins. Null for a full rank in mode `load-deviation`
+    policy_terms: only in modes `expected-time` and `policy`: what the cost is made of, by name
+    """
 
     worker_id: int
     dp_rank: int
@@ -56,7 +74,31 @@ class Alternative(TypedDict):
 
 
 class RouteAnswerBody(TypedDict):
-    """The chosen rank, and how far the choice can be trusted."""
+    """The chosen rank, and how far the choice can be trusted.
+
+    worker_id: the chosen worker
+    dp_rank: the chosen rank, by the engine's own number
+    dp_size: number of the worker's ranks. If it has several, the request to the engine names the rank in the header
+        `X-data-parallel-rank`. Null as `url` is
+    url: where the worker takes requests; null if the id is repeated and the worker was removed meanwhile
+    overlap_blocks: how many of the request's leading blocks the rank holds
+    request_blocks: the request's length in blocks
+    cost: the cost of the chosen rank, in milliseconds in mode `expected-time` and in blocks in mode `kv`; null for a
+        repeated id. `hit-usage-waiting` returns its negative score
+    router_mode: the mode that decided; for a repeated id, the mode that would decide
+    mode: how far the answer can be trusted: the worst over all eligible ranks
+    chosen_mode: like `mode`, for the chosen rank alone. Pooled blocks and labels limit it only if they are
+        part of its own score
+    degraded_because: the first reason found, if `mode` is `degraded`, or `approximate` because of the audit
+    chosen_degraded_because: like `degraded_because`, for the chosen rank alone
+    moe_filter_applied: only for a `moe_query` with `fallback_to_unlabeled` false: whether only ranks with a match were
+        candidates. False if no rank has one, or if the index is not read
+    pooled_blocks: blocks after `overlap_blocks` that the rank reads from a CXL pool, if there are any
+    queued_ms: for how long the request waited, if it did
+    block_size: with `explain`: tokens per block of the model
+    candidates: with `explain`: the terms of every candidate
+    alternatives: further ranks, if the request asks for them
+    """
 
     request_id: str
     worker_id: int
@@ -89,8 +131,12 @@ class WorkerMatches(TypedDict):
 
 
 class RankMatches(TypedDict):
-    """Matched blocks of one rank: its own leading blocks, those that it reaches in CXL pools after them, and those of
-    its own whose labels match."""
+    """Matched blocks of one rank.
+
+    scores: the request's leading blocks that it holds itself
+    cxl_accessible_scores: blocks that it reaches in CXL pools, after its own leading blocks
+    moe_scores: those of its own leading blocks whose labels match the request's `moe_query`
+    """
 
     worker_id: int
     dp_rank: int
@@ -100,7 +146,12 @@ class RankMatches(TypedDict):
 
 
 class MatchesAnswer(TypedDict):
-    """The matched blocks of every worker and rank that has any."""
+    """The matched blocks of every worker and rank that has any.
+
+    workers: workers without any match are left out
+    ranks: ranks without any match are left out, and so are those that the request's filters refuse
+    mode: as for `POST /route`; `fallback` if the router does not read the index
+    """
 
     request_blocks: int
     workers: list[WorkerMatches]
@@ -121,7 +172,12 @@ class EngineMetrics(TypedDict):
 
 
 class RankLoad(TypedDict):
-    """The active load of one rank."""
+    """The active load of one rank.
+
+    active_prefill_tokens: tokens that active requests still have to compute
+    active_decode_blocks: distinct blocks that active requests use
+    engine_metrics: null if the engine reports none
+    """
 
     worker_id: int
     dp_rank: int
@@ -132,7 +188,11 @@ class RankLoad(TypedDict):
 
 
 class LoadsAnswer(TypedDict):
-    """The load of every rank. in_sync: whether this router reads the bookings of all others."""
+    """The load of every rank.
+
+    in_sync: whether this router reads the bookings of all others; false while Kafka is away. If no bookings are active,
+        it becomes false only `stale_after_ms` after the first call
+    """
 
     loads: list[RankLoad]
     in_sync: bool
@@ -141,8 +201,13 @@ class LoadsAnswer(TypedDict):
 class ScalePool(TypedDict):
     """A worker pool: the workers of one model and role to which requests may go (docs/scaling.md).
 
-    saturation: the greatest of compute, blocks and slots; the last two are null if no capacity is known. backlog_ms:
-    how long a request that arrives now waits. queued_requests: those that wait for the pool in this router.
+    replicas: workers of the pool
+    saturation: the greatest of `compute`, `blocks` and `slots`; above 1, requests wait longer and longer
+    compute: time to compute the prompts that arrive, divided by the time that the ranks have
+    backlog_ms: how long a request that arrives now waits until its prompt begins
+    queued_requests: those that wait for the pool in this router
+    replicas_wanted: workers with which the saturation would be the target
+    blocks, slots: null if no capacity is known
     """
 
     model: str
@@ -159,7 +224,11 @@ class ScalePool(TypedDict):
 
 
 class ScaleAnswer(TypedDict):
-    """The signals of every worker pool. in_sync: whether this router reads the bookings of all others."""
+    """The signals of every worker pool.
+
+    pools: a pool is missing in about the first ten seconds after the router is ready or the pool has its first worker
+    in_sync: whether this router reads the bookings of all others
+    """
 
     pools: list[ScalePool]
     saturation_target: float
@@ -194,7 +263,11 @@ class BookingAnswer(TypedDict):
 
 
 class PhaseAnswer(TypedDict):
-    """A reported phase. buffered: no booking of the id was read yet, so the call waits for it."""
+    """A reported phase.
+
+    phase: what was reported
+    buffered: no booking of the id was read yet, so the call waits for it (status 202)
+    """
 
     request_id: str
     phase: Literal["prefill", "free"]
@@ -202,7 +275,10 @@ class PhaseAnswer(TypedDict):
 
 
 class OutputAnswer(TypedDict):
-    """Reported output. buffered: no booking of the id was read yet, so the call waits for it."""
+    """Reported output.
+
+    buffered: no booking of the id was read yet, so the call waits for it (status 202)
+    """
 
     request_id: str
     output_tokens: int
@@ -210,7 +286,13 @@ class OutputAnswer(TypedDict):
 
 
 class Lease(TypedDict):
-    """The lease of the bridge that feeds a worker."""
+    """The lease of the bridge that feeds a worker.
+
+    bridge: the bridge that holds it
+    term: grows with each bridge that takes the worker over
+    lease_ms: how long it is valid without a renewal
+    renewal: counts the bridge's writes
+    """
 
     bridge: str
     term: int
@@ -219,7 +301,10 @@ class Lease(TypedDict):
 
 
 class ReportedMetrics(EngineMetrics):
-    """The metrics of one rank, and when they were read."""
+    """The metrics of one rank, and when they were read.
+
+    scrapes_failed: scrapes that failed since this bridge began to feed the engine
+    """
 
     dp_rank: int
     scraped_at_ms: int
@@ -227,7 +312,14 @@ class ReportedMetrics(EngineMetrics):
 
 
 class Render(TypedDict):
-    """Whether an engine makes the same tokens of probe prompts as the front that probed it; see docs/http.md."""
+    """Whether an engine makes the same tokens of probe prompts as the front that probed it (docs/http.md).
+
+    reason: why the outcome is `unknown`; otherwise null
+    part: the prompt that differs or could not be compared
+    from_token: position of the first token that differs; null if none does
+    probed_at_ms: when a front found this
+    probed_by: the front that found it
+    """
 
     outcome: RenderOutcome
     reason: RenderReason | None
@@ -238,7 +330,20 @@ class Render(TypedDict):
 
 
 class WorkerAnswer(TypedDict):
-    """A registered worker."""
+    """A registered worker: what it was registered with (WorkerBody), and what this router knows of it.
+
+    registered_at_ms: of its last registration
+    lease: null if no bridge feeds it
+    model_block_size: the scope's block size for the model; null before its first record
+    wrong_block_size_dp_ranks: ranks that get no requests because their blocks, or this router's settings, have another
+        block size than the scope
+    silent_dp_ranks: ranks that get no requests because they were not heard from within their lease
+    avoided: whether requests avoid it now
+    avoided_ms: for how many ms requests were asked to avoid it; 0 if they were not
+    incarnation: of its engine, by its events; null if this router knows none
+    render: whether its engine makes the same tokens as a front
+    metrics: of each rank whose engine reports any
+    """
 
     worker_id: int
     url: str
@@ -270,14 +375,22 @@ class WorkerAnswer(TypedDict):
 
 
 class WorkersAnswer(TypedDict):
-    """The registered workers, in order of id. router_mode: of this router."""
+    """The registered workers.
+
+    workers: in order of id
+    router_mode: of this router
+    """
 
     workers: list[WorkerAnswer]
     router_mode: RouterMode
 
 
 class AvoidedAnswer(TypedDict):
-    """Whether requests avoid a worker, and for how long they were asked to; see docs/http.md."""
+    """Whether requests avoid a worker (docs/http.md).
+
+    avoided: false if as many ranks as allowed are avoided already
+    avoided_ms: for how long requests were asked to avoid the worker
+    """
 
     worker_id: int
     avoided: bool
@@ -324,7 +437,16 @@ class PoolsAnswer(TypedDict):
 
 
 class RankAnswer(TypedDict):
-    """What a router has of one rank. digest: 16 hexadecimal digits, equal on routers that hold the same blocks."""
+    """What a router has of one rank.
+
+    incarnation: with `generation`, the rank's epoch
+    sequence: the engine's number of the last batch
+    gaps: gaps in the numbers of its batches
+    unknown_parents: stored blocks whose parent was never seen
+    lease_ms: how long a heartbeat is valid
+    silent: whether the rank gets no requests because its lease has expired
+    digest: 16 hexadecimal digits, equal on routers that hold the same blocks
+    """
 
     worker_id: int
     dp_rank: int
@@ -341,7 +463,11 @@ class RankAnswer(TypedDict):
 
 
 class StateAnswer(TypedDict):
-    """What a router has of each rank. applied_offsets: by partition."""
+    """What a router has of each rank.
+
+    blocks: of all ranks
+    applied_offsets: by partition
+    """
 
     blocks: int
     applied_offsets: dict[str, int]
@@ -349,7 +475,13 @@ class StateAnswer(TypedDict):
 
 
 class PooledBlockAnswer(TypedDict):
-    """A pooled block with its placement and the workers that can read it now."""
+    """A pooled block with its placement and the workers that can read it now.
+
+    position: number of the block in its prefix, from 0
+    worker_id: of its owner
+    accessible_workers: as the owner named them; an empty list means all members of the pool
+    reachable_workers: those that can read it now
+    """
 
     sequence_hash: int
     parent: int | None
@@ -378,7 +510,13 @@ class HealthAnswer(TypedDict):
 
 
 class ReadyAnswer(TypedDict):
-    """Whether the router is ready, and what it waits for. reason: only if it is not ready."""
+    """Whether the router is ready, and what it waits for.
+
+    partitions_left: partitions that are not read to their end, by what their topic has
+    workers_left: workers that must still register (`router_min_initial_workers`)
+    topics_missing: topics that do not exist
+    reason: what it waits for; only if it is not ready
+    """
 
     ready: bool
     partitions_left: dict[str, int]
@@ -398,10 +536,12 @@ class OpenApiAnswer(TypedDict):
 
 
 class LiveRouter(TypedDict):
-    """The router itself. not_ready_because: null while it is ready. dead_letters: of the scope, since its start.
+    """The router itself.
 
-    audited: decisions by how their overlap compares with what the engine found. agreed_share: of the exact ones whose
-    engine reported, those that agreed; null before the first one.
+    not_ready_because: null while it is ready
+    dead_letters: of the scope, since the router's start
+    audited: decisions by how their overlap compares with what the engine found
+    agreed_share: of the exact ones whose engine reported, those that agreed; null before the first one
     """
 
     id: str
@@ -417,7 +557,7 @@ class LiveRouter(TypedDict):
 class LiveSamples(TypedDict):
     """The last minutes as columns, the oldest sample first. A number that is not known is null.
 
-    modes: decisions per second by the mode of the chosen rank.
+    modes: decisions per second, by the mode of the chosen rank
     """
 
     age_s: list[float]
@@ -445,9 +585,11 @@ class LivePartition(TypedDict):
 
 
 class LiveWorker(TypedDict):
-    """One worker. worker_id: as text, since JavaScript rounds numbers of 64 bits. reason: why it is not exact.
+    """One worker.
 
-    hit_rate: the share of its prompts' blocks that were cached there, over the last minutes.
+    worker_id: as text, since JavaScript rounds numbers of 64 bits
+    reason: why it is not exact
+    hit_rate: the share of its prompts' blocks that were cached there, over the last minutes
     """
 
     worker_id: str
@@ -479,10 +621,13 @@ class LiveNextBest(TypedDict):
 
 
 class LiveDecision(TypedDict):
-    """A decision of the last minute; at most one per second is kept. worker_id: as text, as of LiveWorker.
+    """A decision of the last minute.
 
-    load_blocks: distinct blocks in use at the chosen rank, with those of the request. terms: what the cost is made of.
-    candidates: how many ranks were eligible. mode, reason: of the chosen rank.
+    worker_id: as text
+    load_blocks: distinct blocks in use at the chosen rank, with those of the request
+    terms: what the cost is made of
+    candidates: how many ranks were eligible
+    mode, reason: of the chosen rank
     """
 
     age_s: float
@@ -502,11 +647,15 @@ class LiveDecision(TypedDict):
 
 
 class LiveAnswer(TypedDict):
-    """What the live page shows. workers: those with the most requests first. decisions: the newest first. pools: as in
-    GET /scale, at most 20.
+    """What the live page shows.
 
-    explanations: of each reason that a worker has, or of its state if it has none and is not exact. term_meanings: of
-    terms of these decisions, as words that follow a number.
+    samples: of the last 5 minutes
+    workers: those with the most requests first, at most 200
+    pools: as in `GET /scale`, at most 20
+    explanations: of each reason that a worker has, or of its state if it has none and is not exact
+    decisions: of the last minute, at most one per second, the newest first. They have no request id and nothing of a
+        prompt
+    term_meanings: of the terms of these decisions, as words that follow a number
     """
 
     every_s: float

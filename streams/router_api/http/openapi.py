@@ -6,6 +6,7 @@ answers), and serving them (handlers).
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Iterable
 from functools import cache
@@ -56,6 +57,8 @@ def document() -> dict[str, Any]:
     types = [ErrorAnswer, *(kind for call in CALLS for kind in (call.answer, call.body, call.query) if kind)]
     types = list(dict.fromkeys([*types, ConfigOverride]))
     schemas, components = msgspec.json.schema_components(types, ref_template=_REF)
+    for schema in components.values():
+        _describe_fields(schema)
     schema_of: dict[Any, dict[str, Any]] = dict(zip(types, schemas, strict=True))
     paths: dict[str, dict[str, Any]] = {}
     for call in CALLS:
@@ -65,7 +68,7 @@ def document() -> dict[str, Any]:
         "info": {
             "title": "kvstreams router",
             "version": API_VERSION,
-            "description": "A KV-cache-aware router for LLM engines. docs/http.md explains each call.",
+            "description": "A KV-cache-aware router for LLM engines. docs/http.md explains how to use it.",
         },
         "tags": [{"name": tag} for tag in Tag],
         "paths": paths,
@@ -74,6 +77,21 @@ def document() -> dict[str, Any]:
             "securitySchemes": {"bearer": {"type": "http", "scheme": "bearer"}},
         },
     }
+
+
+#: A paragraph of a docstring that begins with the name of a field, or with several names. Further lines are indented.
+_FIELD_TEXT = re.compile(r"^(\w+(?:, \w+)*): (.+(?:\n .+)*)$", re.MULTILINE)
+
+
+def _describe_fields(schema: dict[str, Any]) -> None:
+    """Move what the docstring of a type says of its fields from the schema to those of the fields."""
+    about, _, rest = inspect.cleandoc(schema.get("description", "")).partition("\n\n")
+    properties = schema.get("properties", {})
+    for names, text in _FIELD_TEXT.findall(rest) if properties else ():
+        for name in names.split(", "):
+            properties[name]["description"] = re.sub(r"\s+", " ", text)
+    if about:
+        schema["description"] = re.sub(r"\s+", " ", about)
 
 
 @cache
@@ -143,6 +161,8 @@ def _or_list(one: dict[str, Any], takes_lists: bool, item: dict[str, Any]) -> di
 def _query_parameters(properties: dict[str, Any]) -> Iterable[dict[str, Any]]:
     for name, schema in properties.items():
         parameter: dict[str, Any] = {"name": name, "in": "query"}
+        if about := schema.get("description"):
+            parameter["description"] = about
         if name == "moe_query":
             yield {**parameter, "content": {JSON: {"schema": schema}}}
         elif name in LIST_PARAMETERS:

@@ -87,7 +87,10 @@ _Address = Annotated[str, msgspec.Meta(min_length=1, max_length=ADDRESS_CHARS_MA
 class MoeQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The slice of a mixture of experts that a request will use.
 
-    fallback_to_unlabeled: whether ranks that hold no matching block remain candidates if other ranks hold some.
+    layer_id: only labels of this layer
+    expert_ids: only labels of one of these experts
+    expert_group: only labels of this group of experts
+    fallback_to_unlabeled: if false and any rank holds a matching block, only ranks that hold one are candidates
     """
 
     layer_id: _Count | None = None
@@ -106,7 +109,18 @@ class MoeQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ConfigOverride(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The parts of the router's policy that one request overrides."""
+    """The parts of the router's policy that one request overrides.
+
+    router_mode: the routing policy. Without it, a request that overrides a setting of `kv` alone is decided by `kv`, if
+        the router's mode is `expected-time`
+    overlap_score_weight: mode `kv`: weight of prefill against decode load; with 0, the index is not read
+    router_temperature: mode `kv`: 0 takes the lowest cost, more draws at random by a softmax of the costs
+    track_active_blocks: whether the blocks that active requests use count in the cost
+    tier_weights: value of a cached block on device, host, disk and external storage
+    cxl_score_weight: value of a block that the rank can read from a CXL pool
+    moe_score_weight: additional value of a block whose labels match `moe_query`
+    moe_query: the experts that the request will use; as a query parameter, it is JSON
+    """
 
     router_mode: RouterMode | None = None
     overlap_score_weight: _Weight | None = None
@@ -119,7 +133,44 @@ class ConfigOverride(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class RouteRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Body of POST /route, POST /loads/potential and POST /matches."""
+    """Body of POST /route, POST /loads/potential and POST /matches.
+
+    request_id: identifies the booking; if it is left out, the router generates one. Repeating the id of an active
+        booking returns the same choice
+    model: may be left out while only one model is served
+    token_ids: the prompt's tokens; exactly one of this and `block_hashes`
+    block_hashes: the local hashes of the prompt's full blocks
+    lora_name: changes the hashes. Only workers that list this adapter are candidates; if no worker does, those that
+        list none at all (`lora_names` is null)
+    namespace: changes the hashes; empty is the same as leaving it out
+    cache_salt: changes the hashes: the salt that the engine is given with the request
+    session_id: with `router_session_affinity_ttl_s`: requests of one session, model and phase go to the rank of the
+        previous one, while it is a candidate
+    priority: requests with a greater one leave the queue first
+    priority_jump: changes the place among requests of equal priority (docs/queue.md)
+    queue: `on`: wait in the router until a rank has capacity
+    queue_timeout_ms: the longest time to wait; `router_queue_timeout_s` is the default and the limit
+    required_taints: only workers that have all of these taints
+    phase: only workers of this role or of role `both`; without it, roles are ignored. A request may have one booking
+        for `prefill` and one for `decode`
+    router_config_override: parts of the router's policy, for this request only
+    worker_id: only this worker. Mode `direct` requires it
+    dp_rank: only ranks with this number
+    allowed_worker_ids: only these workers; an empty list allows none
+    excluded_worker_ids: none of these workers
+    expected_output_tokens: tokens that the answer will probably have
+    prompt_part: what the tokens are of the prompt: all of it; its `beginning`, so that the answer is at most
+        `approximate`; or `none`: they are booked but not compared, because the engine does not read its cache for this
+        request or computes another prompt, and the answer is `fallback`
+    more_tokens: tokens of the prompt, or of further prompts, that are not in `token_ids`; they are booked too, up to
+        `request_tokens_max` in all
+    sequences: answers that the engine generates at the same time. If there are several, each is booked with one more
+        block
+    update_states: `false`: choose a rank, but book nothing and bind no session
+    explain: `true`: return the terms of every candidate
+    alternatives: how many further ranks the answer names, the cheapest first, each on another worker. A client that
+        turns to one of them reassigns its booking
+    """
 
     request_id: _Name | None = None
     model: _Name | None = None
@@ -150,7 +201,17 @@ class RouteRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class BookRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Body of POST /loads/{request_id}: a choice that was made elsewhere."""
+    """Body of POST /loads/{request_id}: a choice that was made elsewhere.
+
+    worker_id: the worker that was chosen
+    dp_rank: the rank that was chosen
+    token_ids: the prompt's tokens; exactly one of this and `block_hashes`
+    block_hashes: the local hashes of the prompt's full blocks
+    overlap_blocks: how many of the leading blocks the rank holds; their tokens are not charged. More than the request
+        has means all of them
+    expected_output_tokens: tokens that the answer will probably have
+    lora_name, namespace, cache_salt, phase: as for `POST /route`
+    """
 
     worker_id: _U64
     dp_rank: Annotated[int, msgspec.Meta(ge=0, le=U32_MAX)] = 0
@@ -165,7 +226,10 @@ class BookRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class OutputBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Body of POST /loads/{request_id}/output: all tokens generated so far."""
+    """Body of POST /loads/{request_id}/output.
+
+    output_tokens: all tokens that the request has generated so far; a number below an earlier one changes nothing
+    """
 
     output_tokens: _Count
 
@@ -173,7 +237,7 @@ class OutputBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class ReportQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Query parameters of the calls that report on a booking.
 
-    phase: the booking's phase, as its request to /route gave it. Without it, every booking of the request id is meant.
+    phase: the booking's phase, as its request to /route gave it. Without it, every booking of the request id is meant
     """
 
     phase: Literal["prefill", "decode"] | None = None
@@ -182,8 +246,10 @@ class ReportQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class PhaseReportQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Query parameters of POST /loads/{request_id}/prefill-complete and DELETE /loads/{request_id}.
 
-    phase: as for every report. prompt_tokens, cached_tokens: of the prompt, as the engine's usage has them; the router
-    that decided compares them with the overlap that it promised.
+    phase: the booking's phase; without it, every booking of the request id is meant
+    prompt_tokens: tokens of the prompt, as the engine's usage has them; the router that decided compares this and
+        `cached_tokens` with the overlap that it promised
+    cached_tokens: tokens of the prompt that the engine found in its cache
     """
 
     phase: Literal["prefill", "decode"] | None = None
@@ -199,7 +265,26 @@ _LoraNames = Annotated[
 
 
 class WorkerBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Body of PUT /workers/{worker_id}. A field that is left out keeps its value."""
+    """Body of PUT /workers/{worker_id}. A field that is left out keeps its value; null clears one that may be empty.
+
+    url: where the engine takes requests; `/route` returns it. It begins with `http://` or `https://`
+    model: the model that the worker serves
+    block_size: tokens per block. A model has one block size within a scope; another one is refused with
+        `wrong_block_size`
+    dp_size: number of data-parallel ranks; 1 by default
+    dp_start: the number of the first rank, as the engine counts them; 0 by default. A bridge sets it
+    role: `both` by default
+    kv_total_blocks: blocks of each rank, used if its engine does not report them
+    max_requests: requests that each rank computes at the same time, used if its engine does not report them
+    device_class: `cuda` by default; `cpu` matters in mode `device-aware-weighted`
+    taints: names that a request can require
+    aliases: further names of the model, as the engine lists them. A bridge sets them
+    max_model_len: tokens of the longest request that the engine takes. A bridge sets it
+    lora_names: the adapters that the worker serves. Null, the default: they are not listed, and the worker gets
+        requests for adapters that no worker lists. A bridge sets them
+    events_endpoint: the ZMQ address of its events, shown to people
+    replay_endpoint: the ZMQ address of its replay socket, shown to people
+    """
 
     url: _Address
     model: _Name
@@ -221,7 +306,12 @@ class WorkerBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class RenderBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Body of PUT /workers/{worker_id}/render: what a front found when it probed the engine. It has no tokens.
 
-    url, model, incarnation: of the engine that was probed, as GET /workers returned them.
+    url: of the engine that was probed, as `GET /workers` returned it when the probe began; likewise `model` and
+        `incarnation`
+    reason: why the outcome is `unknown`
+    part: the prompt that differs or could not be compared
+    from_token: position of the first token that differs
+    probed_by: a name for people
     """
 
     url: _Address
@@ -237,7 +327,11 @@ class RenderBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class PoolBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Body of PUT /pools/{pool_id}.
 
-    members: worker ids. epoch: if it is left out, the pool keeps its epoch, or begins the next one if it was lost.
+    members: ids of the workers that can address the pool
+    latency_class: shown, and not used for decisions
+    capacity_blocks: shown, and not used for decisions
+    epoch: a greater one means that the contents were lost. Without it, the pool keeps its epoch, or begins the next one
+        if it was lost
     """
 
     members: Annotated[list[_U64], msgspec.Meta(max_length=POOL_MEMBERS_MAX)]
