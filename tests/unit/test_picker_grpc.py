@@ -347,6 +347,25 @@ async def test_a_self_signed_certificate_encrypts(tmp_path: Path) -> None:
             assert await channel.unary_unary(LAST)(b"x") == b"x"
 
 
+async def test_draining_over_tls_fails_no_open_call(tmp_path: Path, new_loop: object) -> None:
+    """TLS has no half-closed connections; open calls get their answers nevertheless, and the connection closes."""
+    authority = Authority(tmp_path, "fleet")
+    settings = AccessSettings(tls_certificate=authority.sign("server", "localhost"))
+    trusted = Path(authority.file).read_bytes()
+    async with running(settings=settings) as server, _tls_channel(server, root_certificates=trusted) as channel:
+        call = channel.stream_stream(EACH)()
+        await call.write(b"x")
+        assert await call.read() == b"x"
+        draining = asyncio.create_task(server.server.drain(20))
+        await asyncio.sleep(0)
+        await call.write(b"y" * MIB)
+        assert await call.read() == b"y" * MIB
+        await call.done_writing()
+        assert await call.code() is grpc.StatusCode.OK
+        assert await draining == 0
+        assert server.server.held().connections == 0
+
+
 async def test_clients_must_speak_http_2_over_tls(tmp_path: Path, new_loop: object) -> None:
     """A TLS client that offers no HTTP/2 is not served."""
     context = ssl.create_default_context()
