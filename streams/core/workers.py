@@ -58,14 +58,19 @@ class WorkerState(enum.StrEnum):
 class BridgeLease:
     """The bridge that feeds a worker's events, and how long its lease is valid (the rules are in engines.lease).
 
-    renewal: counts this bridge's writes, so that a copy of the lease, as a cordon writes it, is not taken for a
-    renewal.
+    lease_ms: 0 once the bridge has given the lease up. renewal: counts this bridge's writes, so that a copy of the
+    lease, as a cordon writes it, is not taken for a renewal.
     """
 
     bridge: str
     term: int
     lease_ms: int
     renewal: int
+
+    @property
+    def is_released(self) -> bool:
+        """Return whether the bridge has given the lease up."""
+        return self.lease_ms == 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -334,7 +334,8 @@ class _Watch:
             worker, before = decode_worker(record.value, schema_ids), seen.workers.get(worker_id)
             renewed_after_s = None if before is None else before.renewed_after_s
             known = None if before is None else before.worker.lease
-            if live and renewed_after_s is None and worker.lease is not None and worker.lease != known:
+            lease, is_first = worker.lease, live and renewed_after_s is None
+            if is_first and lease is not None and lease != known and not lease.is_released:
                 renewed_after_s = time.monotonic() - self._began_s
             seen.workers[worker_id] = Registration(worker, renewed_after_s)
         elif record.value is not None:

@@ -387,6 +387,13 @@ def lease_has_expired(well: DoctorsFleet) -> Iterator[Sick]:
 
 
 @fault
+def lease_was_given_up(well: DoctorsFleet) -> Iterator[Sick]:
+    """As a bridge that was stopped leaves it."""
+    with well.registered(lease=BridgeLease("stopped:1:ab", 3, 0, 5)):
+        yield Sick(well.settings, {"lease_released"}, ["worker 77", "stopped:1:ab"], Order(skip=REGISTRY))
+
+
+@fault
 def lease_is_about_to_expire(well: DoctorsFleet) -> Iterator[Sick]:
     """Its bridge pulses, but has renewed nothing for more than two thirds of the lease."""
     bridge = get_json(f"{well.worker.url}/workers")["workers"][0]["lease"]["bridge"]

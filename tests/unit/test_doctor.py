@@ -36,7 +36,7 @@ from streams.prompts.parity import compare
 from streams.settings import Settings
 from streams.tables.records import BEHIND_UNKNOWN_MS, PartitionRecord, SourceProgress
 from streams.topics import topics
-from tests.helpers.pages import ROOT
+from tests.helpers.pages import ROOT, block_of
 
 SETTINGS = Settings(partitions=2)
 WORKER = Worker(WorkerId(1), "http://e:1", "m", 16, events_endpoint="tcp://e:2", replay_endpoint="tcp://e:3")
@@ -132,6 +132,26 @@ def test_a_lease_is_judged_by_its_length(after_s: float | None, watched_s: float
         observed(workers={WORKER.worker_id: Registration(worker, after_s)}, watched_s=watched_s)
     )
     assert [each.code for each in found] == ([code] if code else [])
+
+
+def test_the_page_shows_a_finding_as_it_is_printed() -> None:
+    """The example of docs/doctor.md is what the doctor prints of an engine without a socket for events."""
+    worker = replace(WORKER, worker_id=WorkerId(3))
+    socket = SocketSeen("tcp://gpu3:5557", "nothing listens there")
+    replay = SocketSeen("tcp://gpu3:5558", None)
+    seen = EngineSeen(worker, events=(socket,), replays=(replay,))
+    found = engines.check_engines(replace(observed(), engines=(seen,)))
+    assert as_text(list(found)).split() == block_of("docs/doctor.md", "worker 3:").split()
+
+
+@pytest.mark.parametrize("after_s", [None, 0.5])
+def test_a_lease_that_was_given_up_is_not_called_late(after_s: float | None) -> None:
+    """A bridge that was stopped says so with a lease of no length. The finding names the bridge, and what to do."""
+    worker = replace(WORKER, lease=replace(LEASE, lease_ms=0, renewal=2))
+    (found,) = registry.check_leases(observed(workers={WORKER.worker_id: Registration(worker, after_s)}, watched_s=4.0))
+    assert (found.code, found.subject) == ("lease_released", "worker 1")
+    assert "its bridge b gave up its lease" in found.problem
+    assert found.remedy.startswith("Start the bridge again")
 
 
 def test_a_bridge_that_renews_but_does_not_pulse_is_behind() -> None:

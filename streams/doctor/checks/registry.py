@@ -98,7 +98,17 @@ def check_leases(seen: Observations) -> Iterator[Finding]:
                 )
             continue
         lease_s, after_s = lease.lease_ms / 1000, registration.renewed_after_s
-        if after_s is None and logs.watched_s >= lease_s:
+        if lease.is_released:
+            yield Finding(
+                Group.LEASES,
+                "lease_released",
+                f"worker {worker_id}",
+                f"its bridge {lease.bridge} gave up its lease: it was stopped, or no longer has this engine in its "
+                "list. No other bridge has taken over, so the engine gets no requests",
+                "Start the bridge again, or another one for this engine. If the engine is gone for good, run "
+                f"DELETE /workers/{worker_id}",
+            )
+        elif after_s is None and logs.watched_s >= lease_s:
             yield Finding(
                 Group.LEASES,
                 "lease_expired",

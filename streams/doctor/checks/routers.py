@@ -168,8 +168,7 @@ def _ranks(router: RouterSeen, subject: str) -> Iterator[Finding]:
             Group.ROUTERS,
             "ranks_silent",
             subject,
-            f"workers {listed(sorted(silent))} have ranks that were not heard from within their lease, and get no "
-            "requests",
+            f"ranks of workers {listed(sorted(silent))} were not heard from within their lease, and get no requests",
             "Check these engines and the bridge that feeds them",
         )
 
