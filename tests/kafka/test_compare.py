@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from streams.lab.processes import Children
 from streams.lab.stack import RouterProcess, Stack, get_bytes, get_json, wait_workers
 from streams.process.waiting import wait_for
 from tests.helpers.commands import Run
+from tests.helpers.pages import block_of
 from tests.helpers.scopes import ScopeFactory
 from tests.helpers.support import VISIBLE_TIMEOUT_S
 
@@ -76,11 +78,19 @@ def test_modes_take_turns_on_a_live_fleet(router: RouterProcess, tmp_path: Path,
     ]
     trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
     before = decisions(router)
-    done = run(
-        *("compare", "--router", router.url, "--mode", "round-robin", "--mode", "reuse=kv", "--trace", str(trace)),
-        *("--concurrency", "1", "--block", str(BLOCK), "--washout", str(AT_A_TIME)),
-        *("--seed", "3", "--json", str(figures)),
-    )
+    options = shlex.split(block_of("docs/compare.md", "kvstreams compare").replace("\\\n", ""))[2:]
+    changes = {
+        "http://router1:8000": router.url,
+        "kv": "round-robin",
+        "expected-time": "reuse=kv",
+        "conversation_trace.jsonl": str(trace),
+        "4000": str(N_REQUESTS),
+        "32": "1",
+        "40": str(AT_A_TIME),
+        "figures.json": str(figures),
+    }
+    options = [changes.get(option, option) for option in options]
+    done = run("compare", *options, "--block", str(BLOCK), "--seed", "3")
     assert done.returncode == 0, done.stderr
     found = json.loads(figures.read_text())
     assert found["rounds"] == N_REQUESTS // (2 * BLOCK)
@@ -107,6 +117,8 @@ def test_modes_take_turns_on_a_live_fleet(router: RouterProcess, tmp_path: Path,
         assert row["balance"]["value"] >= 1.0
     assert "reuse against round-robin: hit share +" in done.stdout
     assert "only 4 rounds" in done.stderr
+    header, *_ = block_of("docs/compare.md", "mode  ").splitlines()
+    assert header.split() in [line.split() for line in done.stdout.splitlines()]
     # Nothing is left behind in the fleet.
     wait_for(
         lambda: all(row["active_requests"] == 0 for row in get_json(f"{router.url}/loads")["loads"]),

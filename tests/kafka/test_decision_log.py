@@ -20,6 +20,7 @@ from streams.settings import Settings, as_environ
 from streams.topics import topics
 from tests.helpers.api import OCTETS, Api, metrics, packed
 from tests.helpers.commands import PATIENCE_S, Run, assert_one_line
+from tests.helpers.pages import block_of, shape
 
 PROMPT = list(range(5000, 5000 + 1100))
 
@@ -107,6 +108,18 @@ def test_a_decision_is_explained_in_words(recorded: Recorded, run: Run) -> None:
     assert "more candidates were not recorded" in done.stdout
     later = run("explain", "r3", env=recorded.env)
     assert "68 blocks of the prompt (99%)" in " ".join(later.stdout.split())
+    on_page = block_of("docs/decisions.md", "Request chat-700").replace("chat-700", "r3")
+    shown, printed = ([without_ids(line) for line in text.splitlines()] for text in (on_page, later.stdout))
+    # What a rank had more or less than the next one differs, and so does whether the client limited its answer.
+    compared = [line for line in shown if line.startswith("Compared with")]
+    prompt = [line for line in shown if line.startswith("Its prompt has")]
+    assert set(shown) - set(printed) == {*compared, *prompt}
+    assert any(line.startswith(prompt[0].removesuffix(".")) for line in printed)
+    assert any(line.startswith(compared[0].partition(", it had")[0]) for line in printed)
+
+
+def without_ids(line: str) -> str:
+    return shape(re.sub(r"\b[0-9a-f]{32}\b", "router", line))
 
 
 def test_what_is_not_in_the_log_is_said(recorded: Recorded, run: Run, scope: Settings) -> None:

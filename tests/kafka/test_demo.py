@@ -12,6 +12,7 @@ from streams.core.routing.selection import RouterMode
 from streams.lab.demo.run import DemoConfig, run_demo
 from streams.lab.kafka.broker import KafkaState
 from tests.helpers.commands import Start
+from tests.helpers.pages import block_of
 
 
 @pytest.mark.first_ring("demo")
@@ -89,9 +90,10 @@ def test_the_demo_shows_all_acts_and_writes_its_figures(
 def test_the_demo_runs_on_a_kafka_that_requires_credentials_and_with_tokens(tmp_path: Path, start: Start) -> None:
     """The same acts work over SASL_SSL with tokens on, and no secret is in the output, in a log or in an argument."""
     folder = tmp_path / "kafka"
+    _, command = block_of("docs/first-request.md", "kvstreams demo").split()
     arguments = ("--workers", "2", "--requests", "20", "--speedup", "4", "--policy", "kv", "--policy", "random")
     demo = start(
-        "demo", "--secure", *arguments, "--directory", str(tmp_path / "demo"), "--kafka-directory", str(folder)
+        command, "--secure", *arguments, "--directory", str(tmp_path / "demo"), "--kafka-directory", str(folder)
     )
     out, err = demo.communicate(timeout=240.0)
     assert demo.returncode == 0, (out + err)[-3000:]

@@ -17,35 +17,13 @@ from pathlib import Path
 
 import pytest
 
+from streams.lab.engines.chat_template import tokenizer_files
 from streams.lab.engines.engine_config import EngineConfig
 from streams.lab.kafka.broker import KafkaState
 from streams.lab.kafka.ports import free_ports
 from streams.lab.stack import Engine, Stack
 from tests.helpers.commands import environment
-from tests.helpers.pages import ROOT, blocks_of
-
-#: Pages that are pasted in this order into one shell, by what a reader sets out to do.
-API = ("docs/own-fleet.md", "docs/publisher.md", "docs/http.md", "docs/sim.md", "docs/cxl.md")
-OPERATING = (
-    *("docs/own-fleet.md", "docs/more-routers.md", "docs/troubleshooting.md", "docs/recovery.md"),
-    *("docs/upgrades.md", "docs/doctor.md", "docs/metrics.md", "docs/scaling.md"),
-)
-SECURITY = ("docs/tls-and-tokens.md",)
-LITELLM = ("docs/own-fleet.md", "docs/litellm.md")
-
-#: Pages whose commands are not pasted, and what runs them instead. tests/unit/test_docs.py parses their lines.
-ELSEWHERE = {
-    "README.md": "its commands are `make up` and those of docs/own-fleet.md, as tests/unit/test_docs.py checks",
-    "CONTRIBUTING.md": "starts the tests",
-    "docs/first-request.md": "tests/kafka/test_up.py",
-    "docs/compare.md": "tests/kafka/test_compare.py; a comparison takes many minutes",
-    "docs/decisions.md": "tests/kafka/test_decision_log.py; the commands name requests and hours of the reader's own",
-    "docs/engines.md": "tests/kafka/test_bridge.py; the commands name hosts of the reader's own",
-    "docs/front.md": "tests/processes/test_front.py; the commands need the files of a model",
-    "docs/kubernetes.md": "tests/unit/test_chart.py and tests/kafka/test_chart.py; the commands need a cluster",
-    "docs/quality.md": "tests/unit/test_lab.py; simulations take minutes",
-    "docs/security.md": "tests/kafka/test_security.py; the commands name brokers of the reader's own",
-}
+from tests.helpers.pages import JOURNEYS, ROOT, block_of, blocks_of, is_pasted, shape
 
 #: Environment variable with a Python environment that has litellm[proxy], which needs versions of packages of its own.
 LITELLM_ENV = "KVSTREAMS_LITELLM"
@@ -60,9 +38,6 @@ LEFT_OUT = {
 #: Ports of the pages. Each is replaced with a free one, since tests run at the same time.
 PORTS = (4000, 8000, 8001, 8002, 8080, 8081, 8300, 8101, 8102, 8200, 5561, 5562, 5571, 5572)
 
-#: Pages whose Python blocks are programs that a reader pastes next to the processes of the page.
-PASTED_PYTHON = ("docs/own-fleet.md", "docs/publisher.md")
-
 #: Seconds in which a process ends that a page has asked to.
 END_S = 20
 
@@ -76,8 +51,8 @@ trap 'status=$?; echo "$WHERE: status $status: $BASH_COMMAND" >> "$FAILURES"' ER
 """
 
 
-def replacements(kafka: KafkaState, engine: Engine, prefix: str) -> dict[str, str]:
-    """Return what a reader replaces in the pages: Kafka's address, an engine of the fleet, prefixes and ports."""
+def replacements(kafka: KafkaState, engine: Engine, model: Path, prefix: str) -> dict[str, str]:
+    """Return what a reader replaces in the pages: Kafka's address, an engine and its files, prefixes and ports."""
     events, replay = (address.rpartition(":")[2] for address in (engine.events, engine.replay))
     changes = {
         r"broker1:9092,broker2:9092": kafka.bootstrap,
@@ -88,6 +63,7 @@ def replacements(kafka: KafkaState, engine: Engine, prefix: str) -> dict[str, st
         r"gpu1:5557": f"127.0.0.1:{events}",
         r"gpu1:5558": f"127.0.0.1:{replay}",
         r"http://front:": "http://localhost:",
+        r"/models/my-model": str(model),
     }
     for port, free in zip(PORTS, free_ports(len(PORTS)), strict=True):
         changes[rf"(?<=localhost:){port}\b|(?<=127\.0\.0\.1:){port}\b|(?<=port ){port}\b|(?<=state ){port}\b"] = str(
@@ -110,9 +86,11 @@ def script(pages: Sequence[str], changes: dict[str, str]) -> str:
     for page in pages:
         for line, language, code in blocks_of(page):
             where = f"{page}:{line}"
-            if language == "python" and page in PASTED_PYTHON:
+            if not is_pasted(page, language, code):
+                continue
+            if language == "python":
                 parts.append(step(where, f"python3 - <<'END_OF_PAGE'\n{pasted(code, changes)}\nEND_OF_PAGE", n_running))
-            if language == "sh":
+            else:
                 block = pasted(code, changes)
                 n_running = 0 if "kill $(jobs -p)" in block else n_running + started(block)
                 parts.append(step(where, block, n_running))
@@ -181,9 +159,12 @@ def paste(text: str, folder: Path, env: dict[str, str]) -> dict[str, str]:
 def shell(kafka: KafkaState, stack: Stack, tmp_path: Path) -> Callable[[Sequence[str]], dict[str, str]]:
     """Give a function that pastes pages into one shell, and returns the output of each page."""
     (engine,) = stack.engines(1, EngineConfig(block_size=16, n_blocks=1024), "my-model", time_scale=100.0)
-    folder, failures = tmp_path / "shell", tmp_path / "failures"
+    folder, failures, model = tmp_path / "shell", tmp_path / "failures", tmp_path / "model"
     folder.mkdir()
-    changes = replacements(kafka, engine, stack.settings.topic_prefix)
+    model.mkdir()
+    for name, text in tokenizer_files().items():
+        (model / name).write_text(text)
+    changes = replacements(kafka, engine, model, stack.settings.topic_prefix)
     env = environment(
         {
             "PATH": f"{shims(tmp_path / 'bin')}:{os.environ['PATH']}",
@@ -209,9 +190,10 @@ def test_the_examples_of_the_api_pasted_in_order_into_one_shell_work(
     shell: Callable[[Sequence[str]], dict[str, str]],
 ) -> None:
     """No command fails, no background process ends, and the answers show what the pages say."""
-    by_page = shell(API)
+    by_page = shell(JOURNEYS["api"])
     first, second = re.findall(r"^X-Kvstreams-Overlap-Blocks: (\d+)/", by_page["docs/own-fleet.md"], re.MULTILINE)
     assert (first, int(second) > 0) == ("0", True)
+    assert_shows(by_page["docs/own-fleet.md"], block_of("docs/own-fleet.md", "X-Kvstreams-Worker"))
     assert '"request_blocks": 128' in _spaced(by_page["docs/own-fleet.md"])
     assert '"request_id": "r2", "worker_id": 7' in _spaced(by_page["docs/http.md"])
     assert '"worker_id": 1, "dp_rank": 0' in _spaced(by_page["docs/sim.md"])
@@ -226,20 +208,48 @@ def test_a_fleet_is_operated_with_the_commands_of_the_pages(
     shell: Callable[[Sequence[str]], dict[str, str]],
 ) -> None:
     """A second router has the same blocks, a stopped bridge is found, and a worker's lost disk changes nothing."""
-    by_page = shell(OPERATING)
+    by_page = shell(JOURNEYS["operating"])
     assert "1 ranks, equal on both routers" in by_page["docs/more-routers.md"]
     assert re.search(
         r"^kvstreams_degraded_ranks\S*bridge_silent\S* 1", by_page["docs/troubleshooting.md"], re.MULTILINE
     )
-    assert re.search(r"^worker 1: .*bridge", by_page["docs/troubleshooting.md"], re.MULTILINE)
+    assert re.search(r"^worker 1: its bridge \S+ gave up its lease", by_page["docs/troubleshooting.md"], re.MULTILINE)
     assert "[(1, 0, " in by_page["docs/recovery.md"]
+
+
+@pytest.mark.long_running
+@pytest.mark.timeout(PATIENCE_S + 60)
+def test_recorded_decisions_are_used_as_the_pages_say(shell: Callable[[Sequence[str]], dict[str, str]]) -> None:
+    """A decision is explained, an hour is replayed, simulated, tuned and planned."""
+    by_page = shell(JOURNEYS["decisions"])
+    assert re.search(
+        r"^Request \w+ for model my-model was routed to 1/0 at ", by_page["docs/decisions.md"], re.MULTILINE
+    )
+    assert_shows(by_page["docs/decisions.md"], block_of("docs/decisions.md", "1,500 requests"))
+    assert_shows(by_page["docs/scaling.md"], block_of("docs/scaling.md", "2,000 requests"))
+    assert '"replicas_wanted"' in by_page["docs/scaling.md"]
+
+
+@pytest.mark.long_running
+@pytest.mark.timeout(PATIENCE_S + 60)
+def test_a_front_tokenizes_with_the_files_of_a_model(shell: Callable[[Sequence[str]], dict[str, str]]) -> None:
+    """A chat over HTTP is streamed, and OpenAI's client gets a completion."""
+    shown = shell(JOURNEYS["front"])["docs/front.md"]
+    assert "data: [DONE]" in shown
+    assert "object='text_completion'" in shown
+
+
+def assert_shows(printed: str, on_page: str) -> None:
+    """Each line of a page's block is in what its commands have printed, apart from numbers."""
+    missing = {shape(line) for line in on_page.splitlines()} - {shape(line) for line in printed.splitlines()}
+    assert not missing, f"{missing} in {printed[-3000:]}"
 
 
 @pytest.mark.long_running
 @pytest.mark.timeout(PATIENCE_S + 60)
 def test_a_fleet_is_protected_with_the_commands_of_the_page(shell: Callable[[Sequence[str]], dict[str, str]]) -> None:
     """Kafka and the HTTP API require what the page sets up, requests with the right tokens work, and a token ends."""
-    shown = shell(SECURITY)["docs/tls-and-tokens.md"]
+    shown = shell(JOURNEYS["security"])["docs/tls-and-tokens.md"]
     assert re.search(r"^401\n403\n", shown, re.MULTILINE)
     assert '"object": "text_completion"' in _spaced(shown)
 
@@ -249,22 +259,9 @@ def test_a_fleet_is_protected_with_the_commands_of_the_page(shell: Callable[[Seq
 @pytest.mark.skipif(LITELLM_ENV not in os.environ, reason=f"{LITELLM_ENV} names no environment with litellm[proxy]")
 def test_litellm_serves_users_in_front_of_the_front(shell: Callable[[Sequence[str]], dict[str, str]]) -> None:
     """Its answer shows that the front chose an engine that had the prompt, and a stream ends as a stream does."""
-    shown = shell(LITELLM)["docs/litellm.md"]
+    shown = shell(JOURNEYS["litellm"])["docs/litellm.md"]
     assert re.search(r"^llm_provider-x-kvstreams-overlap-blocks: [1-9]\d*/", shown, re.MULTILINE | re.IGNORECASE)
     assert "data: [DONE]" in shown
-
-
-def test_the_commands_of_every_page_are_pasted_or_run_elsewhere() -> None:
-    """A page with commands is in a journey, or the reason why not is here."""
-    pages = [name for name in ("README.md", "CONTRIBUTING.md") if _has_commands(name)]
-    pages += [page for page in (f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")) if _has_commands(page)]
-    pasted_pages = {*API, *OPERATING, *SECURITY, *LITELLM}
-    assert set(pages) - pasted_pages == {page for page in ELSEWHERE if _has_commands(page)}
-    assert not pasted_pages & set(ELSEWHERE)
-
-
-def _has_commands(page: str) -> bool:
-    return any(language in ("sh", "bash") for _, language, _ in blocks_of(page))
 
 
 @pytest.mark.parametrize(
@@ -295,7 +292,7 @@ def _spaced(text: str) -> str:
 
 def test_each_line_that_is_left_out_is_on_a_page() -> None:
     """A reason to leave a line out goes when the line goes."""
-    pages = {*API, *OPERATING, *SECURITY, *LITELLM}
+    pages = {page for pages in JOURNEYS.values() for page in pages}
     code = "".join(code for page in pages for _, language, code in blocks_of(page) if language == "sh")
     lines = code.splitlines()
     assert all(any(line.startswith(beginning) for line in lines) for beginning in LEFT_OUT)

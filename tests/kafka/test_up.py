@@ -17,6 +17,7 @@ import pytest
 from streams.process.waiting import wait_for
 from tests.helpers.api import Api
 from tests.helpers.commands import PATIENCE_S, Run, Start, environment
+from tests.helpers.pages import block_of, shape
 
 
 def pasted(line: str) -> str:
@@ -40,6 +41,11 @@ def shown_when_ready(process: subprocess.Popen[str]) -> list[str]:
     return shown
 
 
+def numberless(line: str) -> str:
+    """A printed line without ports, and with lists of numbers in short."""
+    return re.sub(r"(0, )+0", "0", shape(line))
+
+
 @pytest.mark.first_ring("kafka", "up")
 @pytest.mark.long_running
 def test_everything_runs_on_a_kafka_that_was_started_before_and_leaves_it_running(
@@ -54,6 +60,8 @@ def test_everything_runs_on_a_kafka_that_was_started_before_and_leaves_it_runnin
             "up", "--workers", "1", "--directory", str(tmp_path / "up"), "--kafka-directory", str(tmp_path / "kafka")
         )
         shown = shown_when_ready(process)
+        page = block_of("docs/first-request.md", "curl").replace("…", "2").splitlines()
+        assert {numberless(line) for line in page} <= {numberless(line) for line in "".join(shown).splitlines()}
         lines = [line for line in "".join(shown).splitlines() if line.startswith(("curl ", "kvstreams "))]
         (url,) = re.findall(r"^curl -s (http://\S+)/loads$", "\n".join(lines), re.MULTILINE)
         assert '"object":"text_completion"' in pasted(lines[0])
@@ -62,6 +70,9 @@ def test_everything_runs_on_a_kafka_that_was_started_before_and_leaves_it_runnin
         route, loads, end, doctor = map(pasted, lines[1:])
         answer = json.loads(route)
         assert (answer["worker_id"], answer["overlap_blocks"], answer["request_blocks"]) == (1, 2, 2)
+        on_page = json.loads(block_of("docs/first-request.md", '{"request_id"').replace("[...]", "[]"))
+        same = ("request_id", "worker_id", "dp_rank", "overlap_blocks", "request_blocks", "router_mode", "mode")
+        assert on_page.keys() <= answer.keys() and [on_page[name] for name in same] == [answer[name] for name in same]
         assert json.loads(loads)["loads"][0]["active_requests"] == 1
         assert json.loads(end)["request_id"] == "r1"
         assert not doctor

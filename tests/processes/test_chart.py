@@ -20,6 +20,7 @@ import yaml
 from streams.security.acls import Acl, acls_of
 from streams.settings import Settings, load
 from streams.topics import topics
+from tests.helpers.command_line import parse_command
 from tests.helpers.crds import definition_of
 from tests.helpers.go_program import BUILD_TIMEOUT_S
 from tests.helpers.helm import (
@@ -275,6 +276,23 @@ def test_the_commands_of_the_page_are_understood(command: str) -> None:
     options = [option for option in options if option not in ("--create-namespace", "--reset-then-reuse-values")]
     base = [] if verb == "install" else [values_files()["default"]]
     assert rendered(*options, values=base)
+
+
+def test_the_commands_of_the_page_name_objects_of_the_chart() -> None:
+    """Each Deployment, Service and Secret after `kubectl` is rendered, and so is the field of the Secret."""
+    commands = "".join(code for _, code in blocks(PAGE, "sh"))
+    names = {(kind, name) for kind, name in re.findall(r"\b(deployment|service)/([\w-]+)", commands)}
+    names |= {("secret", name) for name in re.findall(r"\bget secret ([\w-]+)", commands)}
+    found = {
+        (each["kind"].lower(), each["metadata"]["name"]): each for each in rendered(values=[values_files()["default"]])
+    }
+    assert len(names) >= 4 and names <= found.keys()
+    (field,) = re.findall(r"\{\.data\.([\w-]+)\}", commands)
+    assert field in found["secret", "kvs-kvstreams-tokens"]["stringData"]
+    (port,) = re.findall(r"port-forward service/kvs-kvstreams-front \d+:(\d+)", commands)
+    assert int(port) in [each["port"] for each in found["service", "kvs-kvstreams-front"]["spec"]["ports"]]
+    for command in re.findall(r" -- kvstreams (.*)", commands):
+        parse_command(shlex.split(command))
 
 
 @pytest.mark.parametrize("text", [code for _, code in blocks(PAGE, "yaml") if not code.startswith("rules:")])

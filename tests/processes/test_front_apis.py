@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from streams.prompts.calls import Kind
 from streams.settings import Settings
 from tests.helpers.front_stage import Backend, Stage, on_stage
 from tests.helpers.local_router import local_router, register
+from tests.helpers.pages import block_of
 from tests.helpers.scripted_engine import Script, ScriptedEngine, scripted_engines
 
 #: A request and an answer of each call that generates nothing, with a field that no front knows.
@@ -248,6 +251,26 @@ async def test_an_agents_prompt_is_compared_with_what_the_engine_had(
             assert (await stage.post(body, path))[0] == 200
             assert counts.renders.renderings[rendering] == 2
         assert counts.output_tokens == 4 * 5
+
+
+async def test_the_page_shows_how_to_use_anthropics_client(backend: Backend) -> None:
+    """Its example runs in another process, and prints the message that the engine gave."""
+    code = block_of("docs/front.md", "from anthropic")
+    message = {
+        "id": "m1",
+        "type": "message",
+        "role": "assistant",
+        "model": "my-model",
+        "content": [{"type": "text", "text": "Good day"}],
+        "stop_reason": "end_turn",
+        "usage": {"input_tokens": 9, "output_tokens": 2},
+    }
+    async with on_stage(backend) as stage:
+        stage.script(*[Script(page=orjson.dumps(message))] * 2)
+        code = code.replace("http://localhost:8081", stage.url).replace("my-model", "m")
+        client = await asyncio.create_subprocess_exec(sys.executable, "-c", code, stdout=asyncio.subprocess.PIPE)
+        out, _ = await client.communicate()
+    assert client.returncode == 0 and b"text='Good day'" in out
 
 
 @pytest.mark.parametrize("path", AGENTS)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import time
@@ -19,6 +20,7 @@ from typing import Any
 
 from streams.lab.kafka.ports import free_port
 from streams.process.waiting import wait_for
+from tests.helpers.pages import block_of
 from tests.real.environment import environment, model_folder
 
 #: Two engines that start at once on two busy cores take up to 235 s.
@@ -62,13 +64,9 @@ class RealEngine:
 
     def start(self, env: Mapping[str, str] | None = None, block_size: int = BLOCK_SIZE) -> None:
         """Start the processes, and return at once."""
-        published = {
-            "enable_kv_cache_events": True,
-            "publisher": "zmq",
-            "endpoint": self.events,
-            "replay_endpoint": self.replay,
-            "topic": "kv-events",
-        }
+        _, option = shlex.split(block_of("docs/own-fleet.md", "--kv-events-config"))
+        published = json.loads(option)
+        published |= {"endpoint": self.events, "replay_endpoint": self.replay, "topic": "kv-events"}
         command = [
             *(
                 str(environment() / "bin" / "vllm"),

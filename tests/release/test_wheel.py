@@ -21,6 +21,7 @@ import pytest
 from tests.helpers.api import Api
 from tests.helpers.commands import environment
 from tests.helpers.containers import PYTHONS, debian, missing
+from tests.helpers.pages import block_of, blocks
 
 pytestmark = [
     pytest.mark.skipif(
@@ -59,7 +60,8 @@ def release(tmp_path_factory: pytest.TempPathFactory) -> Release:
     """`make release`, once."""
     from tools import release
 
-    folder = tmp_path_factory.mktemp("dist")
+    folder = tmp_path_factory.mktemp("release") / "dist"
+    folder.mkdir()
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         release.main(folder)
@@ -76,7 +78,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_release_is_complete(release: Release) -> None:
     """It has a wheel, an sdist, an SBOM, the notices of what it needs, and the checksums of all these."""
-    checked = subprocess.run(["sha256sum", "--check", "SHA256SUMS"], cwd=release.folder, capture_output=True, text=True)
+    _, check = block_of("docs/install.md", "make release").splitlines()
+    checked = subprocess.run(["sh", "-c", check], cwd=release.folder.parent, capture_output=True, text=True)
     assert checked.returncode == 0, checked.stdout
     names = re.findall(r"^(\S+): OK$", checked.stdout, re.MULTILINE)
     assert {f"{name}: OK" for name in names} == set(checked.stdout.splitlines())
@@ -180,10 +183,15 @@ def empty(version: str, tmp_path: Path) -> Iterator[Environment]:
 @pytest.mark.parametrize("version", PYTHONS)
 def test_the_wheel_routes_a_request_in_an_empty_environment(wheel: Path, version: str, empty: Environment) -> None:
     """`pip install` and `kvstreams up`, in an empty folder, without a checkout; then the calls that `up` prints."""
+    for page, extra in (("docs/first-request.md", "local"), ("docs/install.md", "front")):
+        (install,) = re.findall(r"^pip install '(.*)'$", "".join(code for _, code in blocks(page, "sh")), re.MULTILINE)
+        name, extras = install.removesuffix("]").split("[")
+        assert name in ("kvstreams", wheel.name) and extra in extras.split(","), page
+    *_, up = block_of("docs/first-request.md", "python3 -m venv").splitlines()
     empty.install(wheel)
     assert version in empty.run("environment/bin/python", "--version")
     began = time.monotonic()
-    process = empty.start("environment/bin/kvstreams", "up")
+    process = empty.start(*f"environment/bin/{up}".split())
     assert process.stdout is not None
     shown: list[str] = []
     try:

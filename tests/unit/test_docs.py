@@ -39,11 +39,9 @@ from streams.router_api.http.handlers import Handlers
 from streams.settings import Settings
 from tests.helpers.command_line import parse_command
 from tests.helpers.invariants import check
-from tests.helpers.pages import PAGES, ROOT, blocks, blocks_of
+from tests.helpers.pages import PAGES, ROOT, TOP_PAGES, blocks, blocks_of
 
 SHOWN = "# -> "
-
-TOP_PAGES = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")
 
 _DEFINITIONS = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import struct
 import subprocess
 import sys
@@ -37,6 +38,7 @@ from streams.core.hashing import (
 from streams.core.ids import U32_MAX, U64_MASK, SequenceHash
 from streams.core.kernels import xxh3
 from streams.errors import BlockSizeMismatch, InvalidRequest
+from tests.helpers.pages import block_of
 from tests.helpers.reference import chain_hashes
 
 GOLDEN_TOKENS = list(range(1, 13))
@@ -64,6 +66,14 @@ def test_the_examples_in_the_documentation() -> None:
     assert local.tolist() == GOLDEN_LOCAL
     assert sequence_hashes(local).tolist() == GOLDEN_SEQUENCE
     assert local.dtype == sequence_hashes(local).dtype == np.uint64
+
+
+def test_the_page_has_the_golden_hashes() -> None:
+    """The example of docs/architecture.md: its tokens and block size, and all hashes of both kinds."""
+    _, _, example = block_of("docs/architecture.md", "local[i]").partition("\n\n")
+    tokens, block_size, *hashes = map(int, re.findall(r"\d+", example.replace("1..", "")))
+    assert (tokens, block_size) == (GOLDEN_TOKENS[-1], 4)
+    assert hashes == GOLDEN_LOCAL + GOLDEN_SEQUENCE
 
 
 @given(tokens=st.lists(u32s, max_size=70), block_size=st.integers(1, 17), seed=u64s)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 import tomllib
@@ -18,6 +19,7 @@ from streams.core.loads.bookings import ActiveLoads, Booking, BookingId
 from streams.core.routing.policies.interface import Policy, Situation
 from streams.errors import SettingsError
 from streams.lab.simulation.peers import POLICIES, find_policy, policy_names
+from tests.helpers.pages import block_of
 
 ROOT = Path(__file__).parents[2]
 RANKS = tuple(RankId(WorkerId(number), DpRank(0)) for number in (1, 2, 3))
@@ -128,9 +130,11 @@ def test_the_example_package_is_found_by_its_entry_point(tmp_path: Path) -> None
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: kvstreams-longest-prefix\nVersion: 0.1.0\n")
     (metadata / "entry_points.txt").write_text("[kvstreams.policies]\nlongest-prefix = longest_prefix:make\n")
     assert 'longest-prefix = "longest_prefix:make"' in (package / "pyproject.toml").read_text()
+    install, simulate = map(shlex.split, block_of("docs/quality.md", "pip install ./examples").splitlines())
+    assert (ROOT / install[-1]).samefile(package)
     file = tmp_path / "rows.json"
-    policies = "random,longest-prefix:blocks_per_request=1"
-    arguments = ["uniform:requests=60:prefixes=6", "--workers", "2", "--policy", policies, "--concurrency", "4"]
+    arguments = [*simulate[2:], "--workers", "2", "--concurrency", "4"]
+    arguments[0] += ":requests=60:prefixes=6"
     subprocess.run(
         [sys.executable, "-m", "streams.cli", "simulate", *arguments, "--json", str(file)],
         env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"},
@@ -139,4 +143,5 @@ def test_the_example_package_is_found_by_its_entry_point(tmp_path: Path) -> None
         timeout=120,
     )
     rows = {row["policy"]: row for row in json.loads(file.read_text())["rows"]}
-    assert rows["longest-prefix:blocks_per_request=1"]["reuse"] > rows["random"]["reuse"]
+    assert set(rows) == {"kv", "longest-prefix", "longest-prefix:blocks_per_request=10"}
+    assert rows["longest-prefix"]["reuse"] > 0.2

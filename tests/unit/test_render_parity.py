@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
@@ -51,6 +52,7 @@ from streams.settings import Settings
 from streams.tables.records import PROGRESS_KEY, encode_progress
 from tests.helpers.http_double import HttpDouble
 from tests.helpers.local_router import local_router
+from tests.helpers.pages import block_of, shape
 from tests.helpers.rendering_engine import byte_model
 from tests.helpers.views import BLOCK_SIZE, Clock, register, view_of
 
@@ -402,6 +404,9 @@ def test_engines_are_probed_once_and_the_difference_is_logged_once(
     assert outcomes == Counter({RenderOutcome.EQUAL: 1, RenderOutcome.DIFFERS: 2})
     (logged,) = [record.getMessage() for record in caplog.records if "other tokens" in record.getMessage()]
     assert "--chat-template" in logged and "'chat'" in logged
+    shown = " ".join(block_of("docs/front.md", "the engine of worker 2").split()).removesuffix(" …")
+    shown = shown.replace("http://gpu2:8000", "URL").replace("my-model", "m")
+    assert shape(re.sub(r"http://\S+", "URL", logged)).startswith(shape(shown))
     for _, prompt in PROMPTS.values():
         for message in prompt.get("messages", ()):
             content = message["content"] or ""
