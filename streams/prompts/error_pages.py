@@ -1,4 +1,7 @@
-"""Errors in the shapes of OpenAI's and Anthropic's calls (pure)."""
+"""Errors in the shapes of OpenAI's and Anthropic's calls (pure).
+
+What lives here: the bodies of answers that report an error. What must not: which error it is, and HTTP.
+"""
 
 from __future__ import annotations
 
