@@ -26,6 +26,7 @@ from streams.decision_log.noted import COST_TERMS, listed_candidates
 from streams.decision_log.records import FleetSize, LoggedBatch, LoggedDecision, OutcomeReport, decode_batch
 from streams.errors import BadRecord, InvalidRequest, SettingsError
 from streams.kafka.avro_frames import codec
+from streams.lab.commands.replay import print_recording
 from streams.lab.simulation.decisions import OUTPUT_TOKENS_DEFAULT, recording_of
 from streams.lab.simulation.experiment import load_workload, run_policy
 from streams.lab.simulation.fleet import FleetConfig
@@ -611,6 +612,22 @@ def test_a_recorded_time_is_a_trace(producer: RecordingProducer) -> None:
     assert len({*a, *b, *c, *d}) == 7
     assert parse_trace(dump(trace)) == trace
     assert recording.fleet == FleetSize("m", 16, 3, 300) and recording.n_ranks == 3
+
+
+def test_what_a_recording_lacks_is_said(producer: RecordingProducer, capsys: pytest.CaptureFixture[str]) -> None:
+    """Figures of a sample, or of a fleet with prefill workers, are not those of the fleet."""
+    router = router_of(decision_log=True)
+    ask(router, "a", PROMPT)
+    recording = recording_of(written(router, producer), 0, FOREVER)
+    print_recording(recording, default_engine(), is_known=True)
+    said = capsys.readouterr().out
+    assert "Prefill workers" not in said and "--speedup" not in said
+    ask(router, "b", PROMPT, phase="prefill")
+    recording = replace(recording_of(written(router, producer), 0, FOREVER), share=0.125)
+    print_recording(recording, default_engine(), is_known=True)
+    said = capsys.readouterr().out
+    assert "Prefill workers computed the prompts of 1 requests" in said
+    assert "Only 12% of the requests" in said and "--speedup 8," in said
 
 
 def test_a_request_that_moved_is_one_request_and_an_id_that_is_used_again_is_two(

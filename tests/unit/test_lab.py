@@ -6,6 +6,7 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -108,8 +109,8 @@ def test_a_file_of_lines_with_sessions_is_read_like_a_folder(tmp_path: Path) -> 
     assert read_workload(tmp_path / "sessions.jsonl", 64).at_ms.tolist() == [1000.0, 3000.0]
 
 
-@pytest.mark.parametrize("sessions", [[{}], [{"requests": []}], [{"requests": [{"t": 0}]}], []])
-def test_what_is_no_session_is_refused(sessions: list[dict[str, object]]) -> None:
+@pytest.mark.parametrize("sessions", [[{}], [{"requests": []}], [{"requests": [{"t": 0}]}], [], [1], ["a"]])
+def test_what_is_no_session_is_refused(sessions: list[Any]) -> None:
     """The error says what is expected."""
     with pytest.raises(InvalidRequest):
         sessions_workload("bad", sessions, 64)

@@ -104,7 +104,7 @@ def test_a_plan_prices_each_number_of_engines(tmp_path: Path) -> None:
     arguments = ["plan", *trace, "--ttft-limit-ms", "100000", "--json", str(figures)]
     done = CliRunner().invoke(cli, arguments, catch_exceptions=False)
     assert done.exit_code == 0
-    assert "1 engines are the fewest of these" in done.output
+    assert "1 engine is the fewest of these" in done.output
     found = json.loads(figures.read_text())
     one, two = found["rows"]
     assert (one["engines"], two["engines"], found["policy"]) == (1, 2, "expected-time")
@@ -118,7 +118,11 @@ def test_a_plan_prices_each_number_of_engines(tmp_path: Path) -> None:
     [
         (["uniform"], "does not say how many engines"),
         (["uniform", "--engines", "two"], "is not a list of numbers"),
-        (["uniform", "--engines", "0,1"], "a number below 1"),
+        (["uniform", "--engines", "0,1"], "a number that is not from 1 to 10,000"),
+        (["uniform", "--engines", "1,99999999999999999999"], "a number that is not from 1 to 10,000"),
+        (["uniform", "--engines", "1", "--price", "nan"], "--price nan is not a number from 0 on"),
+        (["uniform", "--engines", "1", "--ttft-limit-ms", "-1"], "--ttft-limit-ms -1 is not"),
+        (["uniform", "--engines", "1", "--json", "no-folder/a.json"], "there is no folder no-folder"),
         (["uniform", "--engines", "1", "--policy", "other"], "there is no policy"),
         (["no-trace", "--engines", "1"], "neither a file nor one of the generators"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
     from streams.lab.simulation.workload import Workload
 
 _MS_PER_HOUR = 3_600_000.0
+
+#: More engines would take minutes and gigabytes for each of the numbers.
+_ENGINES_MAX = 10_000
 
 #: From here on, the time between arrival and decision was a wait in the queue. Parsing and hashing a prompt takes less.
 _QUEUED_MS_MIN = 100
@@ -74,6 +78,11 @@ def plan(
     from streams.process.progress import shown
 
     n_engines = _sizes(sizes)
+    for name, amount in (("--price", price), ("--ttft-limit-ms", ttft_limit_ms)):
+        if not 0.0 <= amount < math.inf:
+            raise SettingsError(f"{name} {amount:g} is not a number from 0 on")
+    if json_file is not None and not json_file.parent.is_dir():
+        raise SettingsError(f"--json {json_file}: there is no folder {json_file.parent}")
     if trace is not None and not n_engines:
         raise SettingsError("a trace does not say how many engines there were", remedy="Name --engines, such as 6,7,8")
     if policy:
@@ -118,8 +127,8 @@ def _sizes(text: str) -> list[int]:
         sizes = sorted({int(part) for part in text.split(",") if part.strip()})
     except ValueError as exc:
         raise SettingsError(f"--engines {text!r} is not a list of numbers, such as 6,7,8") from exc
-    if sizes and sizes[0] < 1:
-        raise SettingsError(f"--engines {text!r} has a number below 1")
+    if sizes and not 1 <= sizes[0] <= sizes[-1] <= _ENGINES_MAX:
+        raise SettingsError(f"--engines {text!r} has a number that is not from 1 to {_ENGINES_MAX:,}")
     return sizes
 
 
@@ -169,9 +178,10 @@ def _fewest(rows: Sequence[PlannedFleet], limit_ms: float) -> str:
     within = next((row for row in rows if row.p95_ttft_ms <= limit_ms), None)
     if within is None:
         return f"With none of these numbers is the p95 of the time to the first token within {limit_ms:g} ms."
+    engines = "1 engine is" if within.n_engines == 1 else f"{within.n_engines} engines are"
     return (
-        f"{within.n_engines} engines are the fewest of these with a p95 of the time to the first token within "
-        f"{limit_ms:g} ms. Their saturation was {within.saturation:.2f} on average, and {within.saturation_peak:.2f} "
+        f"{engines} the fewest of these with a p95 of the time to the first token within "
+        f"{limit_ms:g} ms. The saturation was {within.saturation:.2f} on average, and {within.saturation_peak:.2f} "
         "in the busiest minute."
     )
 

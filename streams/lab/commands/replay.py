@@ -164,10 +164,15 @@ def print_recording(recording: Recording, engine: LabEngineConfig, *, is_known: 
             f"Nobody reported the output of {recording.n_without_output:,} requests, which get "
             f"{recording.mean_output_tokens()} tokens each."
         )
+    if recording.n_prefill_only:
+        click.echo(
+            f"Prefill workers computed the prompts of {recording.n_prefill_only:,} requests. Simulated engines also "
+            "decode, so the figures below are not those of such a fleet."
+        )
     if recording.share < 1.0:
         click.echo(
             f"Only {recording.share:.0%} of the requests were recorded (decision_log_share), so loads and reuse are "
-            "lower than they were."
+            f"lower than they were. With --speedup {1.0 / recording.share:g}, they come as often as all requests did."
         )
     click.echo("")
 

@@ -54,6 +54,11 @@ class Recording:
         """How many ranks the fleet has."""
         return max(len(self.ranks), 0 if self.fleet is None else self.fleet.n_ranks)
 
+    @property
+    def n_prefill_only(self) -> int:
+        """How many requests were decoded by other workers than those that computed their prompts."""
+        return sum(request.decision.kind.phase == Role.PREFILL for request in self.requests)
+
     def mean_output_tokens(self) -> int:
         """The mean output of the requests for which it is known."""
         known = [request.output_tokens for request in self.requests if request.output_tokens]

@@ -84,7 +84,7 @@ def _session(number: int, session: dict[str, Any]) -> tuple[int, float | None, l
             n_in = min(int(turn["in"]), len(ids) * ids_tokens)
             if n_in > 0:
                 requests.append(RawRequest(at_s * 1000.0, n_in, int(turn["out"]), ids))
-    except (KeyError, TypeError, ValueError) as exc:
+    except (AttributeError, KeyError, TypeError, ValueError) as exc:
         raise InvalidRequest(
             f"session {number} is not an object with requests of t, in, out and hash_ids: {exc!r}"
         ) from exc
@@ -97,7 +97,9 @@ def _objects(path: Path) -> Iterator[dict[str, Any]]:
     text = path.read_text(encoding="utf-8")
     try:
         whole = json.loads(text)
-        yield from whole if isinstance(whole, list) else whole.get("sessions", [whole])
+        if isinstance(whole, dict):
+            whole = whole.get("sessions", [whole])
+        yield from whole if isinstance(whole, list) else [whole]
     except json.JSONDecodeError:
         for number, line in enumerate(text.splitlines(), start=1):
             if line.strip():
