@@ -1,10 +1,10 @@
 """Helm for tests of the chart.
 
-What lives here: running Helm, rendering the chart, and what its containers run. What must not: building Helm
+What lives here: running Helm, rendering the chart, and the record of its objects. What must not: building Helm
 (go_program), and what is expected of the chart.
 
 To use another Helm than this version, set KVSTREAMS_TEST_HELM to its path. Building it takes minutes, so the first ring
-of tests does not need Helm. It reads what the containers run from chart_containers.json. After a change of the chart,
+of tests does not need Helm. It reads the objects from chart_objects.json. After a change of the chart,
 `python -m tests.helpers.helm` writes this file again.
 """
 
@@ -15,6 +15,7 @@ import os
 import subprocess
 import tempfile
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ import yaml
 from tests.helpers.go_program import GoProgram
 
 CHART = Path(__file__).parents[2] / "deploy/helm/kvstreams"
-CONTAINERS = Path(__file__).with_name("chart_containers.json")
+RECORD = Path(__file__).with_name("chart_objects.json")
 
 HELM = GoProgram("helm", "helm.sh/helm/v4@v4.3.1", "h1:UndCoLe9UPmNoL7IvWzaUXveL7T5t/ijoorEmgJdI9g=", "./cmd/helm")
 
@@ -88,16 +89,31 @@ def containers(objects: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     return found
 
 
-def all_containers() -> dict[str, dict[str, dict[str, Any]]]:
-    """Return `containers` for each file of values, as Helm renders them now."""
-    return {name: containers(rendered(values=[path])) for name, path in values_files().items()}
+def objects_to_record() -> dict[str, list[dict[str, Any]]]:
+    """Return the objects of each file of values, as Helm renders them now, without what is random or in other files."""
+    return {name: [_for_the_record(each) for each in rendered(values=[path])] for name, path in values_files().items()}
 
 
-def recorded_containers() -> dict[str, dict[str, dict[str, Any]]]:
-    """Return the same as it was recorded."""
-    recorded: dict[str, dict[str, dict[str, Any]]] = json.loads(CONTAINERS.read_text())
+def _for_the_record(rendered_object: dict[str, Any]) -> dict[str, Any]:
+    left_out = {"Secret": "stringData", "ConfigMap": "data", "PrometheusRule": "spec"}.get(rendered_object["kind"])
+    return {key: value for key, value in rendered_object.items() if key != left_out}
+
+
+@cache
+def recorded_objects() -> dict[str, list[dict[str, Any]]]:
+    """Return the same as it was recorded. Tests do not change it."""
+    recorded: dict[str, list[dict[str, Any]]] = json.loads(RECORD.read_text())
     return recorded
 
 
+def recorded_containers() -> dict[str, dict[str, dict[str, Any]]]:
+    """Return `containers` for each file of values, as recorded."""
+    return {name: containers(objects) for name, objects in recorded_objects().items()}
+
+
 if __name__ == "__main__":
-    CONTAINERS.write_text(json.dumps(all_containers(), indent=1, sort_keys=True) + "\n")
+    files = (
+        f"{json.dumps(name)}: [\n" + ",\n".join(json.dumps(each, sort_keys=True) for each in objects) + "\n]"
+        for name, objects in objects_to_record().items()
+    )
+    RECORD.write_text("{" + ",\n".join(files) + "}\n")

@@ -27,10 +27,10 @@ from tests.helpers.helm import (
     CHART,
     HELM,
     HelmError,
-    all_containers,
     helm,
+    objects_to_record,
     pods,
-    recorded_containers,
+    recorded_objects,
     rendered,
     values_files,
 )
@@ -69,9 +69,9 @@ def test_the_chart_has_no_fault_that_helm_finds() -> None:
         helm("lint", "--strict", CHART, "--values", path)
 
 
-def test_what_containers_run_is_recorded() -> None:
+def test_the_objects_are_recorded() -> None:
     """The first ring of tests reads the record, so it must be what Helm renders."""
-    assert recorded_containers() == all_containers(), "run: python -m tests.helpers.helm"
+    assert recorded_objects() == objects_to_record(), "run: python -m tests.helpers.helm"
 
 
 def test_the_newest_schemas_are_used() -> None:
@@ -119,81 +119,10 @@ def test_the_six_files_render_every_kind() -> None:
     assert kinds == written
 
 
-def test_pods_are_restricted(objects: list[dict[str, Any]]) -> None:
-    """Pods meet the level `restricted` of Kubernetes' pod security, write to volumes only, and have limits."""
-    for pod in pods(objects).values():
-        security = pod["securityContext"]
-        assert security["runAsNonRoot"] is True
-        assert security["runAsUser"] > 0
-        assert security["seccompProfile"]["type"] == "RuntimeDefault"
-        assert pod["enableServiceLinks"] is False  # variables such as KVSTREAMS_ROUTER_PORT would be settings
-        assert {*("hostNetwork", "hostPID", "hostIPC")}.isdisjoint(pod)
-        assert not any("hostPath" in volume for volume in pod["volumes"])
-        for container in pod["containers"]:
-            assert container["securityContext"] == {
-                "allowPrivilegeEscalation": False,
-                "readOnlyRootFilesystem": True,
-                "capabilities": {"drop": ["ALL"]},
-            }
-            assert container["resources"]["requests"].keys() == {"cpu", "memory"}
-            assert "memory" in container["resources"]["limits"]
-            for probe, path in (("startup", "/healthz"), ("liveness", "/healthz"), ("readiness", "/ready")):
-                assert container[f"{probe}Probe"]["httpGet"]["path"] == path
-
-
-def test_only_bridges_may_ask_the_api_server(objects: list[dict[str, Any]]) -> None:
-    """A pod has a service account's token only if it reads EndpointSlices, and may do nothing else with it."""
-    for name, pod in pods(objects).items():
-        (container,) = pod["containers"]
-        assert pod["automountServiceAccountToken"] is ("--engines-kubernetes" in container["args"]), name
-    rules = [rule for role in of_kind(objects, "Role") for rule in role["rules"]]
-    assert all(
-        rule == {"apiGroups": ["discovery.k8s.io"], "resources": ["endpointslices"], "verbs": ["list", "watch"]}
-        for rule in rules
-    )
-    assert not of_kind(objects, "ClusterRole")
-
-
-def selected(objects: list[dict[str, Any]], selector: Mapping[str, str]) -> list[str]:
-    """The workloads whose pods a selector selects."""
-    return [
-        each["metadata"]["name"]
-        for each in objects
-        if each["kind"] in ("Deployment", "StatefulSet")
-        and selector.items() <= each["spec"]["template"]["metadata"]["labels"].items()
-    ]
-
-
-def test_selectors_select_the_pods_that_they_mean(objects: list[dict[str, Any]]) -> None:
-    """Workloads and budgets select one workload each; services and policies select all of one component."""
-    for each in objects:
-        spec = each.get("spec", {})
-        if each["kind"] in ("Deployment", "StatefulSet", "PodDisruptionBudget"):
-            assert selected(objects, spec["selector"]["matchLabels"]) == [each["metadata"]["name"]]
-        elif each["kind"] in ("Service", "NetworkPolicy"):
-            selector = spec["selector"] if each["kind"] == "Service" else spec["podSelector"]["matchLabels"]
-            name = each["metadata"]["name"]
-            assert selected(objects, selector), name
-            assert all(found == name or found.startswith(f"{name}-") for found in selected(objects, selector))
-
-
 def named_secrets(pod: Mapping[str, Any]) -> Iterator[str]:
     for volume in pod["volumes"]:
         if "secret" in volume:
             yield volume["secret"]["secretName"]
-
-
-def test_the_front_finds_the_routers_of_its_release(objects: list[dict[str, Any]]) -> None:
-    """The address in its arguments is a service's name, scheme and port."""
-    service = {each["metadata"]["name"]: each["spec"]["ports"][0] for each in of_kind(objects, "Service")}
-    for name, pod in pods(objects).items():
-        (container,) = pod["containers"]
-        if container["args"][0] == "front":
-            url = container["args"][container["args"].index("--router-url") + 1]
-            scheme, host, port = re.fullmatch(r"(https?)://([^:]+):(\d+)", url).groups()  # type: ignore[union-attr]
-            assert host == name.replace("-front", "-router")
-            assert (service[host]["port"], service[host]["appProtocol"]) == (int(port), scheme)
-            assert container["readinessProbe"]["httpGet"]["scheme"] == scheme.upper()
 
 
 # -- Strimzi -----------------------------------------------------------------------------------------------------------
@@ -312,6 +241,16 @@ def test_the_values_of_the_page_are_valid(text: str, tmp_path: Path) -> None:
         (["--set", "bridges.a.replicas=1"], "bridges.a: the bridge has no engines"),
         (["--set", "strimzi.enabled=true"], "strimzi.cluster: the name of the Kafka resource is required"),
         (["--set", "router.replica=3"], "replica"),
+        (["--set", "auth.generate=false"], "auth: name a Secret with tokens in auth.existingSecret"),
+        (["--set", "front.ingress.enabled=true"], "front.ingress.host: the name that clients call is required"),
+        (["--set", "front.httpRoute.enabled=true"], "front.httpRoute.parentRefs: the Gateway is required"),
+        (
+            [
+                "--set-json",
+                'engineAutoscaling.targets.a={"model":"/m","role":"both","name":"x","minReplicas":1,"maxReplicas":2}',
+            ],
+            'engineAutoscaling.targets.a: HPA cannot select the model "/m"',
+        ),
         (
             [
                 *("--set", "engineAutoscaling.kind=keda"),
@@ -347,3 +286,35 @@ def test_an_own_secret_has_tokens_for_all(objects: list[dict[str, Any]]) -> None
             "client": {"generate"},
             "operator": {"route", "read", "operate"},
         }
+
+
+def test_tokens_change_with_each_rendering_only_if_the_chart_makes_them() -> None:
+    """Tools that render a chart without a cluster cannot keep random tokens, so all else has to be the same."""
+    for path in values_files().values():
+        first, second = rendered(values=[path]), rendered(values=[path])
+        changed = [each["kind"] for each, again in zip(first, second, strict=True) if each != again]
+        generates = yaml.safe_load(path.read_text()).get("auth", {}).get("generate", False)
+        assert changed == (["Secret"] if generates else [])
+
+
+def test_a_budget_of_one_bridge_is_its_own() -> None:
+    """Values of an entry of `bridges` replace those of all bridges, for its budget as well."""
+    objects = rendered("--set", "bridges.a.dns=a", values=[values_files()["production"]])
+    most = {
+        each["metadata"]["name"]: each["spec"]["maxUnavailable"] for each in of_kind(objects, "PodDisruptionBudget")
+    }
+    assert (most["kvs-kvstreams-bridge-llama"], most["kvs-kvstreams-bridge-a"]) == ("50%", 1)
+    objects = rendered("--set", "bridges.engines.podDisruptionBudget.enabled=false", values=[values_files()["default"]])
+    assert not any("bridge" in each["metadata"]["name"] for each in of_kind(objects, "PodDisruptionBudget"))
+
+
+def test_a_cluster_may_choose_users_itself() -> None:
+    """OpenShift assigns users and groups, and refuses pods that name others."""
+    null = ("runAsUser", "runAsGroup", "fsGroup")
+    objects = rendered(
+        *(part for name in null for part in ("--set", f"podSecurityContext.{name}=null")),
+        values=[values_files()["default"]],
+    )
+    for pod in pods(objects).values():
+        assert pod["securityContext"].keys().isdisjoint(null)
+        assert pod["securityContext"]["runAsNonRoot"] is True

@@ -47,7 +47,7 @@
 
 {{- define "kvstreams.volumeMounts" -}}
 - {name: tmp, mountPath: /tmp}
-{{- if ne .component "front" }}
+{{- if eq .component "worker" }}
 - {name: data, mountPath: /data}
 {{- end }}
 {{- range $folder, $_ := include "kvstreams.secrets" . | fromYaml }}
@@ -64,7 +64,7 @@
 {{- define "kvstreams.volumes" -}}
 - name: tmp
   emptyDir: {}
-{{- if and (ne .component "front") (not (and (eq .component "worker") .values.persistence.enabled)) }}
+{{- if and (eq .component "worker") (not .values.persistence.enabled) }}
 - name: data
   emptyDir: {}
 {{- end }}
@@ -165,6 +165,10 @@ spec:
           {{- toYaml . | nindent 10 }}
           {{- end }}
     {{- end }}
+  {{- with .values.initContainers }}
+  initContainers:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
   containers:
     - name: {{ .component }}
       image: {{ include "kvstreams.image" .root }}
@@ -175,7 +179,7 @@ spec:
         {{- include "kvstreams.env" . | trim | nindent 8 }}
       ports:
         - {name: http, containerPort: 8000}
-      # The process answers /healthz from its first seconds on, also while it compiles kernels.
+      # The process answers /healthz from its first seconds on, long before it is ready.
       startupProbe:
         {{- include "kvstreams.httpGet" (dict "root" .root "path" "/healthz") | nindent 8 }}
         periodSeconds: 2
