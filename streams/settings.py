@@ -56,6 +56,7 @@ NUMBER_MAX = (1 << 63) - 1
 
 #: Characters that Kafka allows in a topic's name. Of its 249 characters, 49 are left for the name after the prefix.
 _TOPIC_PREFIX = re.compile(r"[a-zA-Z0-9._-]{0,200}")
+_OBJECTIVE = re.compile(r"[^=\s]{1,253}\s*=\s*-?[0-9]{1,9}")
 
 
 #: How `kvstreams config` and error messages show the value of a secret.
@@ -592,7 +593,48 @@ class PromptSettings:
 
 
 @dataclass(frozen=True)
-class FrontSettings(PromptSettings):
+class PickerSettings:
+    """How an endpoint picker answers gateways over ext_proc."""
+
+    picker_port: int = _setting(9002, "port on which a picker answers gateways over gRPC", low=0, high=65535)
+    picker_health_port: int = _setting(
+        9003,
+        "port of gRPC health checks, which picker_port answers as well; 0 disables it",
+        low=0,
+        high=65535,
+    )
+    picker_self_signed: bool = _setting(
+        False,
+        "without tls_certificate, a picker makes a certificate of its own at each start, for gateways that use TLS "
+        "without checking it",
+    )
+    picker_ends_stream: bool = _setting(
+        True,
+        "a picker ends the gateway's stream with its pick, so that its death fails no running request; it then learns "
+        "the end of a request from forecasts and from the metrics of engines",
+    )
+    picker_fallbacks: int = _setting(
+        0,
+        "further endpoints that a pick lists for the gateway's retries, the cheapest first; only for gateways that "
+        "take a list",
+        low=0,
+        high=16,
+    )
+    picker_queue: bool = _setting(
+        True, "requests of a gateway wait in the picker until a rank has room for them (queue=on)"
+    )
+    picker_objectives: str = _setting(
+        "",
+        "priorities of InferenceObjectives (header x-gateway-inference-objective), as NAME=PRIORITY separated by "
+        "commas",
+    )
+    picker_details: bool = _setting(
+        False, "picks have the terms of their decisions as dynamic metadata, in the namespace kvstreams"
+    )
+
+
+@dataclass(frozen=True)
+class FrontSettings:
     """How a front between clients and engines serves requests."""
 
     front_requests_max: int = _setting(4096, "most requests that a front serves at the same time", low=1)
@@ -703,7 +745,7 @@ class BridgeServerSettings(LogSettings, BridgeSettings, AccessSettings, ScopeSet
 
 
 @dataclass(frozen=True)
-class FrontServerSettings(LogSettings, FrontSettings, QueueSettings, HttpSettings, AccessSettings):
+class FrontServerSettings(LogSettings, FrontSettings, QueueSettings, HttpSettings, AccessSettings, PromptSettings):
     """The process of a front, which needs no Kafka."""
 
 
@@ -713,12 +755,17 @@ class RouterServerSettings(LogSettings, RouterSettings, HttpSettings, AccessSett
 
 
 @dataclass(frozen=True)
+class PickerServerSettings(RouterServerSettings, PickerSettings, PromptSettings):
+    """The process of a picker."""
+
+
+@dataclass(frozen=True)
 class WorkerServerSettings(RouterServerSettings, WorkerSettings, AgentSettings):
     """The process of a Faust worker, with its agents and its router."""
 
 
 @dataclass(frozen=True)
-class Settings(BridgeServerSettings, FrontServerSettings, WorkerServerSettings):
+class Settings(BridgeServerSettings, FrontServerSettings, PickerServerSettings, WorkerServerSettings):
     """All groups in one. `kvstreams config` and `--help` print each field's help."""
 
     def __post_init__(self) -> None:
@@ -737,6 +784,9 @@ class Settings(BridgeServerSettings, FrontServerSettings, WorkerServerSettings):
         for name in listed(self.session_fields):
             if name not in SESSION_FIELDS:
                 raise SettingsError(f"session_fields has {name!r}; the known ones are {', '.join(SESSION_FIELDS)}")
+        for item in listed(self.picker_objectives):
+            if not _OBJECTIVE.fullmatch(item):
+                raise SettingsError(f"picker_objectives has {item!r}, which is not NAME=PRIORITY")
         for model, size in self.model_block_sizes.items():
             _check_range(f"model_block_sizes of {model}", size, {"low": 1, "high": 4096})
         if not self.kafka.strip():

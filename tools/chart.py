@@ -26,6 +26,7 @@ from streams.settings import (
     FrontServerSettings,
     KafkaSettings,
     LogSettings,
+    PickerSettings,
     ResetSettings,
     RouterServerSettings,
     Settings,
@@ -43,11 +44,16 @@ PROCESSES = {
 }
 
 #: Settings that follow from other values of the chart, and these: a reset would empty the scope at each restart of a
-#: pod; real-time threads need a capability that the containers do not have; the volume is at a fixed path.
+#: pod; real-time threads need a capability that the containers do not have; the volume is at a fixed path; there is no
+#: picker.
 NOT_IN_THE_CHART = frozenset(
     {"data_dir", "router_realtime", "process_port"}
     | SECRETS
-    | {setting.name for group in (KafkaSettings, AccessSettings, ResetSettings) for setting in fields(group)}
+    | {
+        setting.name
+        for group in (KafkaSettings, AccessSettings, PickerSettings, ResetSettings)
+        for setting in fields(group)
+    }
 )
 
 #: All processes of a scope must have the same values of these.

@@ -70,7 +70,7 @@ from streams.prompts.requests import ClientRequest
 from streams.prompts.route_fields import REQUEST_ID, load_options, route_options
 from streams.prompts.tokenizing import NONE, Tokenizing
 from streams.security.tokens import Grant
-from streams.settings import FrontSettings
+from streams.settings import FrontServerSettings
 
 #: Connections to engines that no request uses are closed after this time. uvicorn, which serves vLLM and SGLang, closes
 #: them after 5 s; a request that is sent at that moment would fail.
@@ -111,7 +111,7 @@ class Proxy:
 
     def __init__(
         self,
-        settings: FrontSettings,
+        settings: FrontServerSettings,
         router: KvRouterClient,
         tokenizing: Tokenizing,
         fleet: Fleet,

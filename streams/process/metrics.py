@@ -33,7 +33,8 @@ OTHER = "other"
 #: time series in Prometheus, for each router.
 VALUES_MAX = 1000
 
-_NAME = re.compile(r"kvstreams_[a-z0-9]+(_[a-z0-9]+)*")
+#: `inference` begins the names that the Gateway API Inference Extension has for endpoint pickers.
+_NAME = re.compile(r"(kvstreams|inference)_[a-z0-9]+(_[a-z0-9]+)*")
 _TOTAL = "_total"
 
 

@@ -44,6 +44,7 @@ def test_a_wheel_is_repeatable_and_has_all_that_a_process_reads(
         "dev",
         "docs",
         "front",
+        "gateway",
         "local",
         "otel",
         "picker",

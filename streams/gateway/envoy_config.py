@@ -1,0 +1,281 @@
+"""The configuration of an Envoy that asks pickers, and the file with its engines (pure).
+
+What lives here: both as values for JSON. What must not: processes and files (process), and how other gateways are
+configured (docs/gateway.md).
+
+Envoy buffers a request's body, and asks a picker while it has all of it: a picker that dies or hangs costs a decision
+and no request (`failure_mode_allow`). Then it passes on the headers of the answer, and keeps the stream open until the
+request ends, so that the picker sees both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from streams.picker.messages import DESTINATION, LB, SERVED, SUBSET_HINT
+
+_TYPE = "@type"
+_V3 = "type.googleapis.com/envoy"
+
+#: Clusters, and the route configuration.
+ENGINES, PICKERS = "engines", "pickers"
+
+#: Time for a picker to answer a body. A request that waits longer goes on without a decision, so it is longer than a
+#: request may wait in the picker's queue.
+PICK_TIMEOUT_S = 35.0
+
+#: Time to connect to a picker, and to an engine.
+CONNECT_PICKER_S, CONNECT_ENGINE_S = 0.25, 2.0
+
+#: A picker that does not answer a health check within this time, or fails a request, is not asked for EJECTED_S.
+HEALTH_S = 0.2
+EJECTED_S = 3.0
+
+#: A picker that does not answer a PING of HTTP/2, which is sent at this interval, within this time loses its
+#: connection.
+KEEPALIVE_S, KEEPALIVE_ANSWER_S = 1.0, 1.0
+
+#: As a limit of a circuit breaker: none.
+CIRCUIT_BREAKER_OFF = 1 << 20
+
+#: Times that Envoy asks another picker, and another engine, for one request.
+PICKER_RETRIES, ENGINE_RETRIES = 3, 2
+
+
+class Address(NamedTuple):
+    """Where something listens. host: an IP address."""
+
+    host: str
+    port: int
+
+    def config(self) -> dict[str, Any]:
+        """As Envoy has it."""
+        return {"socket_address": {"address": self.host, "port_value": self.port}}
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayConfig:
+    """What differs between gateways. engines_file: of `engines_config`, which Envoy reads again when it is replaced.
+
+    body_bytes_max: of a request. buffers: whether Envoy keeps a body until its pick. Otherwise it streams the body to
+    the picker in full duplex, as most gateways do, and a request whose picker dies meanwhile fails.
+    """
+
+    listens: Address
+    admin: Address
+    pickers: Sequence[Address]
+    engines_file: str
+    body_bytes_max: int
+    buffers: bool = True
+
+
+def _endpoints(name: str, addresses: Iterable[Address]) -> dict[str, Any]:
+    endpoints = [{"endpoint": {"address": address.config()}} for address in addresses]
+    return {"cluster_name": name, "endpoints": [{"lb_endpoints": endpoints}]}
+
+
+def engines_config(engines: Iterable[Address]) -> dict[str, Any]:
+    """The engines, as Envoy's endpoint discovery reads them from a file."""
+    kind = f"{_V3}.config.endpoint.v3.ClusterLoadAssignment"
+    return {"resources": [{_TYPE: kind, **_endpoints(ENGINES, sorted(set(engines)))}]}
+
+
+def envoy_config(config: GatewayConfig) -> dict[str, Any]:
+    """The whole configuration. Envoy reads JSON as it reads YAML."""
+    return {
+        "admin": {"address": config.admin.config()},
+        "node": {"id": "kvstreams", "cluster": "kvstreams"},
+        "static_resources": {
+            "listeners": [_listener(config)],
+            "clusters": [_engines_cluster(config), _pickers_cluster(config)],
+        },
+    }
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:g}s"
+
+
+def _listener(config: GatewayConfig) -> dict[str, Any]:
+    filters = [
+        _picking_filter(config),
+        {
+            "name": "envoy.filters.http.router",
+            "typed_config": {_TYPE: f"{_V3}.extensions.filters.http.router.v3.Router"},
+        },
+    ]
+    manager = {
+        _TYPE: f"{_V3}.extensions.filters.network.http_connection_manager.v3.HttpConnectionManager",
+        "stat_prefix": "gateway",
+        "codec_type": "AUTO",
+        # An engine may compute for minutes before its first byte, and a client decides how long it waits.
+        "stream_idle_timeout": "0s",
+        "request_headers_timeout": "10s",
+        "route_config": {
+            "name": "engines",
+            "virtual_hosts": [
+                {
+                    "name": "engines",
+                    "domains": ["*"],
+                    "routes": [
+                        {
+                            "match": {"prefix": "/"},
+                            "route": {
+                                "cluster": ENGINES,
+                                "timeout": "0s",
+                                "retry_policy": {
+                                    "retry_on": "connect-failure,refused-stream,reset-before-request",
+                                    "num_retries": ENGINE_RETRIES,
+                                },
+                            },
+                        }
+                    ],
+                }
+            ],
+        },
+        "http_filters": filters,
+    }
+    return {
+        "name": "gateway",
+        "address": config.listens.config(),
+        "per_connection_buffer_limit_bytes": config.body_bytes_max,
+        "filter_chains": [
+            {"filters": [{"name": "envoy.filters.network.http_connection_manager", "typed_config": manager}]}
+        ],
+    }
+
+
+def _picking_filter(config: GatewayConfig) -> dict[str, Any]:
+    mode = {
+        "request_header_mode": "SEND",
+        "response_header_mode": "SEND",
+        "request_body_mode": "BUFFERED" if config.buffers else "FULL_DUPLEX_STREAMED",
+        "response_body_mode": "NONE",
+        "request_trailer_mode": "SKIP" if config.buffers else "SEND",
+        "response_trailer_mode": "SKIP",
+    }
+    retries = "connect-failure,refused-stream,unavailable,reset,reset-before-request,cancelled,internal,gateway-error"
+    return {
+        "name": "kvstreams.picking",
+        "typed_config": {
+            _TYPE: f"{_V3}.extensions.filters.http.ext_proc.v3.ExternalProcessor",
+            "grpc_service": {
+                "envoy_grpc": {"cluster_name": PICKERS},
+                # A limit of the whole stream would end requests that take longer.
+                "timeout": "0s",
+                "retry_policy": {
+                    "num_retries": PICKER_RETRIES,
+                    "retry_on": retries,
+                    "retry_back_off": {"base_interval": "0.005s", "max_interval": "0.02s"},
+                },
+            },
+            "processing_mode": mode,
+            "failure_mode_allow": config.buffers,
+            "message_timeout": _seconds(PICK_TIMEOUT_S),
+            "metadata_options": {
+                "forwarding_namespaces": {"untyped": [LB, SUBSET_HINT]},
+                "receiving_namespaces": {"untyped": [LB]},
+            },
+        },
+    }
+
+
+def _no_circuit_breakers() -> dict[str, Any]:
+    """Limits that are never reached: routers limit requests, and three retries at a time, the default, are too few."""
+    limits = ("max_connections", "max_pending_requests", "max_requests", "max_retries")
+    return {"thresholds": [dict.fromkeys(limits, CIRCUIT_BREAKER_OFF)]}
+
+
+def _engines_cluster(config: GatewayConfig) -> dict[str, Any]:
+    override = {
+        _TYPE: f"{_V3}.extensions.load_balancing_policies.override_host.v3.OverrideHost",
+        "override_host_sources": [{"metadata": {"key": LB, "path": [{"key": DESTINATION}]}}, {"header": DESTINATION}],
+        "selected_host_key": {"key": LB, "path": [{"key": SERVED}]},
+        "fallback_policy": {
+            "policies": [
+                {
+                    "typed_extension_config": {
+                        "name": "envoy.load_balancing_policies.least_request",
+                        "typed_config": {
+                            _TYPE: f"{_V3}.extensions.load_balancing_policies.least_request.v3.LeastRequest"
+                        },
+                    }
+                }
+            ]
+        },
+    }
+    return {
+        "name": ENGINES,
+        "type": "EDS",
+        "connect_timeout": _seconds(CONNECT_ENGINE_S),
+        "eds_cluster_config": {
+            "service_name": ENGINES,
+            "eds_config": {
+                "resource_api_version": "V3",
+                "path_config_source": {
+                    "path": config.engines_file,
+                    "watched_directory": {"path": config.engines_file.rpartition("/")[0]},
+                },
+            },
+        },
+        "load_balancing_policy": {
+            "policies": [
+                {
+                    "typed_extension_config": {
+                        "name": "envoy.load_balancing_policies.override_host",
+                        "typed_config": override,
+                    }
+                }
+            ]
+        },
+        "circuit_breakers": _no_circuit_breakers(),
+    }
+
+
+def _pickers_cluster(config: GatewayConfig) -> dict[str, Any]:
+    return {
+        "name": PICKERS,
+        "type": "STATIC",
+        "lb_policy": "ROUND_ROBIN",
+        "connect_timeout": _seconds(CONNECT_PICKER_S),
+        "load_assignment": _endpoints(PICKERS, config.pickers),
+        "typed_extension_protocol_options": {
+            f"{_V3}.extensions.upstreams.http.v3.HttpProtocolOptions".removeprefix("type.googleapis.com/"): {
+                _TYPE: f"{_V3}.extensions.upstreams.http.v3.HttpProtocolOptions",
+                "explicit_http_config": {
+                    "http2_protocol_options": {
+                        # What a picker that hangs has goes on without a decision once its connection is closed.
+                        "connection_keepalive": {
+                            "interval": _seconds(KEEPALIVE_S),
+                            "timeout": _seconds(KEEPALIVE_ANSWER_S),
+                        }
+                    }
+                },
+            }
+        },
+        "health_checks": [
+            {
+                "timeout": _seconds(HEALTH_S),
+                "interval": _seconds(HEALTH_S),
+                "no_traffic_interval": _seconds(HEALTH_S),
+                "unhealthy_threshold": 1,
+                "healthy_threshold": 1,
+                "grpc_health_check": {},
+            }
+        ],
+        "outlier_detection": {
+            "consecutive_5xx": 1,
+            "consecutive_gateway_failure": 1,
+            "enforcing_consecutive_gateway_failure": 100,
+            "consecutive_local_origin_failure": 1,
+            "split_external_local_origin_errors": True,
+            "interval": _seconds(HEALTH_S),
+            "base_ejection_time": _seconds(EJECTED_S),
+            "max_ejection_percent": 100,
+        },
+        # Where no picker is healthy, none is asked.
+        "common_lb_config": {"healthy_panic_threshold": {"value": 0}},
+        "circuit_breakers": _no_circuit_breakers(),
+    }

@@ -1,0 +1,350 @@
+"""A picker without gRPC and Kafka: what becomes of a gateway's request, its booking and its end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import orjson
+import pytest
+
+from streams.client.plain_http import PlainHttp
+from streams.core.hashing import local_hashes
+from streams.core.ids import DpRank, RankId, WorkerId
+from streams.core.loads.bookings import BookingPhase
+from streams.core.routing.selection import RouterMode
+from streams.errors import InvalidRequest, KvStreamsError, NoEligibleWorker, QueueTimeout, SettingsError, UnknownModel
+from streams.picker import assumed_ends
+from streams.picker.assumed_ends import ON_ITS_WAY_MS, Assumed, AssumedEnds, RankReport
+from streams.picker.fleet import PickerFleet
+from streams.picker.lifetimes import Lifetimes
+from streams.picker.messages import DESTINATION
+from streams.picker.picks import (
+    FAIRNESS,
+    MODEL_REWRITE,
+    OBJECTIVE,
+    RANK_HEADER,
+    Decided,
+    Picks,
+    details_of,
+    refused_by,
+    with_model,
+)
+from streams.picker.protocol import Pick
+from streams.prompts.tokenizing import Tokenizing
+from streams.router_api.deciding.admission import Admission
+from streams.router_api.deciding.router import Router
+from streams.router_api.messages.requests import parse_route
+from streams.settings import Settings
+from tests.helpers.api import TOKENS
+from tests.helpers.routers import router_of
+from tests.helpers.views import BLOCK_SIZE, hold, rank, register
+
+A, B = RankId(WorkerId(1), DpRank(0)), RankId(WorkerId(2), DpRank(0))
+BLOCKS = local_hashes(TOKENS, BLOCK_SIZE)
+POST = {":method": "POST", ":path": "/v1/completions"}
+
+
+class Picker:
+    """The parts of one picker, with a router whose registry is folded by hand."""
+
+    def __init__(self, n_workers: int = 3, **knobs: Any) -> None:
+        self.router: Router = router_of(n_workers=0, **knobs)
+        for n in range(1, n_workers + 1):
+            register(self.router.view, n, url=f"http://10.0.0.{n}:8000")
+        fleet = self.router.view.fleet
+        self.fleet = PickerFleet(lambda: fleet.workers.copy(), lambda: fleet.changes)
+        self.lifetimes = Lifetimes(self.router)
+
+    def asks(
+        self,
+        body: Mapping[str, Any] | bytes | None,
+        headers: Mapping[str, str] = POST,
+        subset: tuple[str, ...] | None = None,
+    ) -> Decided:
+        """Ask for one pick."""
+        raw = orjson.dumps(body) if isinstance(body, Mapping) else body
+
+        async def decide() -> Decided:
+            router = self.router
+            http = PlainHttp(keepalive_s=1.0, connect_timeout_s=1.0)
+            tokenizing = Tokenizing({}, 1, 1 << 20)
+            picks = Picks(
+                router.settings,  # type: ignore[arg-type]  # they are the whole settings
+                router,
+                Admission(router),
+                tokenizing,
+                self.fleet,
+                lambda _: None,
+                http,
+            )
+            try:
+                return await picks.decide(Pick(headers, raw, subset), lambda: False)
+            finally:
+                http.close()
+
+        return asyncio.run(decide())
+
+    def requests(self) -> dict[int, int]:
+        """Active requests by worker."""
+        return {each["worker_id"]: each["active_requests"] for each in self.router.rank_loads()["loads"]}
+
+
+def prompt(**fields: Any) -> dict[str, Any]:
+    return {"model": "m", "prompt": TOKENS, "max_tokens": 8, **fields}
+
+
+# -- picks -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_request_goes_to_the_engine_that_holds_its_prompt() -> None:
+    """Header and metadata name the same endpoint, and the request is booked there."""
+    picker = Picker()
+    hold(picker.router.view, rank(2), BLOCKS)
+    decided = picker.asks(prompt())
+    assert decided.picked.headers == {DESTINATION: "10.0.0.2:8000"}
+    assert b"10.0.0.2:8000" in decided.picked.metadata and decided.picked.body is None
+    assert picker.requests() == {1: 0, 2: 1, 3: 0}
+
+
+def test_fallbacks_are_listed_in_order() -> None:
+    """The endpoint that holds the prompt is the first one."""
+    picker = Picker(picker_fallbacks=2)
+    hold(picker.router.view, rank(2), BLOCKS)
+    decided = picker.asks(prompt())
+    endpoints = decided.picked.headers[DESTINATION].split(",")
+    assert endpoints[0] == "10.0.0.2:8000" and set(endpoints[1:]) == {"10.0.0.1:8000", "10.0.0.3:8000"}
+    assert decided.booked is not None and list(decided.booked.ranks) == endpoints
+
+
+def test_only_endpoints_of_the_subset_are_picked() -> None:
+    """A subset of which nothing is registered, or that is empty, leaves none."""
+    picker = Picker()
+    hold(picker.router.view, rank(2), BLOCKS)
+    assert picker.asks(prompt(), subset=("10.0.0.3:8000", "10.9.9.9:1")).picked.headers[DESTINATION] == "10.0.0.3:8000"
+    for subset in ((), ("10.9.9.9:1",)):
+        with pytest.raises(NoEligibleWorker) as refused:
+            picker.asks(prompt(), subset=subset)
+        assert refused_by(refused.value, "/v1/completions").status == 503
+
+
+@pytest.mark.parametrize(
+    ("headers", "body"),
+    [
+        ({":method": "POST", ":path": "/v1/unknown"}, b"{}"),
+        (POST, None),  # its body is not known
+        ({":method": "POST", ":path": "/v1/embeddings?x=1"}, b'{"model": "m", "input": "x"}'),
+    ],
+)
+def test_other_calls_are_booked_by_load(headers: dict[str, str], body: bytes | None) -> None:
+    """What computes has a booking, of a prompt that nobody shares."""
+    picker = Picker()
+    assert picker.asks(body, headers).booked is not None
+    assert sum(picker.requests().values()) == 1
+
+
+@pytest.mark.parametrize(
+    "headers", [{":method": "GET", ":path": "/v1/models"}, {":method": "POST", ":path": "/tokenize"}]
+)
+def test_calls_that_compute_nothing_are_not_booked(headers: dict[str, str]) -> None:
+    """They get an endpoint, even where several models are served and none is named."""
+    picker = Picker()
+    register(picker.router.view, 9, url="http://10.0.0.9:8000", model="other")
+    assert picker.asks(b"", headers).booked is None
+    assert sum(picker.requests().values()) == 0
+
+
+def test_a_rank_of_several_is_named_in_a_header() -> None:
+    """vLLM's ranks share one address."""
+    picker = Picker(n_workers=0)
+    register(picker.router.view, 1, url="http://10.0.0.1:8000", dp_size=2)
+    hold(picker.router.view, rank(1, 1), BLOCKS)
+    assert picker.asks(prompt()).picked.headers[RANK_HEADER] == "1"
+
+
+def test_a_rewritten_model_is_routed_and_sent() -> None:
+    """The engine gets the body with the other name; a LoRA adapter is a name as well."""
+    picker = Picker()
+    register(picker.router.view, 2, url="http://10.0.0.2:8000", lora_names=("adapter",))
+    decided = picker.asks(prompt(model="public"), {**POST, MODEL_REWRITE: "adapter"})
+    assert decided.picked.body is not None
+    assert orjson.loads(decided.picked.body) == prompt(model="adapter")
+    assert decided.picked.headers[DESTINATION] == "10.0.0.2:8000"
+    with pytest.raises(UnknownModel):
+        picker.asks(prompt(model="m"), {**POST, MODEL_REWRITE: "nope"})
+
+
+def test_the_gateways_headers_say_tenant_and_priority(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fairness id is the tenant, and an objective has a priority by the settings; our own headers go first."""
+    seen: list[tuple[int, str]] = []
+
+    async def route(_: Admission, prepared: Any, tenant: str, is_gone: Callable[[], bool]) -> Any:
+        seen.append((prepared.request.priority, tenant))
+        return picker.router.try_book(prepared)
+
+    monkeypatch.setattr(Admission, "route", route)
+    picker = Picker(picker_objectives="interactive=5, batch=-3")
+    named = {FAIRNESS: "team", OBJECTIVE: "batch"}
+    picker.asks(prompt(), {**POST, **named})
+    picker.asks(prompt(), {**POST, **named, "x-tenant": "ours", "x-priority": "7"})
+    picker.asks(prompt(), {**POST, OBJECTIVE: "unknown"})
+    assert seen == [(-3, "team"), (7, "ours"), (0, "")]
+
+
+@pytest.mark.parametrize("wrong", ["interactive", "a=b", "=3", "a=1,b"])
+def test_objectives_have_priorities(wrong: str) -> None:
+    """The setting is checked when it is read."""
+    with pytest.raises(SettingsError, match="picker_objectives"):
+        Settings(picker_objectives=wrong)
+
+
+def test_an_engine_whose_host_has_no_address_is_not_picked() -> None:
+    """Others are; with an address it is as well."""
+    picker = Picker(n_workers=1)
+    register(picker.router.view, 2, url="http://engine.example:8000")
+    hold(picker.router.view, rank(2), BLOCKS)
+    assert picker.asks(prompt()).picked.headers[DESTINATION] == "10.0.0.1:8000"
+    picker.fleet._addresses["engine.example"] = "fd00::1"
+    picker.fleet._seen = -1
+    assert picker.asks(prompt()).picked.headers[DESTINATION] == "[fd00::1]:8000"
+
+
+def test_host_names_are_resolved_and_forgotten() -> None:
+    """localhost has an address; a name without one is tried again later."""
+    picker = Picker(n_workers=0)
+    register(picker.router.view, 1, url="http://localhost:8000")
+    register(picker.router.view, 2, url="http://no-such-host.invalid:8000")
+
+    async def resolve(until: Callable[[], bool]) -> None:
+        task = asyncio.create_task(picker.fleet.resolve_forever())
+        try:
+            async with asyncio.timeout(20):
+                while not until():
+                    await asyncio.sleep(0.01)
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(resolve(lambda: bool(picker.fleet.endpoints())))
+    assert list(picker.fleet.endpoints()) == ["127.0.0.1:8000"]
+    assert list(picker.fleet.allowed(None) or ()) == [WorkerId(1)]
+
+
+@pytest.mark.parametrize(
+    ("exc", "path", "status", "kind"),
+    [
+        (QueueTimeout("late", retry_after_s=2.6), "/v1/chat/completions", 429, "param"),
+        (NoEligibleWorker("none"), "/v1/messages", 503, "overloaded_error"),
+        (InvalidRequest("bad"), "/other", 400, "param"),
+    ],
+)
+def test_refusals_have_the_shape_of_the_call(exc: KvStreamsError, path: str, status: int, kind: str) -> None:
+    """What was shed says when to try again."""
+    refused = refused_by(exc, path)
+    assert (refused.status, refused.details) == (status, exc.code) and kind in refused.body.decode()
+    assert refused.headers.get("retry-after") == {429: "3", 503: "1"}.get(status)
+
+
+def test_details_say_what_decided() -> None:
+    """They are texts and numbers, for metadata."""
+    picker = Picker(picker_details=True)
+    decided = picker.asks(prompt())
+    assert b"chosen_mode" in decided.picked.metadata and b"overlap_blocks" in decided.picked.metadata
+    details = details_of(picker.router.route(parse_route(orjson.dumps({"token_ids": TOKENS}))))
+    assert {type(value) for value in details.values()} <= {str, float, bool}
+
+
+def test_a_body_keeps_its_bytes_but_the_model() -> None:
+    """Numbers that Python would write in another way stay as they are."""
+    assert with_model(b'{"model": "a", "seed": 1e2, "x": 0.10}', 'b"') == b'{"model":"b\\"","seed":1e2,"x":0.10}'
+
+
+# -- ends --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_request_that_is_seen_ends_with_its_stream() -> None:
+    """Its prompt is computed at the first byte, and an error is none."""
+    picker = Picker()
+    decided = picker.asks(prompt())
+    assert decided.booked is not None
+    picker.lifetimes.first_byte(decided.booked, 503, None)
+    assert sum(each["active_prefill_tokens"] for each in picker.router.rank_loads()["loads"]) > 0
+    picker.lifetimes.first_byte(decided.booked, 200, None)
+    assert sum(each["active_prefill_tokens"] for each in picker.router.rank_loads()["loads"]) == 0
+    picker.lifetimes.ended(decided.booked, is_seen=True)
+    assert sum(picker.requests().values()) == 0
+
+
+def test_a_request_that_another_endpoint_served_is_charged_there() -> None:
+    """The booking moves to the fallback that the gateway turned to."""
+    picker = Picker(picker_fallbacks=1)
+    decided = picker.asks(prompt())
+    assert decided.booked is not None
+    first, second = decided.booked.ranks
+    picker.lifetimes.first_byte(decided.booked, 200, second)
+    assert picker.requests()[decided.booked.ranks[second].worker_id] == 1
+    assert picker.lifetimes.n_served_elsewhere == 1 and first == decided.booked.endpoint
+
+
+@pytest.mark.parametrize("mode", ["kv", "expected-time"])
+def test_a_request_that_is_not_seen_ends_by_its_forecast(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """First its prompt counts as computed, then it is over."""
+    now_ms = [1e6]
+    monkeypatch.setattr("streams.picker.lifetimes._now_ms", lambda: now_ms[0])
+    picker = Picker(router_mode=RouterMode(mode))
+    decided = picker.asks(prompt())
+    assert decided.booked is not None
+    picker.lifetimes.ended(decided.booked, is_seen=False)
+    assert picker.lifetimes.n_open == 1
+    now_ms[0] += 3_600_000.0
+    picker.lifetimes.tick()
+    assert sum(picker.requests().values()) == picker.lifetimes.n_open == 0
+    assert picker.lifetimes.n_assumed == 1
+
+
+def test_assumed_ends_come_in_their_order() -> None:
+    """A prompt first, then the end; what was ended by a report is not due any more."""
+    ends = AssumedEnds()
+    assert ends.add(Assumed("a", None), A, 0.0, 10.0, 100.0) == []
+    assert ends.add(Assumed("b", None), A, 0.0, None, 50.0) == []
+    assert ends.due(9.0) == ([], [])
+    assert ends.due(10.0) == ([Assumed("a", None)], [])
+    assert ends.reported({A: RankReport(1, ON_ITS_WAY_MS)}) == [Assumed("a", None)]
+    assert ends.due(200.0) == ([], [Assumed("b", None)])
+    assert len(ends) == 0
+
+
+def test_a_report_ends_only_what_had_arrived() -> None:
+    """The oldest end, as many as the engine does not report; those on their way and other ranks do not."""
+    ends = AssumedEnds()
+    for n in range(4):
+        ends.add(Assumed(str(n), None), A, float(n), None, 1e9)
+    ends.add(Assumed("late", None), A, 5_000.0, None, 1e9)
+    ends.add(Assumed("other", None), B, 0.0, None, 1e9)
+    assert ends.reported({A: RankReport(1, ON_ITS_WAY_MS + 100.0)}) == [Assumed(str(n), None) for n in range(3)]
+    assert ends.reported({A: RankReport(7, 1e6)}) == []
+    assert len(ends) == 3
+
+
+def test_there_is_a_limit_of_assumed_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond it the oldest of the rank counts as over; an id that comes again replaces its former one."""
+    monkeypatch.setattr(assumed_ends, "BOOKINGS_MAX", 2)
+    ends = AssumedEnds()
+    ends.add(Assumed("a", None), A, 0.0, None, 1.0)
+    ends.add(Assumed("a", None), A, 0.0, None, 9.0)
+    assert len(ends) == 1
+    ends.add(Assumed("b", None), A, 0.0, None, 9.0)
+    assert ends.add(Assumed("c", None), A, 0.0, None, 9.0) == [Assumed("a", None)]
+    assert ends.due(5.0) == ([], [])
+
+
+def test_bookings_whose_phase_is_reported_twice_stay_as_they_are() -> None:
+    """A gateway may repeat what it says."""
+    picker = Picker()
+    decided = picker.asks(prompt())
+    assert decided.booked is not None
+    picker.router.report_phase(decided.booked.request_id, BookingPhase.FREE)
+    picker.lifetimes.first_byte(decided.booked, 200, None)
+    picker.lifetimes.ended(decided.booked, is_seen=False)
+    assert picker.lifetimes.n_open == 0
