@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from streams.core.cxl_memory import CxlMemoryState
 from streams.cxl.states import AFTER_OWNER_ENDED, NOT_POOLED
 from streams.cxl.states import RULES as CXL_RULES
-from streams.engines.feed_table import RULES, Action, FeedPhase, Signal
+from streams.engines.feed_table import OF_CONNECTION, RULES, Action, FeedPhase, Signal
 from streams.tables import partition
 
 
@@ -38,8 +38,16 @@ def _mermaid(lines: list[str]) -> str:
 
 
 def feed_diagram() -> str:
-    """The changes of a feed's phase."""
-    return _mermaid(["stateDiagram-v2", f"    [*] --> {FeedPhase.STARTING.name}", *_feed_edges()])
+    """The changes of a feed's phase. Phases in which a batch or a replay is in question are one state."""
+    names = [phase.name for phase in FeedPhase if _state(phase) == _IN_QUESTION]
+    return _mermaid(
+        [
+            "stateDiagram-v2",
+            f'    state "{"<br/>".join(names)}" as {_IN_QUESTION}',
+            f"    [*] --> {FeedPhase.STARTING.name}",
+            *_feed_edges(),
+        ]
+    )
 
 
 def feed_phases() -> str:
@@ -74,14 +82,23 @@ def _outcomes(signal: Signal) -> Iterator[tuple[tuple[Action, ...], FeedPhase | 
         yield actions, target, phases
 
 
+#: The state that stands for all phases in which a batch or a replay is in question.
+_IN_QUESTION = "batch_or_replay"
+
+
+def _state(phase: FeedPhase) -> str:
+    return phase.name if phase in OF_CONNECTION | {FeedPhase.FEEDING} else _IN_QUESTION
+
+
 def _feed_edges() -> Iterator[str]:
+    signals: dict[tuple[str, str], list[str]] = {}
     for phase, rules in RULES.items():
-        signals: dict[FeedPhase, list[Signal]] = {}
         for signal in Signal:
-            if signal in rules and rules[signal].target is not phase:
-                signals.setdefault(rules[signal].target, []).append(signal)
-        for target, reasons in signals.items():
-            yield f"    {phase.name} --> {target.name}: {', '.join(signal.name.lower() for signal in reasons)}"
+            if signal in rules and _state(rules[signal].target) != _state(phase):
+                named = signals.setdefault((_state(phase), _state(rules[signal].target)), [])
+                named += [signal.name.lower()] * (signal.name.lower() not in named)
+    for (source, target), named in signals.items():
+        yield f"    {source} --> {target}: {',<br/>'.join(named)}"
 
 
 def cxl_diagram() -> str:

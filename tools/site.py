@@ -37,6 +37,21 @@ _FOLDER = "assets/javascripts"
 _LINK_OUT = re.compile(r"\[([^\]]+)\]\(\.\./[^)]+\)")
 
 
+#: A link to a page whose text is the name of its file, as it is good to have in a repository.
+_LINK_BY_FILE = re.compile(r"\[[\w-]+\.md\](\(([\w-]+\.md)(?:#[\w-]+)?\))")
+
+#: Diagrams have their natural size, and scroll where the page is narrower. Shrunk, nobody could read them on a phone.
+_NATURAL_SIZE = (
+    '%%{init: {"themeVariables": {"fontSize": "14px"}, '
+    '"flowchart": {"useMaxWidth": false, "nodeSpacing": 30, "rankSpacing": 40}, '
+    '"sequence": {"useMaxWidth": false, "actorMargin": 30, "width": 120}, "state": {"useMaxWidth": false}}}%%'
+)
+
+#: Where a name in a table may break: behind these characters, so that no line begins in the middle of a word.
+_MAY_BREAK = re.compile(r"(::|[_/=,])(?=[\w{])")
+_CELL, _CODE = re.compile(r"(?<!<tr>\n)<td.*?</td>", re.DOTALL), re.compile(r"(?<=<code>)[^<]+")
+
+
 def scripts() -> dict[str, Path]:
     """The scripts and their licences by their names in the site; they are downloaded once. Raises NoPackage."""
     found: dict[str, Path] = {}
@@ -51,9 +66,23 @@ def scripts() -> dict[str, Path]:
     return found
 
 
-def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Links to files of the repository become text."""
-    return _LINK_OUT.sub(r"\1", markdown)
+def on_page_markdown(markdown: str, config: Any, **_: Any) -> str:
+    """Links to files of the repository become text, links named by a file get the page's title, diagrams their size."""
+    folder = Path(config["docs_dir"])
+    markdown = _LINK_OUT.sub(r"\1", markdown)
+    markdown = _LINK_BY_FILE.sub(lambda link: f"[{_title(folder / link[2])}]{link[1]}", markdown)
+    return markdown.replace("```mermaid\n", f"```mermaid\n{_NATURAL_SIZE}\n")
+
+
+def _title(page: Path) -> str:
+    """The title of a page, without what comes after a colon."""
+    with page.open() as lines:
+        return next(lines).removeprefix("# ").partition(":")[0].strip()
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Names in tables may break between their words, except those that begin a row."""
+    return _CELL.sub(lambda cell: _CODE.sub(lambda code: _MAY_BREAK.sub(r"\1<wbr>", code[0]), cell[0]), html)
 
 
 def on_post_page(output: str, page: Any, **_: Any) -> str:
