@@ -87,7 +87,7 @@ def test_no_label_of_the_plot_overlaps_another(
     for name, each in live.items():
         computed: Counter[int] = Counter()
         for o in each:
-            computed[o.outcome.worker_id] += o.outcome.prompt_tokens - o.outcome.cached_tokens
+            computed[o.outcome.worker_id] += o.outcome.prompt_tokens - o.outcome.cached_tokens + o.outcome.output_tokens
         for tokens in computed.values():
             assert loads[f"{tokens / 1000:,.0f}"] > 0, (name, tokens)
     overlaps = [(one, other) for (one, a), (other, b) in combinations(boxes, 2) if a.overlaps(b)]

@@ -31,7 +31,7 @@ def summarise(outcomes: Sequence[RequestOutcome], n_engines: int) -> dict[str, A
     ttft = np.array([outcome.ttft_ms for outcome in served], dtype=np.float64)
     computed: Counter[int] = Counter()
     for outcome in served:
-        computed[outcome.worker_id] += outcome.prompt_tokens - outcome.cached_tokens + outcome.output_tokens
+        computed[outcome.worker_id] += _computed_tokens(outcome)
     prompt_tokens = sum(outcome.prompt_tokens for outcome in served)
     return {
         "requests": len(served),
@@ -42,6 +42,11 @@ def summarise(outcomes: Sequence[RequestOutcome], n_engines: int) -> dict[str, A
         "ttft_ms_p99": float(np.percentile(ttft, 99)),
         "load_imbalance": max(computed.values()) * n_engines / sum(computed.values()),
     }
+
+
+def _computed_tokens(outcome: RequestOutcome) -> int:
+    """Tokens that an engine computed for a request: those of the prompt that were not cached, and the output."""
+    return outcome.prompt_tokens - outcome.cached_tokens + outcome.output_tokens
 
 
 def summarise_live(outcomes: Sequence[LiveOutcome], n_engines: int) -> dict[str, Any]:
@@ -248,6 +253,7 @@ def _draw_times(axes: Any, live: Mapping[str, Sequence[LiveOutcome]], scheme: Sc
         shares = np.arange(1, len(ttft) + 1) / len(ttft) * 100
         axes.step(ttft, shares, label=name, color=scheme.policies[name], where="post", linewidth=1.8)
     axes.set_xscale("log")
+    axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.set_title("Time to first token")
     axes.set_xlabel("model ms")
     axes.set_ylabel("% of requests served")
@@ -260,9 +266,9 @@ def _draw_loads(axes: Any, live: Mapping[str, Sequence[LiveOutcome]], workers: S
 
     computed = np.zeros((len(live), len(workers)))
     for row, outcomes in enumerate(live.values()):
-        for o in outcomes:
-            uncached = o.outcome.prompt_tokens - o.outcome.cached_tokens
-            computed[row, workers.index(o.outcome.worker_id)] += uncached / 1000.0
+        for each in outcomes:
+            if each.outcome.ttft_ms is not None:
+                computed[row, workers.index(each.outcome.worker_id)] += _computed_tokens(each.outcome) / 1000.0
     skew = computed.max(axis=1) / computed.mean(axis=1)
     axes.imshow(computed, LinearSegmentedColormap.from_list("load", [scheme.empty, scheme.full]), aspect="auto", vmin=0)
     for (row, column), thousands in np.ndenumerate(computed):
@@ -273,6 +279,6 @@ def _draw_loads(axes: Any, live: Mapping[str, Sequence[LiveOutcome]], workers: S
     axes.set_yticks(range(len(live)), list(live))
     axes.set_xticks(range(len(workers)), [str(worker) for worker in workers])
     axes.set_xlabel("worker")
-    axes.set_title("Prompt tokens computed per worker, in thousands")
+    axes.set_title("Tokens computed per worker, in thousands")
     axes.spines[:].set_visible(False)
     axes.tick_params(length=0)
