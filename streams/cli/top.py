@@ -170,7 +170,7 @@ def _header(url: str, live: Mapping[str, Any]) -> list[RenderableType]:
 def _pool(pool: Mapping[str, Any]) -> str:
     """A worker pool with its signals for autoscalers."""
     name = pool["model"] if pool["role"] == "both" else f"{pool['model']} ({pool['role']})"
-    replicas = f"{pool['replicas_wanted']:.1f} of {pool['replicas']} replicas wanted"
+    replicas = f"{pool['replicas']} replicas, {pool['replicas_wanted']:.1f} wanted"
     return (
         f"{name}: saturation {_share(pool['saturation'])}, backlog {_number(pool['backlog_ms'], 0, ' ms')}, {replicas}"
     )
@@ -226,9 +226,9 @@ class _Workers:
                 "model": row["model"],
                 "ranks": str(row["ranks"]),
                 "state": Text(state, style=_STYLES.get(row["state"], "red")),
-                "requests": str(row["requests"]),
-                "to prefill": str(row["prefill_tokens"]),
-                "blocks in use": str(row["decode_blocks"]),
+                "requests": _number(row["requests"]),
+                "to prefill": _number(row["prefill_tokens"]),
+                "blocks in use": _number(row["decode_blocks"]),
                 "hit share": _share(row["hit_rate"]),
                 "cache": _share(row["cache_usage"]),
             }
@@ -252,10 +252,11 @@ def _decisions(live: Mapping[str, Any]) -> list[RenderableType]:
     for decision in live.get("decisions", ())[:DECISIONS_SHOWN]:
         unit, best = " ms" * (decision["router_mode"] == "expected-time"), decision["next_best"]
         text = Text(f"{decision['age_s']:.0f} s ago  {_rank(decision)}", style="bold")
-        parts = [f"held {decision['overlap_blocks']:,} of {decision['request_blocks']:,} blocks"]
+        parts = [f"held {decision['overlap_blocks']:,} of {decision['request_blocks']:,}"]
         parts.append(f"cost {_term(decision['cost'])}{unit}")
         if best is not None:
-            parts.append(f"next best {_rank(best)} {best['cost'] - decision['cost']:+,.1f}")
+            difference = best["cost"] - decision["cost"]
+            parts.append(f"next best {_rank(best)} {'+' * (difference >= 0)}{_term(difference)}{unit}")
         text.append(f"  {'  '.join(parts)}  ", style="not bold")
         text.append(decision["mode"], style=_STYLES.get(decision["mode"], "red"))
         terms = [(name, value) for name, value in decision["terms"].items() if value is None or abs(value) >= _TERM_MIN]

@@ -172,7 +172,7 @@ def test_the_header_has_the_newest_known_figures_and_the_lag() -> None:
     assert "modes exact 75 %  degraded 25 %" in text
     assert "lag at most 0.25 s (partition 0), 3 records in all; unknown for 1 of 2 partitions" in text
     assert "degraded: owner_silent" in text and "25 %" in text
-    assert "pool m (prefill): saturation 42 %, backlog 12 ms, 3.1 of 6 replicas wanted" in text
+    assert "pool m (prefill): saturation 42 %, backlog 12 ms, 6 replicas, 3.1 wanted" in text
     old = [9.0] + [None] * SAMPLES_SHOWN
     assert "p99 -" in text_of(answer(1, samples={**answer(1)["samples"], "latency_ms_p99": old}))
 
@@ -199,14 +199,14 @@ def test_nothing_is_cut_off_in_a_narrow_terminal(width: int, left_out: set[str] 
     if left_out is not None:
         assert {name for name in COLUMNS if name not in header} == left_out
         assert text.count("degraded: owner_silent") == 8
-        assert text.count("123456") == 8
+        assert text.count("123,456") == 8
     assert "decisions/s 0.5" in text and "engines agreed -" in text
 
 
 def test_decisions_and_explanations_are_below_the_workers() -> None:
     """The newest decisions have their terms in words, and each reason of a worker its remedy."""
     text = text_of(answer(8))
-    assert "3 s ago  4/0  held 64 of 1,327 blocks  cost 577 ms  next best 3/1 +143.0  exact" in text
+    assert "3 s ago  4/0  held 64 of 1,327  cost 577 ms  next best 3/1 +143 ms  exact" in text
     assert "  232 ms to compute the prompt, -1.5 of_a_plugin" in text
     assert text.count("s ago") == DECISIONS_SHOWN
     assert "owner_silent: The owner is silent. Check the Faust workers." in text
