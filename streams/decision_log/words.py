@@ -51,7 +51,7 @@ TERMS: Mapping[str, str] = MappingProxyType(
         "own_prefill_blocks": "blocks of this prompt to compute",
         "active_prefill_blocks": "blocks of earlier prompts to compute first",
         "decode_blocks": "blocks in use",
-        "recent_prefill_blocks": "blocks for what it computed lately",
+        "recent_prefill_blocks": "blocks for recent prefills",
         "effective_cached_blocks": "cached blocks by value",
         "cxl_accessible_blocks": "blocks in reach in a CXL pool",
         "moe_matching_blocks": "blocks with matching labels",
@@ -61,11 +61,11 @@ TERMS: Mapping[str, str] = MappingProxyType(
         "kv_room_ms": "ms of waiting for free blocks",
         "prefill_ms": "ms to compute the prompt",
         "load_ms": "ms to load cached blocks",
-        "uncached_ms": "ms for the blocks that it evicts",
-        "recent_prefill_ms": "ms for what it computed lately",
+        "uncached_ms": "ms for blocks it evicts",
+        "recent_prefill_ms": "ms for recent prefills",
         "popular_ms": "ms that no other request shares",
-        "slowed_decodes_ms": "ms that other requests lose",
-        "own_decode_ms": "ms for decoding there",
+        "slowed_decodes_ms": "ms that others lose",
+        "own_decode_ms": "ms to decode",
     }
 )
 

@@ -274,7 +274,7 @@ CALLS: tuple[Call, ...] = (
     ),
     Call("GET", "/state/cxl", "state_cxl", Tag.STATE, Right.READ, "Return every pooled block", PooledStateAnswer),
     Call("GET", "/healthz", "healthz", Tag.STATE, None, "Return 200 while the process is running", HealthAnswer),
-    Call("GET", "/health", "health", Tag.STATE, None, "Do the same, under the path that engines have", HealthAnswer),
+    Call("GET", "/health", "health", Tag.STATE, None, "Return the same as /healthz, at an engine's path", HealthAnswer),
     Call(
         "GET",
         "/ready",

@@ -19,7 +19,7 @@ function short(value, digits = 0) {
   if (value === null || value === undefined) return NONE;
   if (value >= 1e6) return (value / 1e6).toFixed(1) + " M";
   if (value >= 1e4) return (value / 1e3).toFixed(1) + " k";
-  return value.toFixed(value < 100 ? digits : 0);
+  return value < 1000 ? value.toFixed(value < 100 ? digits : 0) : Math.round(value).toLocaleString("en");
 }
 
 const percent = (value) => (value === null || value === undefined ? NONE : Math.round(100 * value) + " %");
@@ -58,7 +58,7 @@ let spanS = 1;
 const x = (age) => (WIDTH * (1 - (age - newestS) / spanS)).toFixed(1);
 
 function duration(s) {
-  if (s < 90) return `${Math.round(s)} seconds`;
+  if (s < 90) return Math.round(s) === 1 ? "1 second" : `${Math.round(s)} seconds`;
   return `${Math.round(s / 60)} minutes`;
 }
 
@@ -76,8 +76,9 @@ function stretches(ages, values) {
   return found.filter((points) => points.length).map((points) => (points.length > 1 ? points : [points[0], points[0]]));
 }
 
-function drawLines(holder, label, ages, series, top) {
-  const greatest = top ?? Math.max(1e-9, ...series.flat().filter((value) => value !== null)) * 1.08;
+// top: the value at the upper edge. least: the edge is at least that high, so that what is normal looks calm.
+function drawLines(holder, label, ages, series, { top, least = 1e-9 }) {
+  const greatest = top ?? Math.max(least, ...series.flat().filter((value) => value !== null)) * 1.08;
   const y = (value) => (HEIGHT - (Math.min(value, greatest) / greatest) * HEIGHT).toFixed(1);
   const drawing = canvas(label);
   series.forEach((values, number) => {
@@ -133,12 +134,21 @@ const TILES = [
   },
   {
     id: "latency",
-    title: "Latency",
-    value: (s) => short(lastKnown(s.latency_ms_p50), 2),
-    small: (s) => `ms p50, ${short(lastKnown(s.latency_ms_p99), 2)} ms p99`,
+    title: "Time per decision",
+    value: (s) => (lastKnown(s.latency_ms_p50) === null ? NONE : `${short(lastKnown(s.latency_ms_p50), 2)} ms`),
+    small: (s) => {
+      if (lastKnown(s.latency_ms_p50) === null) return "no decision yet";
+      return `p50, ${short(lastKnown(s.latency_ms_p99), 2)} ms p99`;
+    },
     series: (s) => [s.latency_ms_p50, s.latency_ms_p99],
   },
-  { id: "lag", title: "View lag, slowest partition", value: (s) => seconds(last(s.lag_s)), series: (s) => [s.lag_s] },
+  {
+    id: "lag",
+    title: "View lag, slowest partition",
+    value: (s) => seconds(last(s.lag_s)),
+    series: (s) => [s.lag_s],
+    least: 1,
+  },
   {
     id: "requests",
     title: "Requests in flight",
@@ -152,6 +162,7 @@ const TILES = [
     value: (s) => short(last(s.imbalance), 2),
     small: () => "0 is even",
     series: (s) => [s.imbalance],
+    least: 1,
   },
   {
     id: "gaps",
@@ -183,7 +194,7 @@ function drawTiles(samples, router) {
     const small = tile.small ? tile.small(samples, router) : "";
     card.querySelector(".value").replaceChildren(value, " ", element("small", {}, small));
     const label = `${tile.title} over the last ${duration(spanS)}; now ${value} ${small}`.trim();
-    drawLines(card.querySelector(".chart"), label, samples.age_s, tile.series(samples), tile.top);
+    drawLines(card.querySelector(".chart"), label, samples.age_s, tile.series(samples), tile);
   }
 }
 
@@ -220,7 +231,7 @@ function workerRow(worker, most, explanations) {
     "tr",
     {},
     element("th", { scope: "row" }, name),
-    element("td", { class: "roomy" }, worker.model),
+    element("td", { class: "roomy model" }, worker.model),
     element("td", { class: "wrap" }, state),
     number(short(worker.requests)),
     roomy(bar(short(worker.prefill_tokens), worker.prefill_tokens / Math.max(most.prefill_tokens, 1))),
@@ -247,7 +258,7 @@ function drawPools(pools) {
   at("pools").replaceChildren(
     ...pools.map((pool) => {
       const name = pool.role === "both" ? pool.model : `${pool.model} (${pool.role})`;
-      const wanted = `${pool.replicas_wanted.toFixed(1)} of ${short(pool.replicas)} replicas wanted`;
+      const wanted = `${short(pool.replicas)} replicas, ${pool.replicas_wanted.toFixed(1)} wanted`;
       const facts = `saturation ${percent(pool.saturation)} · backlog ${short(pool.backlog_ms)} ms · ${wanted}`;
       return element("li", {}, element("strong", {}, name), " ", facts);
     }),
@@ -283,6 +294,7 @@ function decisionRows(decision, meanings) {
   const terms = Object.entries(decision.terms).filter(([, value]) => value === null || Math.abs(value) >= 0.05);
   const held = `${short(decision.overlap_blocks)} of ${short(decision.request_blocks)}`;
   const difference = best && best.cost - decision.cost;
+  const unit = decision.router_mode === "expected-time" ? " ms" : "";
   const mode = element("span", { class: `state ${decision.mode}` }, decision.mode);
   if (decision.reason) mode.append(" ", element("small", {}, decision.reason.replaceAll("_", " ")));
   const alone = decision.candidates > 1 ? NONE : "only candidate";
@@ -294,8 +306,8 @@ function decisionRows(decision, meanings) {
       element("th", { scope: "row" }, rank(decision)),
       number(bar(held, decision.overlap_blocks / Math.max(decision.request_blocks, 1))),
       roomy(short(decision.load_blocks)),
-      number(signed(decision.cost) + (decision.router_mode === "expected-time" ? " ms" : "")),
-      roomy(best ? `${rank(best)}: ${difference < 0 ? "" : "+"}${signed(difference)}` : alone),
+      number(signed(decision.cost) + unit),
+      roomy(best ? `${rank(best)}: ${difference < 0 ? "" : "+"}${signed(difference)}${unit}` : alone),
       element("td", { class: "roomy" }, mode),
     ),
     element(
@@ -315,8 +327,8 @@ function drawDecisions(decisions, meanings) {
 function drawPartitions(partitions) {
   at("partitions").replaceChildren(
     ...partitions.map(({ partition, lag_s, lag_records }) => {
-      const behind = lag_s === null || lag_s > LAG_SHOWN_AS_BEHIND_S || lag_records > 0;
-      const records = lag_records === null ? "unknown" : `${short(lag_records)} records`;
+      const behind = lag_s === null || lag_s > LAG_SHOWN_AS_BEHIND_S;
+      const records = lag_records === null ? "unknown" : `${short(lag_records)} record${lag_records === 1 ? "" : "s"}`;
       return element("li", behind ? { class: "behind" } : {}, `partition ${partition}`, element("strong", {}, seconds(lag_s)), records);
     }),
   );
