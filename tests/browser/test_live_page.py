@@ -17,18 +17,26 @@ from playwright.sync_api import Browser, Page, expect
 from streams.process.waiting import wait_for
 from streams.router_api.http.calls import CALLS
 from streams.settings import Settings
-from tests.helpers.browser import browser
+from tests.helpers.browser import browser, installed
 from tests.helpers.local_router import LocalRouter, hold, local_router, random_blocks, rank
 from tests.helpers.page_texts import unreadable
+from tools.npm_package import NoPackage
 
 #: The page asks every two seconds; on a busy machine an answer may take a while.
 PATIENCE_MS = 20_000.0
+
+#: Wide enough for a desk, and a phone.
+WIDTHS = (1280, 390)
 
 BLOCKS = random_blocks(np.random.default_rng(3), 8)
 
 
 @pytest.fixture(scope="module")
 def chromium() -> Iterator[Browser]:
+    try:
+        installed()
+    except NoPackage as exc:
+        pytest.skip(str(exc))
     with browser() as running:
         yield running
 
@@ -98,6 +106,17 @@ def test_the_page_shows_the_fleet_and_follows_it(chromium: Browser, served: Loca
         assert page.locator("#notice").is_hidden() and page.locator("#token-form").is_hidden()
 
 
+@pytest.mark.first_ring("live page")
+def test_the_page_appears_and_can_be_read(chromium: Browser, served: LocalRouter) -> None:
+    """At a desk and on a phone, all parts are there, and no text overlaps another or is cut off."""
+    for width in WIDTHS:
+        with opened(chromium, served.api.url) as page:
+            page.set_viewport_size({"width": width, "height": 900})
+            expect(page.locator("#workers tr")).to_have_count(3, timeout=PATIENCE_MS)
+            expect(page.locator("#tiles article")).to_have_count(8)
+            assert unreadable(page, texts_min=50) == []
+
+
 def test_the_page_of_the_api_lists_every_call(chromium: Browser, served: LocalRouter) -> None:
     """/docs shows each call with its path and right, and the fields of a request when they are opened."""
     with opened(chromium, served.api.url, path="/docs") as page:
@@ -139,9 +158,6 @@ _SHARES_DRAWN = """() => Object.fromEntries([...document.querySelectorAll(".char
   chart.getAttribute("aria-label"),
   chart.firstElementChild.getBoundingClientRect().width / chart.getBoundingClientRect().width,
 ]))"""
-
-#: Wide enough for a desk, and a phone.
-WIDTHS = (1280, 390)
 
 
 def crowded(served: LocalRouter) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from tests.helpers.rings import Mark, marks
 PROCESSES = frozenset(cli.commands) | {
     "client",  # streams.client in the process of a gateway
     "faust worker",  # `faust -A streams worker`, which `kvstreams worker` starts
+    "live page",  # in a browser, which is installed in a few seconds where npm and node are
     "publisher",  # streams.engines.publisher in the process of an engine
     "router --processes",
     "worker --router-process",
