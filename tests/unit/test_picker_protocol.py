@@ -6,13 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest, ProcessingResponse
 from google.protobuf.json_format import MessageToDict
-from google.protobuf.struct_pb2 import Struct
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streams.errors import InvalidRequest, RequestTooLarge
+from streams.picker.ext_proc_types import ProcessingRequest
 from streams.picker.messages import (
     BODY_CHUNK_BYTES,
     DESTINATION,
@@ -44,6 +43,7 @@ from streams.picker.protocol import (
     Send,
     State,
 )
+from tests.helpers.ext_proc import ProcessingResponse
 
 FULL_DUPLEX, BUFFERED = BodyMode.FULL_DUPLEX_STREAMED, BodyMode.BUFFERED
 PICKED = Picked({DESTINATION: "10.0.0.1:8000"}, metadata("10.0.0.1:8000"))
@@ -57,9 +57,7 @@ def request(part: Part, modes: tuple[BodyMode, BodyMode] | None = None, **fields
     for name, value in fields.pop("headers", {}).items():
         of.headers.headers.add(key=name, raw_value=value.encode())
     for namespace, values in fields.pop("metadata", {}).items():
-        struct = Struct()
-        struct.update(values)
-        message.metadata_context.filter_metadata[namespace].CopyFrom(struct)
+        message.metadata_context.filter_metadata[namespace].update(values)
     for name, value in fields.items():
         setattr(of, name, value)
     if modes is not None:
