@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
-from streams.core.ids import WorkerId
+from streams.core.ids import RankId, WorkerId
 from streams.core.workers import Role, Worker, WorkerState
 from streams.errors import UnknownModel
 
@@ -93,6 +93,14 @@ class PickerFleet:
             found = frozenset(worker_id for endpoint in subset if endpoint in at for worker_id in at[endpoint])
             now.subsets[subset] = found
         return found
+
+    def rank_at(self, endpoint: str) -> RankId | None:
+        """Return the first rank of the first worker with this endpoint."""
+        for worker_id in sorted(self._now().workers_at.get(endpoint, ())):
+            worker = self._workers().get(worker_id)
+            if worker is not None:
+                return next(iter(worker.ranks()))
+        return None
 
     def endpoints(self) -> Collection[str]:
         """Return the endpoints of all workers."""

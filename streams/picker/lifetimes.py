@@ -9,15 +9,16 @@ State: the bookings that gateways report.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from streams.core.ids import RankId
+from streams.core.ids import RankId, WorkerId
 from streams.core.loads.bookings import BookingPhase
 from streams.core.routing.policies.timings import DECODE_DEFAULT, OUTPUT_TOKENS_DEFAULT
 from streams.core.routing.selection import RouterMode
 from streams.errors import KvStreamsError
 from streams.picker.assumed_ends import Assumed, AssumedEnds, RankReport
+from streams.picker.fleet import PickerFleet
 from streams.router_api.deciding.router import Router
 
 
@@ -42,8 +43,11 @@ class Lifetimes:
     whose ends were assumed.
     """
 
-    def __init__(self, router: Router) -> None:
+    def __init__(self, router: Router, fleet: PickerFleet, avoid: Callable[[WorkerId], None]) -> None:
+        """avoid: lets every router avoid a worker for a short time, without waiting."""
         self._router = router
+        self._fleet = fleet
+        self._avoid = avoid
         self._assumed = AssumedEnds()
         self._ages_by_itself = router.policy.mode is RouterMode.EXPECTED_TIME
         self.n_served_elsewhere = 0
@@ -57,9 +61,7 @@ class Lifetimes:
     def first_byte(self, booked: Booked, status: int, served: str | None) -> None:
         """The answer of a request has begun. served: the endpoint that sent it."""
         if served is not None and served != booked.endpoint:
-            self.n_served_elsewhere += 1
-            if served in booked.ranks:
-                self._router.served_by(booked.request_id, booked.ranks[served], booked.phase)
+            self._served_elsewhere(booked, served)
         if status < 300:
             self._report(booked, BookingPhase.PREFILL)
 
@@ -78,6 +80,14 @@ class Lifetimes:
         if len(self._assumed):
             over += self._assumed.reported(self._reports())
         self._end_all(over)
+
+    def _served_elsewhere(self, booked: Booked, served: str) -> None:
+        """The gateway turned to another endpoint, since the chosen one did not answer: others should avoid it too."""
+        self.n_served_elsewhere += 1
+        rank = booked.ranks.get(served) or self._fleet.rank_at(served)
+        if rank is not None:
+            self._router.served_by(booked.request_id, rank, booked.phase)
+        self._avoid(booked.ranks[booked.endpoint].worker_id)
 
     def _end_all(self, over: list[Assumed]) -> None:
         for request_id, phase in over:

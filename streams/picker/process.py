@@ -19,7 +19,7 @@ import orjson
 from streams.client.plain_http import PlainHttp
 from streams.core.ids import WorkerId
 from streams.core.workers import Worker
-from streams.errors import NotReady
+from streams.errors import KvStreamsError, NotReady
 from streams.picker.fleet import PickerFleet
 from streams.picker.grpc.call import Call, Service, Stream, first_of
 from streams.picker.grpc.health import Health, ServingStatus
@@ -47,6 +47,9 @@ log = logging.getLogger(__name__)
 
 #: Interval at which bookings are ended whose ends are assumed.
 TICK_S = 1.0
+
+#: A worker that a gateway could not reach is avoided for the router's own time, and this long at least.
+AVOID_S = 2.0
 
 #: Interval at which the registry is looked at for engines that are new, to compare their tokens with the files'.
 PARITY_S = 2.0
@@ -116,9 +119,10 @@ class PickerDoor:
         settings = self._settings
         await self._tokenizing.start()
         fleet = PickerFleet(lambda: router.view.fleet.workers.copy(), lambda: router.view.fleet.changes)
-        lifetimes = Lifetimes(router)
+        lifetimes = Lifetimes(router, fleet, Avoiding(router))
         picks = Picks(settings, router, admission, self._tokenizing, fleet, self._keys.of, self._http)
-        self._router, self._service = router, ExtProc(settings, picks, lifetimes)
+        self._router = router
+        self._service = ExtProc(settings, picks, lifetimes, self._is_ready)
         background = (
             fleet.resolve_forever(),
             self._keys.check_forever(),
@@ -151,17 +155,18 @@ class PickerDoor:
             return ServingStatus.SERVING
         if name not in ("", READINESS, SERVICE):
             return None
-        return ServingStatus.NOT_SERVING if self._not_ready() else ServingStatus.SERVING
+        is_asked = self._is_ready() and self._router is not None and not self._router.stopping
+        return ServingStatus.SERVING if is_asked else ServingStatus.NOT_SERVING
 
-    def _not_ready(self) -> bool:
-        """Whether requests would be refused: the router is starting, reads a topic again, or is stopping."""
-        if self._router is None or self._router.stopping:
-            return True
+    def _is_ready(self) -> bool:
+        """Whether the router decides: it has started, and reads no topic again. A stopping one still does."""
+        if self._router is None:
+            return False
         try:
             self._router.readiness.check()
         except NotReady:
-            return True
-        return False
+            return False
+        return True
 
     async def _probe_forever(self, router: Router) -> None:
         """Compare the tokens of new engines with those of the files, until cancelled."""
@@ -191,6 +196,32 @@ def _row(router: Router, worker: Worker) -> dict[str, Any]:
         "incarnation": fleet.incarnation_of(worker),
         "render": render_json(fleet.render_of(worker)),
     }
+
+
+class Avoiding:
+    """Lets every router avoid a worker, through its record in the registry, at most once per AVOID_S."""
+
+    def __init__(self, router: Router) -> None:
+        self._router = router
+        self._asked_s: dict[WorkerId, float] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def __call__(self, worker_id: WorkerId) -> None:
+        """Ask for it, without waiting."""
+        now_s = time.monotonic()
+        self._asked_s = {each: at_s for each, at_s in self._asked_s.items() if now_s - at_s < AVOID_S}
+        if worker_id in self._asked_s:
+            return
+        self._asked_s[worker_id] = now_s
+        task = asyncio.create_task(self._avoid(worker_id))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _avoid(self, worker_id: WorkerId) -> None:
+        try:
+            await asyncio.to_thread(self._router.registry.avoid, worker_id)
+        except KvStreamsError as exc:  # it was removed, or Kafka is away
+            log.warning("worker %d is not avoided, although a gateway could not reach it: %s", worker_id, exc)
 
 
 async def _tick_forever(lifetimes: Lifetimes) -> None:

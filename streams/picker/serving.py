@@ -11,9 +11,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from streams.errors import InvalidRequest, KvStreamsError, Overloaded, RequestTimeout, RequestTooLarge
+from streams.errors import InvalidRequest, KvStreamsError, NotReady, Overloaded, RequestTimeout, RequestTooLarge
 from streams.picker.grpc.call import Call
 from streams.picker.grpc.words import Status
 from streams.picker.lifetimes import Booked, Lifetimes
@@ -27,6 +28,9 @@ log = logging.getLogger(__name__)
 
 #: The method that gateways call.
 PROCESS = "/envoy.service.ext_proc.v3.ExternalProcessor/Process"
+
+#: What gateways that ask too early write to their logs.
+NOT_READY = "the picker is not ready"
 
 #: A stream that ends within this time of the answer's first byte says nothing about the request's end.
 EARLY_S = 0.05
@@ -49,7 +53,11 @@ class ServingCounts:
 class ExtProc:
     """The service. Used on one loop."""
 
-    def __init__(self, settings: PickerServerSettings, picks: Picks, lifetimes: Lifetimes) -> None:
+    def __init__(
+        self, settings: PickerServerSettings, picks: Picks, lifetimes: Lifetimes, is_ready: Callable[[], bool]
+    ) -> None:
+        """is_ready: whether the router decides. Otherwise gateways ask another picker, or go on without a pick."""
+        self._is_ready = is_ready
         self.settings = settings
         self.picks = picks
         self.lifetimes = lifetimes
@@ -59,6 +67,9 @@ class ExtProc:
     def open(self, call: Call) -> ProcessStream | None:
         """A gateway has opened a stream. None for another method."""
         if call.method != PROCESS:
+            return None
+        if not self._is_ready():
+            call.finish(Status.UNAVAILABLE, NOT_READY)
             return None
         self.counts.streams += 1
         self.counts.open_streams += 1
@@ -144,6 +155,10 @@ class ProcessStream:
         started_s = time.perf_counter()
         try:
             decided = await service.picks.decide(pick, lambda: not self._call.is_open)
+        except NotReady as exc:  # since the stream was opened
+            service.picks.outcomes[exc.code] += 1
+            self._call.finish(Status.UNAVAILABLE, NOT_READY)
+            return
         except KvStreamsError as exc:
             service.picks.outcomes[exc.code] += 1
             actions = exchange.refused(refused_by(exc, self._path))

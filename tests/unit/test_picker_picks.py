@@ -55,7 +55,8 @@ class Picker:
             register(self.router.view, n, url=f"http://10.0.0.{n}:8000")
         fleet = self.router.view.fleet
         self.fleet = PickerFleet(lambda: fleet.workers.copy(), lambda: fleet.changes)
-        self.lifetimes = Lifetimes(self.router)
+        self.avoided: list[WorkerId] = []
+        self.lifetimes = Lifetimes(self.router, self.fleet, self.avoided.append)
 
     def asks(
         self,
@@ -284,7 +285,20 @@ def test_a_request_that_another_endpoint_served_is_charged_there() -> None:
     first, second = decided.booked.ranks
     picker.lifetimes.first_byte(decided.booked, 200, second)
     assert picker.requests()[decided.booked.ranks[second].worker_id] == 1
-    assert picker.lifetimes.n_served_elsewhere == 1 and first == decided.booked.endpoint
+    assert picker.lifetimes.n_served_elsewhere == 1
+    assert picker.avoided == [decided.booked.ranks[first].worker_id]
+
+
+def test_a_request_that_an_endpoint_without_a_pick_served_is_charged_there() -> None:
+    """A gateway chooses by itself if the chosen endpoint does not answer; an unknown one changes no booking."""
+    picker = Picker()
+    hold(picker.router.view, rank(2), BLOCKS)
+    decided = picker.asks(prompt())
+    assert decided.booked is not None
+    picker.lifetimes.first_byte(decided.booked, 200, "10.9.9.9:1")
+    assert picker.requests() == {1: 0, 2: 1, 3: 0}
+    picker.lifetimes.first_byte(decided.booked, 200, "10.0.0.3:8000")
+    assert picker.requests() == {1: 0, 2: 0, 3: 1}
 
 
 @pytest.mark.parametrize("mode", ["kv", "expected-time"])
