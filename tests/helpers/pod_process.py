@@ -5,7 +5,8 @@ there are, and what is expected of them.
 
 Differences from a cluster: paths of volumes begin in a folder of the pod, each pod has a port of its own in place of
 8000, names of services are addresses of this machine, and the process is this checkout's, as this user. NUMBA_CACHE_DIR
-is not set, so that the processes share the kernels that the tests have compiled.
+is not set, so that the processes share the kernels that the tests have compiled. If this user is root, they can write
+only to their volumes and these kernels.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import Any
 from streams.lab.kafka.ports import free_port
 from streams.lab.processes import Child, Children
 from streams.process.waiting import wait_for
+from tests.helpers import read_only_root
 
 #: A pod that is not ready after this time hangs. Ten processes may share two cores.
 READY_TIMEOUT_S = 90.0
@@ -67,9 +69,12 @@ class PodProcess:
         for claimed in self._mounts.keys() - {volume["name"] for volume in pod["volumes"]}:
             self._at(self._mounts[claimed]).mkdir(parents=True)
         env = self._environment()
-        arguments = [self._here(argument) for argument in self._container["args"]]
+        program = ["-m", "streams.cli", *map(self._here, self._container["args"])]
+        if self._container["securityContext"]["readOnlyRootFilesystem"] and read_only_root.is_possible():
+            writable = [mount["mountPath"] for mount in self._container["volumeMounts"] if not mount.get("readOnly")]
+            program = ["-m", read_only_root.__name__, *(str(self._at(path)) for path in writable), "--", *program]
         log = node.folder / "logs" / f"{name}.log"
-        self.child = node.children.add(Child(name, ["-m", "streams.cli", *arguments], log, env)).start()
+        self.child = node.children.add(Child(name, program, log, env)).start()
 
     @property
     def url(self) -> str:
