@@ -36,6 +36,16 @@ _SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0
 
 
 @dataclass(slots=True)
+class MovedStreams:
+    """What a front counts of streams that have ended and had migrated. lost_seconds: by stream."""
+
+    streams: int = 0
+    tokens_recovered: int = 0
+    tokens_prefilled_again: int = 0
+    lost_seconds: Distribution = field(default_factory=lambda: Distribution(*_SECONDS))
+
+
+@dataclass(slots=True)
 class FrontCounts:
     """What a front counts. sources, characters: those of its Tokenizing. render_probes: of its ParityProbes."""
 
@@ -47,9 +57,7 @@ class FrontCounts:
     retries: int = 0
     engine_failures: Counter[str] = field(default_factory=Counter)
     migrations: int = 0
-    migrated_streams: int = 0
-    tokens_recovered: int = 0
-    tokens_prefilled_again: int = 0
+    moved: MovedStreams = field(default_factory=MovedStreams)
     output_tokens: int = 0
     prompt_tokens: int = 0
     active: int = 0
@@ -59,7 +67,6 @@ class FrontCounts:
     tokenize_seconds: Distribution = field(default_factory=lambda: Distribution(*_SECONDS))
     route_seconds: Distribution = field(default_factory=lambda: Distribution(*_SECONDS))
     first_token_seconds: Distribution = field(default_factory=lambda: Distribution(*_SECONDS))
-    lost_seconds: Distribution = field(default_factory=lambda: Distribution(*_SECONDS))
 
 
 FRONT_METRICS: tuple[Metric[FrontCounts], ...] = (
@@ -105,17 +112,17 @@ FRONT_METRICS: tuple[Metric[FrontCounts], ...] = (
     counter(
         "kvstreams_front_moved_streams_total",
         "Streams that have ended and had migrated at least once.",
-        lambda counts: counts.migrated_streams,
+        lambda counts: counts.moved.streams,
     ),
     counter(
         "kvstreams_front_recovered_tokens_total",
         "Tokens of prompts and answers so far that engines found in CXL pools when a stream migrated to them.",
-        lambda counts: counts.tokens_recovered,
+        lambda counts: counts.moved.tokens_recovered,
     ),
     counter(
         "kvstreams_front_prefilled_again_tokens_total",
         "Tokens of prompts and answers so far that were computed again when a stream migrated.",
-        lambda counts: counts.tokens_prefilled_again,
+        lambda counts: counts.moved.tokens_prefilled_again,
     ),
     counter(
         "kvstreams_front_prompts_total",
@@ -185,6 +192,6 @@ FRONT_METRICS: tuple[Metric[FrontCounts], ...] = (
     histogram(
         "kvstreams_front_migration_lost_seconds",
         "Time that a stream lost by migrating: from the last byte of an engine to the next one's first token.",
-        read=lambda counts: counts.lost_seconds,
+        read=lambda counts: counts.moved.lost_seconds,
     ),
 )

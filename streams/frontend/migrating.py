@@ -359,10 +359,11 @@ class StreamMigrator:
     def _count(self, relay: StreamRelay) -> None:
         figures = relay.migration.figures
         if figures.migrations:
-            self._counts.migrated_streams += 1
-            self._counts.tokens_recovered += figures.tokens_recovered
-            self._counts.tokens_prefilled_again += figures.tokens_prefilled_again
-            self._counts.lost_seconds.observe(figures.lost_s)
+            moved = self._counts.moved
+            moved.streams += 1
+            moved.tokens_recovered += figures.tokens_recovered
+            moved.tokens_prefilled_again += figures.tokens_prefilled_again
+            moved.lost_seconds.observe(figures.lost_s)
 
 
 async def _read_end(source: HttpAnswer) -> None:

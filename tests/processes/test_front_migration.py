@@ -109,7 +109,7 @@ async def test_a_stream_moves_twice_and_the_client_does_not_notice(backend: Back
             kept = len(each["prompt"]) - len(CHAT_PROMPT)
             assert each["max_tokens"] == 500 - kept and each["seed"] == 5 and each["temperature"] == 0
         assert answer.figures["tokens_prefilled_again"] == sum(len(each["prompt"]) - 4 for each in resumed)
-        assert stage.front.counts.migrations == 2 and stage.front.counts.migrated_streams == 1
+        assert stage.front.counts.migrations == 2 and stage.front.counts.moved.streams == 1
         assert stage.front.counts.outcomes["completed"] == 1
 
 
