@@ -9,6 +9,7 @@ State: addresses of host names.
 from __future__ import annotations
 
 import asyncio
+import functools
 import ipaddress
 import logging
 import socket
@@ -189,6 +190,7 @@ class PickerFleet:
         return now
 
 
+@functools.lru_cache(maxsize=HOSTS_MAX)
 def _host(url: str) -> str | None:
     try:
         return urlsplit(url).hostname
@@ -201,6 +203,7 @@ def _port(url: str) -> int:
     return parts.port or (443 if parts.scheme == "https" else 80)
 
 
+@functools.lru_cache(maxsize=HOSTS_MAX)
 def _is_address(host: str) -> bool:
     try:
         ipaddress.ip_address(host)
