@@ -78,6 +78,8 @@ TESTED: dict[str, list[tuple[str, str]]] = {
         ("docs/kubernetes.md", "bridges:"),
         ("docs/kubernetes.md", "strimzi:"),
         ("docs/kubernetes.md", "engineAutoscaling:"),
+        ("docs/kubernetes.md", "front:"),
+        ("docs/kubernetes.md", "networkPolicy:"),
     ],
     "processes/test_front_apis.py::test_the_page_shows_how_to_use_anthropics_client": [
         ("docs/front.md", "from anthropic")
@@ -108,6 +110,7 @@ TESTED: dict[str, list[tuple[str, str]]] = {
     HERE + "test_prometheus_reads_the_example_of_its_configuration": [("docs/metrics.md", "scrape_configs:")],
     HERE + "test_settings_of_the_pages_exist": [("docs/security.md", "export")],
     HERE + "test_targets_modules_and_files_of_commands_exist": [("CONTRIBUTING.md", "make fast")],
+    HERE + "test_the_secret_of_the_chart_has_a_file_of_tokens": [("docs/kubernetes.md", "FRONT=")],
     HERE + "test_the_adapter_of_prometheus_finds_the_metric": [("docs/kubernetes.md", "rules:")],
     HERE + "test_the_commands_of_the_laboratory_run": [
         ("docs/quality.md", "kvstreams simulate conversation"),
@@ -360,6 +363,17 @@ def test_the_engine_of_the_laboratory_has_these_parameters() -> None:
     wanted = [*parameters["prefill_ms"], parameters["decode_ms_min"], *map(abs, parameters["decode_ms"])]
     numbers = re.findall(r"(?<![\w.])\d[\d.]*(?:e-\d+)?", block_of("docs/quality.md", "prefill  "))
     assert [float(number) for number in numbers] == wanted
+
+
+def test_the_secret_of_the_chart_has_a_file_of_tokens(tmp_path: Path) -> None:
+    """The commands before kubectl write a file that every process accepts, and its own token for each of them."""
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl is not installed")
+    script = block_of("docs/kubernetes.md", "FRONT=").partition("kubectl")[0] + 'echo "$FRONT"'
+    shown = subprocess.run(["bash", "-ec", script], cwd=tmp_path, check=True, capture_output=True, text=True).stdout
+    tokens = parse_tokens([("tokens.toml", (tmp_path / "tokens.toml").read_text())])
+    grant = tokens.grant_of(shown.strip())
+    assert grant is not None and (grant.name, sorted(grant.rights)) == ("front", ["read", "route"])
 
 
 def test_the_adapter_of_prometheus_finds_the_metric() -> None:
