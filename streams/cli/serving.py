@@ -37,7 +37,8 @@ def router(resolved: Resolved, ends_with_parent: bool, process_number: int | Non
     With --processes, several of them share one port of this machine.
     """
     from streams.kafka.schema_compatibility import check_schemas
-    from streams.router_api.processes.process_group import ProcessGroup, ProcessPlace, end_with_parent
+    from streams.process.kept_processes import end_with_parent
+    from streams.router_api.processes.process_group import ProcessGroup, ProcessPlace
 
     settings = resolved.settings
     log.configure(settings, process_number)

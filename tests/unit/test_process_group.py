@@ -16,10 +16,12 @@ import pytest
 
 from streams.errors import ProcessError, SettingsError
 from streams.lab.kafka.ports import free_port
+from streams.process import kept_processes
+from streams.process.kept_processes import ENDS_MAX
 from streams.process.metrics import Metric, MetricsRegistry, counter, gauge, histogram
 from streams.process.waiting import wait_for
 from streams.router_api.processes import process_group
-from streams.router_api.processes.process_group import ENDS_MAX, ProcessGroup, ProcessPlace, check_ports
+from streams.router_api.processes.process_group import ProcessGroup, ProcessPlace, check_ports
 from streams.settings import Settings
 
 PATIENCE_S = 20.0
@@ -82,7 +84,7 @@ def test_a_port_that_is_taken_is_refused_before_a_process_starts() -> None:
 
 def test_processes_are_started_again_and_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that is killed is started again, to join once it is ready; a cancellation ends all processes."""
-    monkeypatch.setattr(process_group, "RESTART_FIRST_S", 0.05)
+    monkeypatch.setattr(kept_processes, "RESTART_FIRST_S", 0.05)
 
     def started() -> dict[tuple[str, str], int]:
         names = [path.name.rsplit("-", 1) for path in tmp_path.iterdir()]
@@ -107,7 +109,7 @@ def test_processes_are_started_again_and_ended(tmp_path: Path, monkeypatch: pyte
 
 def test_a_process_that_ends_again_and_again_ends_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After ENDS_MAX ends in a row, with growing pauses, the parent ends the others and fails."""
-    monkeypatch.setattr(process_group, "RESTART_FIRST_S", 0.05)
+    monkeypatch.setattr(kept_processes, "RESTART_FIRST_S", 0.05)
     code = """
 import os, sys, time, pathlib
 folder, _, _, number, _, joins = sys.argv[1:]
