@@ -34,11 +34,12 @@ from benchmarks.http_load import Connection, connect, request
 from benchmarks.machinery import machinery
 from benchmarks.picker_engine import MODEL, host_of
 from benchmarks.report import OURS, Bar, Report, Samples, installed, wide_console
-from streams.gateway.envoy_config import Address, GatewayConfig, engines_config, envoy_config
+from streams.gateway.envoy_config import GatewayConfig, address_config, engines_config, envoy_config
 from streams.lab.engines.chat_template import tokenizer_files
 from streams.lab.kafka.ports import free_port
 from streams.lab.processes import Child
 from streams.lab.stack import Engine, RouterProcess, Stack, get_bytes, get_json, wait_workers
+from streams.picker.addresses import Endpoint
 from streams.process.interpreter import run_in_real_time
 from streams.process.waiting import wait_for
 from streams.prompts.calls import Kind
@@ -168,16 +169,16 @@ async def burst(url: str, bodies: list[bytes], per_s: float) -> tuple[list[float
 
 
 @contextmanager
-def running_envoy(folder: Path, pickers: list[Address], engines: list[Address]) -> Iterator[tuple[str, str, int]]:
+def running_envoy(folder: Path, pickers: list[Endpoint], engines: list[Endpoint]) -> Iterator[tuple[str, str, int]]:
     """An Envoy; gives the URLs with a picker and without one, and its process id."""
     endpoints = folder / "endpoints"
     endpoints.mkdir(parents=True)
     (endpoints / "engines.json").write_text(json.dumps(engines_config(engines)))
     ports = [free_port() for _ in range(3)]
-    listens, direct, admin = (Address("127.0.0.1", port) for port in ports)
+    listens, direct, admin = (Endpoint("127.0.0.1", port) for port in ports)
     config = envoy_config(GatewayConfig(listens, admin, pickers, str(endpoints / "engines.json"), 64 << 20))
     listener = json.loads(json.dumps(config["static_resources"]["listeners"][0]))
-    listener["address"], listener["name"] = direct.config(), "direct"
+    listener["address"], listener["name"] = address_config(direct), "direct"
     filters = listener["filter_chains"][0]["filters"][0]["typed_config"]["http_filters"]
     del filters[:-1]
     config["static_resources"]["listeners"].append(listener)
@@ -221,7 +222,7 @@ def start_engines(stack: Stack, prompts: Path) -> list[Engine]:
     ]
 
 
-def start_picker(stack: Stack, tokenizer: Path) -> tuple[RouterProcess, Address]:
+def start_picker(stack: Stack, tokenizer: Path) -> tuple[RouterProcess, Endpoint]:
     """Start a picker with the settings that `kvstreams gateway` gives it."""
     settings = replace(
         stack.settings,
@@ -237,7 +238,7 @@ def start_picker(stack: Stack, tokenizer: Path) -> tuple[RouterProcess, Address]
     process = RouterProcess(child.start(), f"http://127.0.0.1:{settings.port}", settings)
     stack.wait_ready(process)
     wait_workers(process.url, N_ENGINES)
-    return process, Address("127.0.0.1", settings.picker_port)
+    return process, Endpoint("127.0.0.1", settings.picker_port)
 
 
 def n_picked(picker: RouterProcess) -> int:
@@ -284,7 +285,7 @@ def main(json_path: Path | None, seconds: float, rounds: int) -> None:
         n_blocks = sum(len(tokens) // 16 for tokens in seen)
         wait_for(lambda: get_json(f"{picker.url}/state")["blocks"] >= n_blocks, PATIENCE_S, "the blocks of all prompts")
         port = int(engines[0].url.rsplit(":", 1)[1])
-        addresses = [Address(host_of(number), port) for number in range(1, N_ENGINES + 1)]
+        addresses = [Endpoint(host_of(number), port) for number in range(1, N_ENGINES + 1)]
         run_in_real_time()  # the clients stand for other machines
         with running_envoy(stack.directory / "gateway", [address], addresses) as (with_picker, direct, envoy_pid):
             for case in CASES:

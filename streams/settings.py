@@ -634,6 +634,20 @@ class PickerSettings:
 
 
 @dataclass(frozen=True)
+class GatewaySettings:
+    """The Envoy of `kvstreams gateway`."""
+
+    gateway_port: int = _setting(8080, "port on which `kvstreams gateway` serves clients", low=1, high=65535)
+    gateway_admin_port: int = _setting(
+        9901, "port of its Envoy's own pages, among them /stats/prometheus, on 127.0.0.1", low=1, high=65535
+    )
+    gateway_threads: int = _setting(0, "threads of its Envoy; 0 is one per processor", low=0, high=1024)
+    gateway_access_log: str = _setting(
+        "", "file to which its Envoy writes one JSON object per request; /dev/stdout is allowed; by default none"
+    )
+
+
+@dataclass(frozen=True)
 class FrontSettings:
     """How a front between clients and engines serves requests."""
 
@@ -760,12 +774,17 @@ class PickerServerSettings(RouterServerSettings, PickerSettings, PromptSettings)
 
 
 @dataclass(frozen=True)
+class GatewayServerSettings(PickerServerSettings, GatewaySettings):
+    """The process of a gateway, with the settings of the pickers that it starts."""
+
+
+@dataclass(frozen=True)
 class WorkerServerSettings(RouterServerSettings, WorkerSettings, AgentSettings):
     """The process of a Faust worker, with its agents and its router."""
 
 
 @dataclass(frozen=True)
-class Settings(BridgeServerSettings, FrontServerSettings, PickerServerSettings, WorkerServerSettings):
+class Settings(BridgeServerSettings, FrontServerSettings, GatewayServerSettings, WorkerServerSettings):
     """All groups in one. `kvstreams config` and `--help` print each field's help."""
 
     def __post_init__(self) -> None:

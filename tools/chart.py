@@ -24,6 +24,7 @@ from streams.settings import (
     AgentSettings,
     BridgeServerSettings,
     FrontServerSettings,
+    GatewaySettings,
     KafkaSettings,
     LogSettings,
     PickerSettings,
@@ -51,7 +52,7 @@ NOT_IN_THE_CHART = frozenset(
     | SECRETS
     | {
         setting.name
-        for group in (KafkaSettings, AccessSettings, PickerSettings, ResetSettings)
+        for group in (KafkaSettings, AccessSettings, PickerSettings, GatewaySettings, ResetSettings)
         for setting in fields(group)
     }
 )

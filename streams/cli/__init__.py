@@ -13,7 +13,7 @@ import signal
 import click
 
 from streams import __version__
-from streams.cli import cxl, decisions, doctor, front, metrics, picker, scope, serving, top
+from streams.cli import cxl, decisions, doctor, front, gateway, metrics, picker, scope, serving, top
 from streams.errors import KvStreamsError
 from streams.lab.commands import compare, demo, kafka, plan, replay, sim, simulate
 from streams.process.options import ESSENTIAL, GroupedGroup
@@ -34,6 +34,7 @@ def cli() -> None:
 for _module in (
     serving,
     picker,
+    gateway,
     front,
     scope,
     cxl,

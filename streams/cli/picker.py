@@ -30,15 +30,22 @@ from streams.settings import Resolved
     metavar="MODEL=FILE",
     help="file with the API key of a model's engines, which then tokenize; a file alone is for all other models",
 )
-def picker(resolved: Resolved, tokenizers: tuple[str, ...], engine_keys: tuple[str, ...]) -> None:
+@click.option("--ends-with-parent", is_flag=True, hidden=True, help="end when standard input ends")
+def picker(
+    resolved: Resolved, tokenizers: tuple[str, ...], engine_keys: tuple[str, ...], ends_with_parent: bool
+) -> None:
     """Run a router that Envoy gateways ask over gRPC (ext_proc) which engine a request goes to."""
     from streams.kafka.schema_compatibility import check_schemas
     from streams.picker.process import PickerOptions, serve_picker
+    from streams.process.kept_processes import end_with_parent
     from streams.prompts.engine_keys import parse_by_model
 
     settings = resolved.settings
     log.configure(settings)
-    check_schemas()
+    if ends_with_parent:  # which has done what follows
+        end_with_parent()
+    else:
+        check_schemas()
     if settings.router_reset_states:
         empty_scope(settings, settings.router_reset_force, may_be_new=True)
     paths = {model: Path(path) for model, path in parse_by_model("--tokenizer", tokenizers).items()}

@@ -1,6 +1,6 @@
-"""The configuration of an Envoy that asks pickers, and the file with its engines (pure).
+"""The configuration of an Envoy that asks pickers, and the files with its engines and certificates (pure).
 
-What lives here: both as values for JSON. What must not: processes and files (process), and how other gateways are
+What lives here: these as values for JSON. What must not: processes and files (process), and how other gateways are
 configured (docs/gateway.md).
 
 Envoy buffers a request's body, and asks a picker while it has all of it: a picker that dies or hangs costs a decision
@@ -12,9 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
-from streams.picker.messages import DESTINATION, LB, SERVED, SUBSET_HINT
+from streams.picker.addresses import Endpoint, is_address
+from streams.picker.messages import DESTINATION, DETAILS, LB, SERVED, SUBSET_HINT
 
 _TYPE = "@type"
 _V3 = "type.googleapis.com/envoy"
@@ -44,52 +45,86 @@ CIRCUIT_BREAKER_OFF = 1 << 20
 PICKER_RETRIES, ENGINE_RETRIES = 3, 2
 
 
-class Address(NamedTuple):
-    """Where something listens. host: an IP address."""
+def address_config(endpoint: Endpoint) -> dict[str, Any]:
+    """An endpoint as Envoy has it."""
+    return {"socket_address": {"address": endpoint.host, "port_value": endpoint.port}}
 
-    host: str
-    port: int
 
-    def config(self) -> dict[str, Any]:
-        """As Envoy has it."""
-        return {"socket_address": {"address": self.host, "port_value": self.port}}
+#: What answers whether this gateway may get requests, on the port of clients.
+READY_PATH = "/ready"
+
+#: Names of the certificate, and of the authorities of clients' certificates.
+SERVER_SECRET, CLIENTS_SECRET = "server", "clients"
+_SECRET = f"{_V3}.extensions.transport_sockets.tls.v3.Secret"
 
 
 @dataclass(frozen=True, slots=True)
 class GatewayConfig:
-    """What differs between gateways. engines_file: of `engines_config`, which Envoy reads again when it is replaced.
+    """What differs between gateways. pickers: their hosts may be names, each with any number of addresses.
 
-    body_bytes_max: of a request. buffers: whether Envoy keeps a body until its pick. Otherwise it streams the body to
-    the picker in full duplex, as most gateways do, and a request whose picker dies meanwhile fails.
+    engines_file, tls_file, clients_file: of `engines_config`, `tls_config` and `clients_config`, which Envoy reads
+    again when they are replaced. With a clients_file, clients need certificates. access_log: a file. These three may be
+    "". body_bytes_max: of a request. connections_max: of clients.
+
+    buffers: whether Envoy keeps a body until its pick. Otherwise it streams the body to the picker in full duplex, as
+    most gateways do, and a request whose picker dies meanwhile fails.
     """
 
-    listens: Address
-    admin: Address
-    pickers: Sequence[Address]
+    listens: Endpoint
+    admin: Endpoint
+    pickers: Sequence[Endpoint]
     engines_file: str
     body_bytes_max: int
+    connections_max: int = 4096
+    tls_file: str = ""
+    clients_file: str = ""
+    access_log: str = ""
     buffers: bool = True
 
 
-def _endpoints(name: str, addresses: Iterable[Address]) -> dict[str, Any]:
-    endpoints = [{"endpoint": {"address": address.config()}} for address in addresses]
+def _endpoints(name: str, addresses: Iterable[Endpoint]) -> dict[str, Any]:
+    endpoints = [{"endpoint": {"address": address_config(address)}} for address in addresses]
     return {"cluster_name": name, "endpoints": [{"lb_endpoints": endpoints}]}
 
 
-def engines_config(engines: Iterable[Address]) -> dict[str, Any]:
+def engines_config(engines: Iterable[Endpoint]) -> dict[str, Any]:
     """The engines, as Envoy's endpoint discovery reads them from a file."""
     kind = f"{_V3}.config.endpoint.v3.ClusterLoadAssignment"
     return {"resources": [{_TYPE: kind, **_endpoints(ENGINES, sorted(set(engines)))}]}
 
 
+def tls_config(certificate: str, key: str) -> dict[str, Any]:
+    """A certificate and its key, as PEM texts: Envoy notices that this file was replaced, and no file that it names."""
+    chain = {"certificate_chain": {"inline_string": certificate}, "private_key": {"inline_string": key}}
+    return {"resources": [{_TYPE: _SECRET, "name": SERVER_SECRET, "tls_certificate": chain}]}
+
+
+def clients_config(authorities: str) -> dict[str, Any]:
+    """The authorities of clients' certificates, as a PEM text."""
+    trusted = {"trusted_ca": {"inline_string": authorities}}
+    return {"resources": [{_TYPE: _SECRET, "name": CLIENTS_SECRET, "validation_context": trusted}]}
+
+
 def envoy_config(config: GatewayConfig) -> dict[str, Any]:
     """The whole configuration. Envoy reads JSON as it reads YAML."""
     return {
-        "admin": {"address": config.admin.config()},
+        "admin": {"address": address_config(config.admin)},
         "node": {"id": "kvstreams", "cluster": "kvstreams"},
+        "overload_manager": {"resource_monitors": [_connections(config)]},
         "static_resources": {
             "listeners": [_listener(config)],
             "clusters": [_engines_cluster(config), _pickers_cluster(config)],
+        },
+    }
+
+
+def _connections(config: GatewayConfig) -> dict[str, Any]:
+    kind = "downstream_connections.v3.DownstreamConnectionsConfig"
+    return {
+        "name": "envoy.resource_monitors.global_downstream_max_connections",
+        "typed_config": {
+            _TYPE: f"{_V3}.extensions.resource_monitors.{kind}",
+            "max_active_downstream_connections": config.connections_max,
         },
     }
 
@@ -100,6 +135,7 @@ def _seconds(seconds: float) -> str:
 
 def _listener(config: GatewayConfig) -> dict[str, Any]:
     filters = [
+        _ready_filter(),
         _picking_filter(config),
         {
             "name": "envoy.filters.http.router",
@@ -137,13 +173,91 @@ def _listener(config: GatewayConfig) -> dict[str, Any]:
         },
         "http_filters": filters,
     }
+    if config.access_log:
+        manager["access_log"] = [_access_log(config.access_log)]
+    chain: dict[str, Any] = {
+        "filters": [{"name": "envoy.filters.network.http_connection_manager", "typed_config": manager}]
+    }
+    if config.tls_file:
+        chain["transport_socket"] = _tls_socket(config)
     return {
         "name": "gateway",
-        "address": config.listens.config(),
+        "address": address_config(config.listens),
         "per_connection_buffer_limit_bytes": config.body_bytes_max,
-        "filter_chains": [
-            {"filters": [{"name": "envoy.filters.network.http_connection_manager", "typed_config": manager}]}
-        ],
+        "filter_chains": [chain],
+        # Another gateway on the port would otherwise share its clients.
+        "enable_reuse_port": False,
+    }
+
+
+def _file_source(path: str) -> dict[str, Any]:
+    """A file that Envoy reads again when another one replaces it."""
+    watched = {"path": path, "watched_directory": {"path": path.rpartition("/")[0]}}
+    return {"resource_api_version": "V3", "path_config_source": watched}
+
+
+def _tls_socket(config: GatewayConfig) -> dict[str, Any]:
+    common: dict[str, Any] = {
+        "tls_params": {"tls_minimum_protocol_version": "TLSv1_2"},
+        "alpn_protocols": ["h2", "http/1.1"],
+        "tls_certificate_sds_secret_configs": [{"name": SERVER_SECRET, "sds_config": _file_source(config.tls_file)}],
+    }
+    if config.clients_file:
+        source = _file_source(config.clients_file)
+        common["validation_context_sds_secret_config"] = {"name": CLIENTS_SECRET, "sds_config": source}
+    return {
+        "name": "envoy.transport_sockets.tls",
+        "typed_config": {
+            _TYPE: f"{_V3}.extensions.transport_sockets.tls.v3.DownstreamTlsContext",
+            "common_tls_context": common,
+            "require_client_certificate": bool(config.clients_file),
+        },
+    }
+
+
+#: Fields of an access log. `picked` is missing in a request that passed without a decision; `details` are those of
+#: `picker_details`.
+_LOGGED = {
+    "time": "%START_TIME%",
+    "method": "%REQ(:METHOD)%",
+    "path": "%REQ(:PATH)%",
+    "status": "%RESPONSE_CODE%",
+    "flags": "%RESPONSE_FLAGS%",
+    "reason": "%RESPONSE_CODE_DETAILS%",
+    "ms": "%DURATION%",
+    "request_bytes": "%BYTES_RECEIVED%",
+    "response_bytes": "%BYTES_SENT%",
+    "picked": f"%DYNAMIC_METADATA({LB}:{DESTINATION})%",
+    "served": "%UPSTREAM_HOST%",
+    "details": f"%DYNAMIC_METADATA({DETAILS})%",
+}
+
+
+def _access_log(path: str) -> dict[str, Any]:
+    return {
+        "name": "envoy.access_loggers.file",
+        "filter": {"not_health_check_filter": {}},
+        "typed_config": {
+            _TYPE: f"{_V3}.extensions.access_loggers.file.v3.FileAccessLog",
+            "path": path,
+            "log_format": {"json_format": _LOGGED, "omit_empty_values": True},
+        },
+    }
+
+
+def _ready_filter() -> dict[str, Any]:
+    """Answers whether there are engines, and that there are none once this gateway is stopping.
+
+    Pickers do not count: requests pass without them, and a load balancer would have no gateway left.
+    """
+    return {
+        "name": "envoy.filters.http.health_check",
+        "typed_config": {
+            _TYPE: f"{_V3}.extensions.filters.http.health_check.v3.HealthCheck",
+            "pass_through_mode": False,
+            "cluster_min_healthy_percentages": {ENGINES: {"value": 1.0}},
+            "headers": [{"name": ":path", "string_match": {"exact": READY_PATH}}],
+        },
     }
 
 
@@ -176,7 +290,7 @@ def _picking_filter(config: GatewayConfig) -> dict[str, Any]:
             "message_timeout": _seconds(PICK_TIMEOUT_S),
             "metadata_options": {
                 "forwarding_namespaces": {"untyped": [LB, SUBSET_HINT]},
-                "receiving_namespaces": {"untyped": [LB]},
+                "receiving_namespaces": {"untyped": [LB, DETAILS]},
             },
         },
     }
@@ -191,7 +305,8 @@ def _no_circuit_breakers() -> dict[str, Any]:
 def _engines_cluster(config: GatewayConfig) -> dict[str, Any]:
     override = {
         _TYPE: f"{_V3}.extensions.load_balancing_policies.override_host.v3.OverrideHost",
-        "override_host_sources": [{"metadata": {"key": LB, "path": [{"key": DESTINATION}]}}, {"header": DESTINATION}],
+        # The header of the same name is no source: a client could send it.
+        "override_host_sources": [{"metadata": {"key": LB, "path": [{"key": DESTINATION}]}}],
         "selected_host_key": {"key": LB, "path": [{"key": SERVED}]},
         "fallback_policy": {
             "policies": [
@@ -210,16 +325,7 @@ def _engines_cluster(config: GatewayConfig) -> dict[str, Any]:
         "name": ENGINES,
         "type": "EDS",
         "connect_timeout": _seconds(CONNECT_ENGINE_S),
-        "eds_cluster_config": {
-            "service_name": ENGINES,
-            "eds_config": {
-                "resource_api_version": "V3",
-                "path_config_source": {
-                    "path": config.engines_file,
-                    "watched_directory": {"path": config.engines_file.rpartition("/")[0]},
-                },
-            },
-        },
+        "eds_cluster_config": {"service_name": ENGINES, "eds_config": _file_source(config.engines_file)},
         "load_balancing_policy": {
             "policies": [
                 {
@@ -237,7 +343,7 @@ def _engines_cluster(config: GatewayConfig) -> dict[str, Any]:
 def _pickers_cluster(config: GatewayConfig) -> dict[str, Any]:
     return {
         "name": PICKERS,
-        "type": "STATIC",
+        "type": "STATIC" if all(is_address(picker.host) for picker in config.pickers) else "STRICT_DNS",
         "lb_policy": "ROUND_ROBIN",
         "connect_timeout": _seconds(CONNECT_PICKER_S),
         "load_assignment": _endpoints(PICKERS, config.pickers),

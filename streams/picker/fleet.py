@@ -1,36 +1,22 @@
-"""What a picker reads of the registered engines: addresses, adapters, and whom to ask for tokens.
+"""What a picker reads of the registered engines: endpoints, adapters, and whom to ask for tokens.
 
 What lives here: the endpoints of workers as gateways name them, `IP:PORT`, and the names of adapters. What must not:
-which worker a request may go to (core.routing.eligibility), and who registers workers.
-
-State: addresses of host names.
+the addresses of host names (addresses), which worker a request may go to (core.routing.eligibility), and who registers
+workers.
 """
 
 from __future__ import annotations
 
 import asyncio
-import functools
-import ipaddress
-import logging
-import socket
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from urllib.parse import urlsplit
 
 from streams.core.ids import RankId, WorkerId
 from streams.core.workers import Role, Worker, WorkerState
 from streams.errors import UnknownModel
-
-log = logging.getLogger(__name__)
-
-#: Interval at which the host names of engines are looked up again, and after a failure.
-RESOLVE_S = 30.0
-RESOLVE_AGAIN_S = 2.0
-
-#: Host names whose addresses are kept. Workers beyond it get no requests from a gateway.
-HOSTS_MAX = 16_384
+from streams.picker.addresses import CHECK_S, EngineAddresses
 
 #: Subset hints whose workers are kept. A gateway sends the same one with each request.
 SUBSETS_MAX = 64
@@ -46,13 +32,13 @@ class _Model:
 
 @dataclass(slots=True)
 class _Snapshot:
-    """The registry at one time. endpoints: of the workers that have one. unresolved: host names without an address."""
+    """The registry at one time. endpoints: of the workers that have one. has_unresolved: whether some have none."""
 
     endpoints: dict[WorkerId, str] = field(default_factory=dict)
     workers_at: dict[str, set[WorkerId]] = field(default_factory=lambda: defaultdict(set))
     models: dict[str, _Model] = field(default_factory=lambda: defaultdict(_Model))
     adapters: dict[str, str] = field(default_factory=dict)
-    unresolved: set[str] = field(default_factory=set)
+    has_unresolved: bool = False
     subsets: dict[tuple[str, ...], frozenset[WorkerId]] = field(default_factory=dict)
 
 
@@ -68,11 +54,9 @@ class PickerFleet:
         """workers: the registered ones. changes: grows with each change of them."""
         self._workers = workers
         self._changes = changes
-        self._clock = clock
-        self._seen = -1
+        self._seen = (-1, -1)
         self._snapshot = _Snapshot()
-        self._addresses: dict[str, str] = {}
-        self._looked_up_s: dict[str, float] = {}
+        self._addresses = EngineAddresses(clock)
         self._turn = 0
 
     # -- addresses -----------------------------------------------------------------------------------------------------
@@ -85,7 +69,7 @@ class PickerFleet:
         """Return the workers that a gateway can reach, of those that it names; None for all that are registered."""
         now = self._now()
         if subset is None:
-            return None if not now.unresolved else frozenset(now.endpoints)
+            return None if not now.has_unresolved else frozenset(now.endpoints)
         found = now.subsets.get(subset)
         if found is None:
             if len(now.subsets) >= SUBSETS_MAX:
@@ -110,31 +94,8 @@ class PickerFleet:
     async def resolve_forever(self) -> None:
         """Look up the host names of engines, until cancelled."""
         while True:
-            now_s = self._clock()
-            hosts = {host for worker in list(self._workers().values()) if (host := _host(worker.url)) is not None}
-            for host in self._looked_up_s.keys() - hosts:
-                del self._looked_up_s[host]
-                self._addresses.pop(host, None)
-            for host in hosts:
-                if _is_address(host) or self._looked_up_s.get(host, float("-inf")) > now_s:
-                    continue
-                if host not in self._looked_up_s and len(self._looked_up_s) >= HOSTS_MAX:
-                    continue
-                await self._look_up(host, now_s)
-            await asyncio.sleep(RESOLVE_AGAIN_S / 4)
-
-    async def _look_up(self, host: str, now_s: float) -> None:
-        try:
-            found = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
-        except OSError as exc:
-            self._looked_up_s[host] = now_s + RESOLVE_AGAIN_S
-            log.warning("the engine host %r has no address, and gets no requests from gateways: %s", host, exc)
-            return
-        self._looked_up_s[host] = now_s + RESOLVE_S
-        addresses = sorted({str(info[4][0]) for info in found}, key=lambda address: (":" in address, address))
-        if self._addresses.get(host) not in addresses:
-            self._addresses[host] = addresses[0]
-            self._seen = -1
+            await self._addresses.look_up([worker.url for worker in list(self._workers().values())])
+            await asyncio.sleep(CHECK_S)
 
     # -- models --------------------------------------------------------------------------------------------------------
 
@@ -163,7 +124,7 @@ class PickerFleet:
         raise UnknownModel("no engine is registered", models=[])
 
     def _now(self) -> _Snapshot:
-        changes = self._changes()
+        changes = self._changes(), self._addresses.changes
         if changes != self._seen:
             self._seen, self._snapshot = changes, self._read(list(self._workers().values()))
         return self._snapshot
@@ -177,36 +138,13 @@ class PickerFleet:
             model.has_roles |= worker.role is not Role.BOTH
             for adapter in worker.lora_names or ():
                 now.adapters.setdefault(adapter, worker.model)
-            host = _host(worker.url)
-            address = host if host is not None and _is_address(host) else self._addresses.get(host or "")
-            if address is None:
-                now.unresolved.add(host or "")
+            found = self._addresses.endpoint(worker.url)
+            if found is None:
+                now.has_unresolved = True
                 continue
-            endpoint = f"{f'[{address}]' if ':' in address else address}:{_port(worker.url)}"
+            endpoint = str(found)
             now.endpoints[worker.worker_id] = endpoint
             now.workers_at[endpoint].add(worker.worker_id)
         names = {name for worker in workers for name in (worker.model, *worker.aliases)}
         now.adapters = {adapter: model for adapter, model in now.adapters.items() if adapter not in names}
         return now
-
-
-@functools.lru_cache(maxsize=HOSTS_MAX)
-def _host(url: str) -> str | None:
-    try:
-        return urlsplit(url).hostname
-    except ValueError:
-        return None
-
-
-def _port(url: str) -> int:
-    parts = urlsplit(url)
-    return parts.port or (443 if parts.scheme == "https" else 80)
-
-
-@functools.lru_cache(maxsize=HOSTS_MAX)
-def _is_address(host: str) -> bool:
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True

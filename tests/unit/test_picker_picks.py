@@ -206,8 +206,8 @@ def test_an_engine_whose_host_has_no_address_is_not_picked() -> None:
     register(picker.router.view, 2, url="http://engine.example:8000")
     hold(picker.router.view, rank(2), BLOCKS)
     assert picker.asks(prompt()).picked.headers[DESTINATION] == "10.0.0.1:8000"
-    picker.fleet._addresses["engine.example"] = "fd00::1"
-    picker.fleet._seen = -1
+    picker.fleet._addresses._addresses["engine.example"] = "fd00::1"
+    picker.fleet._addresses.changes += 1
     assert picker.asks(prompt()).picked.headers[DESTINATION] == "[fd00::1]:8000"
 
 
