@@ -67,6 +67,15 @@ class RouterProcess:
 
 
 @dataclass(frozen=True, slots=True)
+class PickerProcess:
+    """A router that gateways ask: its HTTP API, and where it answers picks and health checks, as HOST:PORT."""
+
+    router: RouterProcess
+    picks: str
+    health: str
+
+
+@dataclass(frozen=True, slots=True)
 class FrontProcess:
     """A process that serves OpenAI's API."""
 
@@ -227,6 +236,17 @@ class Stack:
         if wait:
             self.wait_ready(process)
         return process
+
+    def picker(self, name: str, options: Sequence[str] = (), wait: bool = True, **changes: Any) -> PickerProcess:
+        """Start an endpoint picker. options: additional options of `kvstreams picker`. changes: as of `router`."""
+        ports = {"port": free_port(), "picker_port": free_port(), "picker_health_port": free_port()}
+        settings = replace(self.settings, **ports, **changes)
+        child = self._start(name, ["-m", "streams.cli", "picker", *options], as_environ(settings))
+        router = RouterProcess(child, f"http://{settings.host}:{settings.port}", settings)
+        picks, health = (f"{settings.host}:{ports[name]}" for name in ("picker_port", "picker_health_port"))
+        if wait:
+            self.wait_ready(router)
+        return PickerProcess(router, picks, health)
 
     def front(
         self, name: str, routers: Sequence[RouterProcess], options: Sequence[str] = (), **changes: Any

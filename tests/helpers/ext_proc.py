@@ -1,4 +1,4 @@
-"""What Envoy reads of a picker's answers: the types of its external processing, made for protobuf at run time."""
+"""The messages of ext_proc as Envoy writes and reads them, with types that are made for protobuf at run time."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from typing import Any
 
 from google.protobuf.descriptor_pb2 import FieldDescriptorProto as Field
 
-from streams.picker.ext_proc_types import Types, message_type
+from streams.picker.ext_proc_types import ProcessingRequest, Types, message_type
+from streams.picker.messages import BodyMode, Part
 
 _TYPES: Types = {
     "ProcessingResponse": {
@@ -44,3 +45,21 @@ _REPEATED = {("HeaderMutation", "set_headers"), ("HeaderMutation", "remove_heade
 
 #: What a picker answers.
 ProcessingResponse: Any = message_type("ProcessingResponse", _TYPES, _REPEATED, ("response", range(1, 8)))
+
+FULL_DUPLEX, BUFFERED = BodyMode.FULL_DUPLEX_STREAMED, BodyMode.BUFFERED
+
+
+def request(part: Part, modes: tuple[BodyMode, BodyMode] | None = None, **fields: Any) -> bytes:
+    """A message of Envoy. headers: by their names, for the parts that have some. metadata: by their namespaces."""
+    message = ProcessingRequest()
+    of = getattr(message, part.field)
+    of.SetInParent()
+    for name, value in fields.pop("headers", {}).items():
+        of.headers.headers.add(key=name, raw_value=value.encode())
+    for namespace, values in fields.pop("metadata", {}).items():
+        message.metadata_context.filter_metadata[namespace].update(values)
+    for name, value in fields.items():
+        setattr(of, name, value)
+    if modes is not None:
+        message.protocol_config.request_body_mode, message.protocol_config.response_body_mode = modes
+    return bytes(message.SerializeToString())

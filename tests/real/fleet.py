@@ -92,8 +92,9 @@ class Fleet:
     """Engines and the processes of the product."""
 
     def __init__(
-        self, engines: Sequence[RealEngine], worker: RouterProcess, front: FrontProcess, bridge: Child
+        self, stack: Stack, engines: Sequence[RealEngine], worker: RouterProcess, front: FrontProcess, bridge: Child
     ) -> None:
+        self.stack = stack
         self.engines = {engine.worker_id: engine for engine in engines}
         self.worker = worker
         self.front = front
@@ -196,6 +197,11 @@ class Fleet:
         wait_for(exact, NOTICE_S, f"{model} to be exact", 0.2)
 
 
+def tokenizer_options(models: Sequence[str]) -> list[str]:
+    """The options of `kvstreams front` and `kvstreams picker` for these models."""
+    return [option for name in models for option in ("--tokenizer", f"{name}={model_folder(name)}")]
+
+
 @contextmanager
 def running(
     engines: Sequence[RealEngine], directory: Path, front_options: Sequence[str] = (), **settings: Any
@@ -216,9 +222,8 @@ def running(
             bridge = stack.bridge(engines)
             wait_workers(worker.url, len(engines))
             models = sorted({engine.model for engine in engines})
-            tokenizers = [option for name in models for option in ("--tokenizer", f"{name}={model_folder(name)}")]
-            front = stack.front("front", [worker], [*tokenizers, *front_options])
-            fleet = Fleet(engines, worker, front, bridge)
+            front = stack.front("front", [worker], [*tokenizer_options(models), *front_options])
+            fleet = Fleet(stack, engines, worker, front, bridge)
             for name in models:
                 fleet.wait_exact(name)
             yield fleet

@@ -43,26 +43,9 @@ from streams.picker.protocol import (
     Send,
     State,
 )
-from tests.helpers.ext_proc import ProcessingResponse
+from tests.helpers.ext_proc import BUFFERED, FULL_DUPLEX, ProcessingResponse, request
 
-FULL_DUPLEX, BUFFERED = BodyMode.FULL_DUPLEX_STREAMED, BodyMode.BUFFERED
 PICKED = Picked({DESTINATION: "10.0.0.1:8000"}, metadata("10.0.0.1:8000"))
-
-
-def request(part: Part, modes: tuple[BodyMode, BodyMode] | None = None, **fields: Any) -> bytes:
-    """A message of Envoy. headers: by their names, for the parts that have some."""
-    message = ProcessingRequest()
-    of = getattr(message, part.field)
-    of.SetInParent()
-    for name, value in fields.pop("headers", {}).items():
-        of.headers.headers.add(key=name, raw_value=value.encode())
-    for namespace, values in fields.pop("metadata", {}).items():
-        message.metadata_context.filter_metadata[namespace].update(values)
-    for name, value in fields.items():
-        setattr(of, name, value)
-    if modes is not None:
-        message.protocol_config.request_body_mode, message.protocol_config.response_body_mode = modes
-    return bytes(message.SerializeToString())
 
 
 class Stream:
