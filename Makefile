@@ -8,7 +8,7 @@ LOCAL := .venv/.installed-local
 INSTALLED := .venv/.installed
 RELEASE := .venv/.installed-release
 
-.PHONY: demo test test-all nightly up docs release pictures lint fast warm soak chaos replicas migrations trust real conformance witness fuzz-events bench bench-stream bench-http calibrate clean
+.PHONY: demo test test-all nightly up docs release pictures lint fast warm soak chaos replicas migrations trust real conformance witness fuzz-events fuzz-picker bench bench-stream bench-http calibrate clean
 
 demo: $(LOCAL)
 	$(BIN)/kvstreams demo
@@ -27,7 +27,7 @@ test-all: lint warm $(RELEASE)
 	$(call pytest)
 
 # Every test, and what takes hours. It fails as long as tests are listed that passed only alone.
-nightly: test-all real trust chaos replicas soak migrations
+nightly: test-all real trust chaos replicas soak migrations fuzz-picker
 	$(BIN)/python -m tests.rerun --listed
 
 # Up to five tests that fail next to others are run once more alone, and listed. Failures of former runs do not count.
@@ -67,6 +67,10 @@ soak: warm
 # 200,000 damaged event messages of every dialect: about 2 minutes.
 fuzz-events: warm
 	$(BIN)/python -m tests.event_fuzz_soak
+
+# 100,000 malformed or hostile streams of gateways to an endpoint picker: about 5 minutes.
+fuzz-picker: warm
+	$(BIN)/python -m tests.picker_fuzz_soak
 
 # A real Kafka, 100,000 records, and workers that are killed at every effect: about 10 minutes.
 chaos: warm

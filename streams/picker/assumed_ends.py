@@ -68,16 +68,15 @@ class AssumedEnds:
         self, booking: Assumed, rank: RankId, picked_ms: float, prefilled_ms: float | None, over_ms: float
     ) -> list[Assumed]:
         """Assume the end of a booking from now on. Returns the one that is over because there are too many."""
-        entries = self._by_rank.setdefault(rank, {})
-        over = []
+        entries, over = self._by_rank.get(rank, {}), []
         if self._n >= BOOKINGS_MAX and entries:
             over.append(next(iter(entries)))
             self._forget(entries[over[0]])
         known = entries.get(booking)
         if known is not None:
             self._forget(known)
-            entries = self._by_rank.setdefault(rank, {})
-        entry = entries[booking] = _Entry(booking, rank, picked_ms, prefilled_ms, over_ms)
+        entry = _Entry(booking, rank, picked_ms, prefilled_ms, over_ms)
+        self._by_rank.setdefault(rank, {})[booking] = entry  # the one before may have been the rank's last
         self._n += 1
         self._schedule(entry)
         return over

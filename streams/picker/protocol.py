@@ -11,6 +11,7 @@ a picker that dies takes no running request with it, and does not see how the re
 from __future__ import annotations
 
 import enum
+from collections import Counter
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -111,6 +112,15 @@ TRANSITIONS: Mapping[tuple[State, Part], str] = {
     (State.ANSWERING, Part.RESPONSE_TRAILERS): "_answer_trailers",
 }
 
+#: What is possible as well where Envoy sends a body in parts. Each part gets an empty answer, in its order: those that
+#: come while the pick is made get theirs after it.
+STREAMED_TRANSITIONS: Mapping[tuple[State, Part], str] = {
+    (State.PICKING, Part.REQUEST_BODY): "_answer_later",
+    (State.PICKING, Part.REQUEST_TRAILERS): "_answer_later",
+    (State.PICKED, Part.REQUEST_BODY): "_pass",
+    (State.ANSWERING, Part.REQUEST_BODY): "_pass",
+}
+
 #: Modes in which the pick answers the headers, since the body comes later, in parts, or not at all.
 _WITHOUT_BODY = frozenset({BodyMode.NONE, BodyMode.STREAMED, BodyMode.GRPC})
 
@@ -135,6 +145,7 @@ class Exchange:
         self._response_mode = BodyMode.NONE
         self._answers = Part.REQUEST_HEADERS  # the message that the pick answers
         self._has_body = self._has_trailers = False
+        self._to_answer: Counter[Part] = Counter()  # messages whose answers come after the pick
         self.body = bytearray()
 
     def received(self, message: Message) -> list[Action]:
@@ -144,6 +155,8 @@ class Exchange:
         request is to be refused.
         """
         name = TRANSITIONS.get((self.state, message.part))
+        if name is None and self._request_mode is BodyMode.STREAMED:
+            name = STREAMED_TRANSITIONS.get((self.state, message.part))
         if name is None:
             raise InvalidRequest(f"{message.part.field} came while this stream waited for {self.state.value}")
         actions: list[Action] = getattr(self, name)(message)
@@ -161,6 +174,7 @@ class Exchange:
         if replaced is not None:
             headers = {**headers, "content-length": str(len(replaced))}
         actions: list[Action] = [Send(picked_answer(self._answers, headers, pick.metadata, replaced))]
+        actions += [Send(empty_answer(part)) for part in self._to_answer.elements()]
         if self._request_mode is BodyMode.FULL_DUPLEX_STREAMED and self._has_body:
             chunks = streamed_bodies(Part.REQUEST_BODY, body, ends=not self._has_trailers)
             actions += [Send(chunk) for chunk in chunks]
@@ -224,6 +238,10 @@ class Exchange:
         self.state = State.PICKING
         return [Pick(self._headers, body, self._subset)]
 
+    def _answer_later(self, message: Message) -> list[Action]:
+        self._to_answer[message.part] += 1
+        return []
+
     def _pass(self, message: Message) -> list[Action]:
         return [Send(empty_answer(message.part))]
 
@@ -236,7 +254,7 @@ class Exchange:
         status = message.headers.get(STATUS, "")
         actions: list[Action] = [
             Send(empty_answer(message.part)),
-            FirstByte(int(status) if status.isdecimal() else 0, message.served),
+            FirstByte(int(status) if len(status) == 3 and status.isdecimal() else 0, message.served),
         ]
         if message.ends:
             actions += [Finish(), *self._end(is_seen=True)]

@@ -353,6 +353,15 @@ def test_there_is_a_limit_of_assumed_ends(monkeypatch: pytest.MonkeyPatch) -> No
     assert ends.due(5.0) == ([], [])
 
 
+def test_at_the_limit_the_only_booking_of_a_rank_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The new one ends as well."""
+    monkeypatch.setattr(assumed_ends, "BOOKINGS_MAX", 1)
+    ends = AssumedEnds()
+    ends.add(Assumed("a", None), A, 0.0, None, 9.0)
+    assert ends.add(Assumed("b", None), A, 0.0, None, 9.0) == [Assumed("a", None)]
+    assert ends.due(10.0) == ([], [Assumed("b", None)]) and len(ends) == 0
+
+
 def test_bookings_whose_phase_is_reported_twice_stay_as_they_are() -> None:
     """A gateway may repeat what it says."""
     picker = Picker()

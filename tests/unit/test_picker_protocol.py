@@ -234,6 +234,29 @@ def test_without_a_body_the_load_decides(mode: BodyMode) -> None:
     assert "requestHeaders" in answer
 
 
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_body_in_parts_passes_after_the_pick(waits: bool) -> None:
+    """Each part is answered in its order, also if Envoy sends some without waiting for the pick."""
+    stream = Stream(BodyMode.STREAMED)
+    stream.gets(Part.REQUEST_HEADERS)
+    if waits:
+        first = sent(stream.exchange.picked(PICKED)) + sent(stream.gets(Part.REQUEST_BODY, body=b"x"))
+    else:
+        assert stream.gets(Part.REQUEST_BODY, body=b"x") == []
+        first = sent(stream.exchange.picked(PICKED))
+    assert "requestHeaders" in first[0] and first[1:] == [{"requestBody": {}}]
+    assert sent(stream.gets(Part.REQUEST_BODY, end_of_stream=True)) == [{"requestBody": {}}]
+    assert kinds(stream.gets(Part.RESPONSE_HEADERS, headers={":status": "200"})) == [Send, FirstByte]
+
+
+@pytest.mark.parametrize(("status", "read"), [("204", 204), ("", 0), ("-1", 0), ("9" * 5000, 0)])
+def test_a_status_has_three_digits(status: str, read: int) -> None:
+    """Another one is not known."""
+    stream = Stream()
+    stream.until_picked()
+    assert stream.gets(Part.RESPONSE_HEADERS, headers={":status": status})[1] == FirstByte(read, None)
+
+
 def test_a_request_without_a_body_is_answered_at_once() -> None:
     """Its headers end it, in whatever mode."""
     for mode in BodyMode:
