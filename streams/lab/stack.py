@@ -239,7 +239,7 @@ class Stack:
 
     def picker(self, name: str, options: Sequence[str] = (), wait: bool = True, **changes: Any) -> PickerProcess:
         """Start an endpoint picker. options: additional options of `kvstreams picker`. changes: as of `router`."""
-        ports = {"port": free_port(), "picker_port": free_port(), "picker_health_port": free_port()}
+        ports: dict[str, Any] = {"port": free_port(), "picker_port": free_port(), "picker_health_port": free_port()}
         settings = replace(self.settings, **ports, **changes)
         child = self._start(name, ["-m", "streams.cli", "picker", *options], as_environ(settings))
         router = RouterProcess(child, f"http://{settings.host}:{settings.port}", settings)

@@ -245,7 +245,7 @@ class StreamFuzzer:
             headers[rng.choice(_HEADERS)] = rng.choice(_VALUES)
         metadata: dict[str, Any] = {}
         if rng.random() < 0.15:
-            some = (
+            some: tuple[Any, ...] = (
                 "127.0.0.1:9",
                 "127.0.0.2:9,127.0.0.3:9",
                 "",
@@ -269,7 +269,7 @@ class StreamFuzzer:
             case 3:
                 return rng.randbytes(rng.randrange(300))
             case _:
-                values = (
+                values: tuple[Any, ...] = (
                     None,
                     True,
                     -1,
@@ -311,18 +311,19 @@ class FuzzedPicker:
             register(self.router.view, n, url=f"http://127.0.0.{n}:{_CLOSED_PORT}")
         fleet = self.router.view.fleet
         settings: Any = self.router.settings  # they are the whole settings
-        self.lifetimes = Lifetimes(self.router)
+        endpoints = PickerFleet(lambda: fleet.workers.copy(), lambda: fleet.changes)
+        self.lifetimes = Lifetimes(self.router, endpoints, lambda _: None)
         self._http = PlainHttp(keepalive_s=1.0, connect_timeout_s=1.0)
         picks = Picks(
             settings,
             self.router,
             Admission(self.router),
             Tokenizing({}, 1, 1 << 20),
-            PickerFleet(lambda: fleet.workers.copy(), lambda: fleet.changes),
+            endpoints,
             lambda _: None,
             self._http,
         )
-        self.service = ExtProc(settings, picks, self.lifetimes)
+        self.service = ExtProc(settings, picks, self.lifetimes, lambda: True)
         self.faults: list[str] = []
 
     @contextmanager
@@ -422,8 +423,8 @@ class _Connection:
                 self._client.events.clear()
         finally:
             self.is_closed = True
-            for event in self._open.values():
-                event.set()
+            for came in self._open.values():
+                came.set()
 
     def _take(self, event: h2.events.Event) -> None:
         if isinstance(event, h2.events.WindowUpdated) and event.stream_id == 0:
@@ -438,7 +439,8 @@ class _Connection:
         elif isinstance(event, h2.events.StreamReset):
             self._ended.setdefault(stream_id, f"reset {int(event.error_code or 0)}")
         elif isinstance(event, h2.events.ResponseReceived | h2.events.TrailersReceived):
-            status = dict(event.headers or ()).get("grpc-status")
+            headers: list[Any] = list(event.headers or ())
+            status = dict(headers).get("grpc-status")
             if status is not None:
                 self._ended[stream_id] = f"status {status}"
         self._open[stream_id].set()

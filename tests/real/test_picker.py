@@ -38,8 +38,8 @@ def chat(picker: Gateway, messages: list[dict[str, Any]]) -> Answer:
     stream.send(Part.RESPONSE_HEADERS, headers={":status": "200"}, end_of_stream=True)
     assert stream.rest().status is not None
     details = found.details
-    numbers = (int(details[name]) for name in ("worker_id", "overlap_blocks", "request_blocks"))
-    return Answer(200, *numbers, details["chosen_mode"], answer)
+    promised, n_blocks = int(details["overlap_blocks"]), int(details["request_blocks"])
+    return Answer(200, int(details["worker_id"]), promised, n_blocks, details["chosen_mode"], answer)
 
 
 def test_chats_through_two_pickers_find_what_was_promised(fleet: Fleet) -> None:
