@@ -30,9 +30,17 @@ from streams.settings import Resolved
     metavar="MODEL=FILE",
     help="file with the API key of a model's engines, which then tokenize; a file alone is for all other models",
 )
+@click.option(
+    "--inference-pool",
+    "pool",
+    metavar="[NAMESPACE/]POOL",
+    default="",
+    help="pick only endpoints of this InferencePool, which is read by the pod's service account. Without it, all "
+    "workers of the registry count",
+)
 @click.option("--ends-with-parent", is_flag=True, hidden=True, help="end when standard input ends")
 def picker(
-    resolved: Resolved, tokenizers: tuple[str, ...], engine_keys: tuple[str, ...], ends_with_parent: bool
+    resolved: Resolved, tokenizers: tuple[str, ...], engine_keys: tuple[str, ...], pool: str, ends_with_parent: bool
 ) -> None:
     """Run a router that Envoy gateways ask over gRPC (ext_proc) which engine a request goes to."""
     from streams.kafka.schema_compatibility import check_schemas
@@ -50,7 +58,7 @@ def picker(
         empty_scope(settings, settings.router_reset_force, may_be_new=True)
     paths = {model: Path(path) for model, path in parse_by_model("--tokenizer", tokenizers).items()}
     keys = parse_by_model("--engine-key", engine_keys)
-    run_until_signalled(serve_picker(settings, PickerOptions(paths, keys)))
+    run_until_signalled(serve_picker(settings, PickerOptions(paths, keys, pool)))
 
 
 COMMANDS = (picker,)

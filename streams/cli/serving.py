@@ -101,11 +101,19 @@ def router(resolved: Resolved, ends_with_parent: bool, process_number: int | Non
     help="one engine at each ready endpoint of a service, by the pod's service account; needs --engine-template",
 )
 @click.option(
+    "--engines-inference-pool",
+    metavar="[NAMESPACE/]POOL",
+    default=None,
+    help="one engine at each target port of each ready pod of an InferencePool, by the pod's service account; needs "
+    "--engine-template with {port} in its url",
+)
+@click.option(
     "--engine-template",
     metavar="url=http://{host}:PORT[,events=tcp://{host}:PORT]...",
     default=None,
     help="what --engine would say of each engine that was found at an address, without its id, which is derived from "
-    "the url",
+    "the url. In an InferencePool, events and replay are those of the first target port, and one port higher for each "
+    "further one",
 )
 def bridge(
     resolved: Resolved,
@@ -114,13 +122,15 @@ def bridge(
     engines_registry: bool,
     engines_dns: str | None,
     engines_kubernetes: str | None,
+    engines_inference_pool: str | None,
     engine_template: str | None,
 ) -> None:
     """Forward engines' ZMQ events to Kafka, and register the engines."""
-    if not (engines or engines_file or engines_registry or engines_dns or engines_kubernetes):
+    found_by = (engines_file, engines_registry, engines_dns, engines_kubernetes, engines_inference_pool)
+    if not (engines or any(found_by)):
         raise click.UsageError(
-            "the bridge has no engines. Use --engine, --engines-file, --engines-registry, --engines-dns or "
-            "--engines-kubernetes"
+            "the bridge has no engines. Use --engine, --engines-file, --engines-registry, --engines-dns, "
+            "--engines-kubernetes or --engines-inference-pool"
         )
     from streams.engines.bridge_metrics import run_bridge
     from streams.engines.sources.named import sources_of
@@ -137,6 +147,7 @@ def bridge(
         registry=engines_registry,
         dns=engines_dns,
         kubernetes=engines_kubernetes,
+        inference_pool=engines_inference_pool,
         template=engine_template,
     )
     prefer_request_threads()  # batches wait while another thread reads tables, or parses a page of metrics

@@ -63,8 +63,8 @@ _LOOPBACK = re.compile(r"^(\w+:)//(?:localhost|127\.0\.0\.1|\[::1\]):", re.IGNOR
 #: How an address of events begins at which the bridge listens, for an engine that connects.
 BIND = "bind:"
 
-#: What a template has in place of an engine's host.
-HOST = "{host}"
+#: What a template has in place of an engine's host, and of its HTTP port in an InferencePool.
+HOST, PORT = "{host}", "{port}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,21 +174,32 @@ def is_polled(engine: EngineAddress) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class EngineTemplate:
-    """The address of every engine of a group, with `{host}` in place of its host. parts: without an id."""
+    """The address of every engine of a group, with `{host}` in place of its host, and `{port}` of its HTTP port.
+
+    parts: without an id.
+    """
 
     parts: Mapping[str, str]
 
-    def at(self, host: str) -> EngineAddress:
-        """Return the address of the engine on a host. Its id is a hash of its URL, so it is always the same."""
+    def at(self, host: str, port: int | None = None, index: int = 0) -> EngineAddress:
+        """Return the address of the engine on a host. Its id is a hash of its URL, so it is always the same.
+
+        port: of its HTTP server, where the template has `{port}`. index: of the engine among those of its host, which
+        is its data-parallel rank there. The template's events and replays are those of the first; an engine adds its
+        rank to both ports, as vLLM does.
+        """
         written = f"[{host}]" if ":" in host else host
-        parts = {name: value.replace(HOST, written) for name, value in self.parts.items()}
+        parts = {name: value.replace(HOST, written).replace(PORT, str(port)) for name, value in self.parts.items()}
+        for name in ("events", "replay"):
+            if parts.get(name, "").startswith((f"{BIND}tcp:", "tcp:", f"{BIND}ipc:", "ipc:")):
+                parts[name] = port_above(parts[name], index)
         return address_of({**parts, "id": str(worker_id_of(parts["url"]))}, f"the engine at {host}")
 
 
-def engine_template(text: str) -> EngineTemplate:
+def engine_template(text: str, *, ports: bool = False) -> EngineTemplate:
     """Parse `url=http://{host}:8000,events=tcp://{host}:5557`, with the parts of `--engine` except id.
 
-    Raises SettingsError that names the part that cannot be used.
+    ports: whether the URL has `{port}`. Raises SettingsError that names the part that cannot be used.
     """
     where = f"--engine-template {text!r}"
     parts = _parts_of(text, where)
@@ -197,8 +208,13 @@ def engine_template(text: str) -> EngineTemplate:
     for name in ("url", "events", "replay", "metrics"):
         if (name == "url" or parts.get(name)) and HOST not in parts.get(name, ""):
             raise SettingsError(f"{where}: {name} does not contain {HOST}", remedy=f"{HOST} stands for each engine's")
-    address_of({**{name: value.replace(HOST, "host") for name, value in parts.items()}, "id": "0"}, where)
-    return EngineTemplate(parts)
+    if ports and PORT not in parts["url"]:
+        raise SettingsError(f"{where}: url does not contain {PORT}", remedy=f"{PORT} stands for each target port")
+    if not ports and any(PORT in value for value in parts.values()):
+        raise SettingsError(f"{where}: only an InferencePool has a {PORT}", remedy="Give the port as a number")
+    template = EngineTemplate(parts)
+    template.at("host", 1)
+    return template
 
 
 def worker_id_of(url: str) -> WorkerId:

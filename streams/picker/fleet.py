@@ -3,6 +3,8 @@
 What lives here: the endpoints of workers as gateways name them, `IP:PORT`, and the names of adapters. What must not:
 the addresses of host names (addresses), which worker a request may go to (core.routing.eligibility), and who registers
 workers.
+
+State: the endpoints of the picker's pool.
 """
 
 from __future__ import annotations
@@ -32,13 +34,17 @@ class _Model:
 
 @dataclass(slots=True)
 class _Snapshot:
-    """The registry at one time. endpoints: of the workers that have one. has_unresolved: whether some have none."""
+    """The registry at one time.
+
+    endpoints: of the workers that a gateway can reach. is_part: whether there are others: their host names have no
+    address, or the pool does not have them.
+    """
 
     endpoints: dict[WorkerId, str] = field(default_factory=dict)
     workers_at: dict[str, set[WorkerId]] = field(default_factory=lambda: defaultdict(set))
     models: dict[str, _Model] = field(default_factory=lambda: defaultdict(_Model))
     adapters: dict[str, str] = field(default_factory=dict)
-    has_unresolved: bool = False
+    is_part: bool = False
     subsets: dict[tuple[str, ...], frozenset[WorkerId]] = field(default_factory=dict)
 
 
@@ -58,8 +64,14 @@ class PickerFleet:
         self._snapshot = _Snapshot()
         self._addresses = EngineAddresses(clock)
         self._turn = 0
+        self._pool: frozenset[str] | None = None  # the only endpoints that count; None for all
 
     # -- addresses -----------------------------------------------------------------------------------------------------
+
+    def limit_to(self, endpoints: Collection[str]) -> None:
+        """Leave out all workers but those at these endpoints."""
+        self._pool = frozenset(endpoints)
+        self._seen = (-1, -1)
 
     def endpoint(self, worker_id: WorkerId) -> str | None:
         """Return the endpoint of a worker; None if its host name has no address yet, or if it is not registered."""
@@ -69,7 +81,7 @@ class PickerFleet:
         """Return the workers that a gateway can reach, of those that it names; None for all that are registered."""
         now = self._now()
         if subset is None:
-            return None if not now.has_unresolved else frozenset(now.endpoints)
+            return frozenset(now.endpoints) if now.is_part else None
         found = now.subsets.get(subset)
         if found is None:
             if len(now.subsets) >= SUBSETS_MAX:
@@ -132,17 +144,20 @@ class PickerFleet:
     def _read(self, workers: list[Worker]) -> _Snapshot:
         now = _Snapshot()
         for worker in workers:
+            found = self._addresses.endpoint(worker.url)
+            endpoint = "" if found is None else str(found)
+            if self._pool is not None and endpoint not in self._pool:
+                now.is_part = True
+                continue
             model = now.models[worker.model]
             if worker.state is WorkerState.ACTIVE:
                 model.urls.append(worker.url.rstrip("/"))
             model.has_roles |= worker.role is not Role.BOTH
             for adapter in worker.lora_names or ():
                 now.adapters.setdefault(adapter, worker.model)
-            found = self._addresses.endpoint(worker.url)
-            if found is None:
-                now.has_unresolved = True
+            if not endpoint:
+                now.is_part = True
                 continue
-            endpoint = str(found)
             now.endpoints[worker.worker_id] = endpoint
             now.workers_at[endpoint].add(worker.worker_id)
         names = {name for worker in workers for name in (worker.model, *worker.aliases)}

@@ -96,7 +96,7 @@ class Picks:
         headers = CIMultiDict(pick.headers)
         allowed = self._fleet.allowed(pick.subset)
         if allowed is not None and not allowed:
-            raise NoEligibleWorker("none of the endpoints that the gateway allows is registered")
+            raise NoEligibleWorker("no engine is registered at an endpoint that may be picked")
         kind = call_of(headers.get(PATH, ""))
         rewritten = headers.get(MODEL_REWRITE) or None
         if kind is None or not pick.body:

@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from streams.client.plain_http import PlainHttp
 from streams.core.ids import WorkerId
 from streams.core.workers import Worker
 from streams.errors import KvStreamsError, NotReady
+from streams.kubernetes.account import ServiceAccount
+from streams.kubernetes.pools import Endpoint, PoolEndpoints
 from streams.picker.fleet import PickerFleet
 from streams.picker.grpc.call import Call, Service, Stream, first_of
 from streams.picker.grpc.health import Health, ServingStatus
@@ -61,16 +64,23 @@ CONNECT_TIMEOUT_S, KEEPALIVE_S = 2.0, 4.0
 LIVENESS, READINESS, SERVICE = "liveness", "readiness", "envoy.service.ext_proc.v3.ExternalProcessor"
 
 
+#: The option that names the pool.
+POOL_OPTION = "--inference-pool"
+
 #: Bytes of a message besides a body in it: its headers and metadata.
 MESSAGE_MORE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class PickerOptions:
-    """What a picker needs in addition to the settings: files by model; "" is for all other models."""
+    """What a picker needs in addition to the settings: files by model; "" is for all other models.
+
+    pool: the InferencePool whose endpoints it picks; "" for all workers of the registry.
+    """
 
     tokenizers: Mapping[str, Path] = field(default_factory=dict)
     engine_key_files: Mapping[str, str] = field(default_factory=dict)
+    pool: str = ""
 
 
 class PickerDoor:
@@ -83,6 +93,10 @@ class PickerDoor:
         cache_bytes = settings.tokenizer_cache_mb << 20
         self._tokenizing = Tokenizing(options.tokenizers, settings.tokenizer_processes, cache_bytes)
         self._http = PlainHttp(keepalive_s=KEEPALIVE_S, connect_timeout_s=CONNECT_TIMEOUT_S)
+        self._pool: PoolEndpoints | None = None
+        if options.pool:
+            self._pool = PoolEndpoints(options.pool, ServiceAccount.of_pod(POOL_OPTION), POOL_OPTION)
+        self._has_pool = not options.pool  # whether the pool's endpoints are known, if it has a pool
         self._router: Router | None = None
         self._service: ExtProc | None = None
         self._servers: list[GrpcServer] = []
@@ -123,12 +137,15 @@ class PickerDoor:
         picks = Picks(settings, router, admission, self._tokenizing, fleet, self._keys.of, self._http)
         self._router = router
         self._service = ExtProc(settings, picks, lifetimes, self._is_ready)
-        background = (
+        background = [
             fleet.resolve_forever(),
             self._keys.check_forever(),
             _tick_forever(lifetimes),
             self._probe_forever(router),
-        )
+        ]
+        if self._pool is not None:
+            fleet.limit_to(())
+            background.append(self._pool.follow(partial(self._limit, fleet)))
         self._tasks = [asyncio.create_task(each) for each in background]
         parts = PickerParts(router, self._service, picks, lifetimes, self._tokenizing)
         return [MetricsRegistry(PICKER_METRICS, lambda: parts)]
@@ -141,6 +158,10 @@ class PickerDoor:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._tokenizing.close()
         self._http.close()
+
+    def _limit(self, fleet: PickerFleet, endpoints: Sequence[Endpoint]) -> None:
+        fleet.limit_to([str(endpoint) for endpoint in endpoints])
+        self._has_pool = True
 
     def _open(self, call: Call) -> Stream | None:
         if self._service is None:
@@ -159,8 +180,8 @@ class PickerDoor:
         return ServingStatus.SERVING if is_asked else ServingStatus.NOT_SERVING
 
     def _is_ready(self) -> bool:
-        """Whether the router decides: it has started, and reads no topic again. A stopping one still does."""
-        if self._router is None:
+        """Whether picks are made: the router and the pool are read. A stopping router still decides."""
+        if self._router is None or not self._has_pool:
             return False
         try:
             self._router.readiness.check()

@@ -1,6 +1,6 @@
-"""The part of Kubernetes' API server that bridges use: lists and watches of EndpointSlices over HTTPS.
+"""The part of Kubernetes' API server that bridges and pickers use: lists and watches over HTTPS.
 
-What lives here: its answers, and the files of a pod's service account. What must not: what bridges make of them.
+What lives here: its answers, and the files of a pod's service account. What must not: what is made of them.
 """
 
 from __future__ import annotations
@@ -8,97 +8,180 @@ from __future__ import annotations
 import asyncio
 import json
 import ssl
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import trustme
 from aiohttp import web
 
+Object = dict[str, Any]
 
-class ApiServer:
-    """A server that behaves like the API server of Kubernetes for EndpointSlices, over HTTPS.
 
-    Each service has the same slices. slices: the hosts of each slice, with whether each is ready. token: the one that
-    is accepted.
-    """
+class Collection:
+    """Objects of one kind, which the API server lists and watches. token: the one that is accepted."""
 
-    def __init__(self, *services: str) -> None:
-        """services: those that may be asked about."""
-        self._selectors = [f"kubernetes.io/service-name={service}" for service in services]
-        self.slices: dict[str, list[tuple[str, bool | None]]] = {}
+    def __init__(self) -> None:
+        self.objects: dict[str, Object] = {}
         self.version = 100
         self.oldest = 0  # versions before this one are gone
         self.token = "first"
         self.requests: list[str] = []
-        self._history: list[tuple[int, dict[str, Any]]] = []  # every event, with its version
-        self._watchers: list[asyncio.Queue[dict[str, Any] | None]] = []
+        # Every change, with its version, and the object before and after it. A bookmark has no name.
+        self._history: list[tuple[int, Object | None, Object | None]] = []
+        self._watchers: list[tuple[Mapping[str, str], asyncio.Queue[Object | None]]] = []
 
-    def change(self, name: str, hosts: list[tuple[str, bool | None]] | None) -> None:
-        """Add or change a slice, or delete it, and notify the watchers."""
-        kind = "DELETED" if hosts is None else "MODIFIED" if name in self.slices else "ADDED"
+    def put(self, name: str, of: Object | None) -> None:
+        """Add or change an object, or delete it, and notify the watchers."""
         self.version += 1
-        if hosts is None:
-            former = self.slices.pop(name)
-            self._send(kind, self._slice(name, former))
-        else:
-            self.slices[name] = hosts
-            self._send(kind, self._slice(name, hosts))
+        before = self.objects.pop(name, None)
+        if of is not None:
+            labels = of.get("metadata", {}).get("labels", {})
+            self.objects[name] = of | {"metadata": {"name": name, "labels": labels, **self._at()} | of["metadata"]}
+        self._changed(before, self.objects.get(name))
 
     def bookmark(self) -> None:
         self.version += 1
-        self._send("BOOKMARK", {"metadata": {"resourceVersion": str(self.version)}})
+        for _, events in self._watchers:
+            events.put_nowait({"type": "BOOKMARK", "object": {"metadata": self._at()}})
 
     def fail(self, code: int) -> None:
         """End all watches with an event of an error."""
-        self._send("ERROR", {"code": code, "message": "too old resource version"})
+        for _, events in self._watchers:
+            events.put_nowait({"type": "ERROR", "object": {"code": code, "message": "too old resource version"}})
         self.end_watches()
 
     def end_watches(self) -> None:
-        for watcher in self._watchers:
-            watcher.put_nowait(None)
+        for _, events in self._watchers:
+            events.put_nowait(None)
 
-    def _send(self, kind: str, of: dict[str, Any]) -> None:
-        self._history.append((self.version, {"type": kind, "object": of}))
-        for watcher in self._watchers:
-            watcher.put_nowait({"type": kind, "object": of})
+    def _at(self) -> dict[str, str]:
+        return {"resourceVersion": str(self.version)}
 
-    def _slice(self, name: str, hosts: list[tuple[str, bool | None]]) -> dict[str, Any]:
-        return {
-            "metadata": {"name": name, "resourceVersion": str(self.version)},
-            "addressType": "IPv4",
-            "endpoints": [
-                {"addresses": [host], "conditions": {} if ready is None else {"ready": ready}} for host, ready in hosts
-            ],
-        }
+    def _changed(self, before: Object | None, after: Object | None) -> None:
+        self._history.append((self.version, before, after))
+        for query, events in self._watchers:
+            self._send(query, events, self.version, before, after)
+
+    def _send(
+        self,
+        query: Mapping[str, str],
+        events: asyncio.Queue[Object | None],
+        version: int,
+        before: Object | None,
+        after: Object | None,
+    ) -> None:
+        """Notify one watcher: an object that no longer fits its selector is deleted for it."""
+        was, fits = (of is not None and self._selects(query, of) for of in (before, after))
+        kind = {(False, True): "ADDED", (True, True): "MODIFIED", (True, False): "DELETED"}.get((was, fits))
+        if kind is not None:
+            of = after if fits else before
+            assert of is not None
+            now = of | {"metadata": of["metadata"] | {"resourceVersion": str(version)}}
+            events.put_nowait({"type": kind, "object": now})
+
+    def _selects(self, query: Mapping[str, str], of: Object) -> bool:
+        """Whether the selectors of a request select an object. One of the two must be given."""
+        metadata = of["metadata"]
+        if "fieldSelector" in query:
+            return query["fieldSelector"] == f"metadata.name={metadata['name']}"
+        wanted = dict(pair.split("=") for pair in query["labelSelector"].split(","))
+        return bool(wanted.items() <= metadata["labels"].items())
+
+    def _listed(self) -> list[Object]:
+        return list(self.objects.values())
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
-        assert request.query["labelSelector"] in self._selectors
+        query = request.query
         if request.headers["Authorization"] != f"Bearer {self.token}":
             self.requests.append("401")
             return web.json_response({"code": 401}, status=401)
-        if "watch" not in request.query:
+        if "watch" not in query:
             self.requests.append("list")
-            items = [self._slice(name, hosts) for name, hosts in self.slices.items()]
-            return web.json_response({"metadata": {"resourceVersion": str(self.version)}, "items": items})
-        if int(request.query["resourceVersion"]) < self.oldest:
+            items = [of for of in self._listed() if self._selects(query, of)]
+            return web.json_response({"metadata": self._at(), "items": items})
+        since = int(query["resourceVersion"])
+        if since < self.oldest:
             self.requests.append("410")
             return web.json_response({"code": 410}, status=410)
-        self.requests.append(f"watch {request.query['resourceVersion']}")
-        events: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
-        for version, past in self._history:
-            if version > int(request.query["resourceVersion"]) and past["type"] != "ERROR":
-                events.put_nowait(past)
-        self._watchers.append(events)
+        self.requests.append(f"watch {since}")
+        events: asyncio.Queue[Object | None] = asyncio.Queue()
+        for version, before, after in self._history:
+            if version > since:
+                self._send(query, events, version, before, after)
+        watcher = (query, events)
+        self._watchers.append(watcher)
         response = web.StreamResponse()
         await response.prepare(request)
         try:
             while (event := await events.get()) is not None:
                 await response.write(json.dumps(event).encode() + b"\n")
         finally:
-            self._watchers.remove(events)
+            self._watchers.remove(watcher)
         return response
+
+
+class ApiServer(Collection):
+    """The EndpointSlices. Each service has the same ones.
+
+    slices: the hosts of each slice, with whether each is ready.
+    """
+
+    def __init__(self, *services: str) -> None:
+        """services: those that may be asked about."""
+        super().__init__()
+        self._selectors = [f"kubernetes.io/service-name={service}" for service in services]
+        self.slices: dict[str, list[tuple[str, bool | None]]] = {}
+
+    def change(self, name: str, hosts: list[tuple[str, bool | None]] | None) -> None:
+        """Add or change a slice, or delete it, and notify the watchers."""
+        self.version += 1
+        before = self.slices.pop(name, None)
+        if hosts is not None:
+            self.slices[name] = hosts
+        self._changed(*(None if of is None else self._slice(name, of) for of in (before, hosts)))
+
+    def _selects(self, query: Mapping[str, str], of: Object) -> bool:
+        assert query["labelSelector"] in self._selectors
+        return bool(of)
+
+    def _listed(self) -> list[Object]:
+        return [self._slice(name, hosts) for name, hosts in self.slices.items()]
+
+    def _slice(self, name: str, hosts: list[tuple[str, bool | None]]) -> Object:
+        return {
+            "metadata": {"name": name, **self._at()},
+            "addressType": "IPv4",
+            "endpoints": [
+                {"addresses": [host], "conditions": {} if ready is None else {"ready": ready}} for host, ready in hosts
+            ],
+        }
+
+
+@dataclass
+class Pools:
+    """The InferencePools and pods of a namespace."""
+
+    pools: Collection = field(default_factory=Collection)
+    pods: Collection = field(default_factory=Collection)
+
+    def put_pool(self, name: str, labels: Mapping[str, str], ports: Sequence[int]) -> None:
+        numbers = [{"number": port} for port in ports]
+        spec = {"selector": {"matchLabels": dict(labels)}, "targetPorts": numbers}
+        self.pools.put(name, {"metadata": {}, "spec": spec})
+
+    def put_pod(
+        self, name: str, labels: Mapping[str, str], host: str, *, ready: bool = True, deleting: bool = False
+    ) -> None:
+        """A pod without a host is not scheduled yet."""
+        metadata: Object = {"labels": dict(labels)}
+        if deleting:
+            metadata["deletionTimestamp"] = "2026-01-01T00:00:00Z"
+        conditions = [{"type": "PodScheduled", "status": "True"}, {"type": "Ready", "status": str(ready)}]
+        status = {"phase": "Running", "podIP": host, "conditions": conditions} if host else {"phase": "Pending"}
+        self.pods.put(name, {"metadata": metadata, "status": status})
 
 
 def write_account(folder: Path, namespace: str, token: str) -> ssl.SSLContext:
@@ -113,10 +196,16 @@ def write_account(folder: Path, namespace: str, token: str) -> ssl.SSLContext:
 
 
 @asynccontextmanager
-async def serving(api: ApiServer, tls: ssl.SSLContext, port: int) -> AsyncIterator[None]:
+async def serving(api: ApiServer | Pools, tls: ssl.SSLContext, port: int) -> AsyncIterator[None]:
     """Answer on a port of this machine while the block runs."""
     app = web.Application()
-    app.router.add_get("/apis/discovery.k8s.io/v1/namespaces/{namespace}/endpointslices", api.answer)
+    if isinstance(api, Pools):
+        app.router.add_get(
+            "/apis/inference.networking.k8s.io/v1/namespaces/{namespace}/inferencepools", api.pools.answer
+        )
+        app.router.add_get("/api/v1/namespaces/{namespace}/pods", api.pods.answer)
+    else:
+        app.router.add_get("/apis/discovery.k8s.io/v1/namespaces/{namespace}/endpointslices", api.answer)
     runner = web.AppRunner(app, shutdown_timeout=0.1)
     await runner.setup()
     try:

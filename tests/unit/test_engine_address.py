@@ -12,6 +12,7 @@ from streams.engines.address import (
     EngineAddress,
     check_distinct,
     engine_address,
+    engine_template,
     first_clash,
     needs_lookup,
     port_above,
@@ -156,3 +157,20 @@ def test_an_engines_adapters_are_separated_by_plus() -> None:
     assert engine_address(f"{ADDRESS},lora=").lora_names == ()
     with pytest.raises(SettingsError, match=r"It must look like lora=NAME\+NAME"):
         engine_address(f"{ADDRESS},lora=sql+")
+
+
+def test_the_template_of_a_pool_has_the_port_of_each_engine() -> None:
+    """Events and replays are one port higher for each further engine of a host; a page that is polled is not."""
+    template = engine_template(
+        "url=http://{host}:{port},events=bind:tcp://{host}:5557,replay=tcp://{host}:6", ports=True
+    )
+    engine = template.at("fd00::1", 8101, 1)
+    assert (engine.url, engine.events, engine.replay) == (
+        "http://[fd00::1]:8101",
+        "bind:tcp://[fd00::1]:5558",
+        "tcp://[fd00::1]:7",
+    )
+    polled = engine_template("url=http://{host}:{port},events=http://{host}:{port}/kv_cache_events", ports=True)
+    assert polled.at("a", 8101, 1).events == "http://a:8101/kv_cache_events"
+    with pytest.raises(SettingsError, match=re.escape("url does not contain {port}")):
+        engine_template("url=http://{host}:8000", ports=True)

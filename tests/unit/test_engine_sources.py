@@ -18,16 +18,18 @@ from streams.core.ids import WorkerId
 from streams.core.workers import BridgeLease, Role, Worker
 from streams.engines.address import EngineAddress, engine_address, engine_template, worker_id_of
 from streams.engines.sources import file as file_module
-from streams.engines.sources import kubernetes as kubernetes_module
 from streams.engines.sources.dns import DnsEngines, resolve
 from streams.engines.sources.file import EnginesFile
 from streams.engines.sources.interface import EngineSource, MergedEngines
-from streams.engines.sources.kubernetes import KubernetesEngines, ServiceAccount
+from streams.engines.sources.kubernetes import KubernetesEngines, PoolEngines
 from streams.engines.sources.named import sources_of
 from streams.engines.sources.registry import RegistryEngines
 from streams.errors import SettingsError
+from streams.kubernetes import watching
+from streams.kubernetes.account import ServiceAccount
+from streams.lab.kafka.ports import free_port
 from streams.settings import Settings
-from tests.helpers.kubernetes_api import ApiServer, serving, write_account
+from tests.helpers.kubernetes_api import ApiServer, Pools, serving, write_account
 
 TEMPLATE = engine_template("url=http://{host}:8000,events=tcp://{host}:5557,replay=tcp://{host}:5558,model=m")
 
@@ -129,6 +131,8 @@ def test_an_unusable_file_of_engines_is_refused_at_the_start(tmp_path: Path, tex
         ({"dns": "engines", "template": "id=1,url=http://{host}:1"}, "id unknown"),
         ({"dns": "engines", "template": "url=http://{host}:1,events=tcp://{host}"}, "It must look like tcp://"),
         ({"kubernetes": "engines", "template": "url=http://{host}:1"}, "no service account"),
+        ({"inference_pool": "engines", "template": "url=http://{host}:{port}"}, "no service account"),
+        ({"dns": "engines", "template": "url=http://{host}:{port}"}, "only an InferencePool has a {port}"),
         ({"engines": ["id=1,url=http://x:1,role=chief"]}, "role 'chief' is unknown. Use one of both, prefill, decode"),
         ({"engines": ["id=1,url=http://x:1,replay=tcp://x:2"]}, "replay without events"),
     ],
@@ -237,7 +241,7 @@ def test_the_ready_endpoints_of_a_kubernetes_service_are_engines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Slices are listed and watched; a watch that ends goes on, one that is too old starts over, and tokens change."""
-    monkeypatch.setattr(kubernetes_module, "RETRY_S_MIN", 0.05)
+    monkeypatch.setattr(watching, "RETRY_S_MIN", 0.05)
     api = ApiServer("engines")
     tls = write_account(tmp_path, "models", api.token)
     api.slices["one"] = [("10.0.0.1", True), ("10.0.0.2", False), ("10.0.0.3", None)]
@@ -276,18 +280,115 @@ def test_the_ready_endpoints_of_a_kubernetes_service_are_engines(
             api.slices["two"] = [("10.0.0.7", True)]
             await reported.until(["10.0.0.7"])
 
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        port = listening.getsockname()[1]
+    port = free_port()
     account = ServiceAccount(f"https://127.0.0.1:{port}", str(tmp_path))
     following(KubernetesEngines("engines", TEMPLATE, account), act)
+
+
+POOL_TEMPLATE = engine_template(
+    "url=http://{host}:{port},events=tcp://{host}:5557,replay=tcp://{host}:5657,model=m", ports=True
+)
+
+
+def test_each_target_port_of_a_ready_pod_of_an_inference_pool_is_an_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pods come and go, become ready and end; ports and labels change; a pool that is deleted has no engines."""
+    monkeypatch.setattr(watching, "RETRY_S_MIN", 0.05)
+    api = Pools()
+    tls = write_account(tmp_path, "models", api.pools.token)
+    llm, other = {"app": "llm"}, {"app": "other"}
+
+    async def act(reported: Reported) -> None:
+        async with serving(api, tls, port):
+            await reported.until([])  # no such pool yet
+            api.put_pod("a", llm, "10.0.0.1")
+            api.put_pod("b", llm, "10.0.0.2", ready=False)
+            api.put_pod("c", llm, "")
+            api.put_pod("d", other, "10.0.0.4")
+            api.put_pool("other", other, [1])
+            api.put_pool("engines", llm, [8000, 8100])
+            await reported.until(["10.0.0.1", "10.0.0.1:8100"])
+            assert [engine.events for engine in reported.lists[-1]] == ["tcp://10.0.0.1:5557", "tcp://10.0.0.1:5558"]
+            assert [engine.replay for engine in reported.lists[-1]] == ["tcp://10.0.0.1:5657", "tcp://10.0.0.1:5658"]
+
+            api.put_pool("engines", llm, [8000])
+            await reported.until(["10.0.0.1"])
+            api.put_pod("b", llm, "fd00::2")
+            api.put_pod("c", llm, "10.0.0.3")
+            await reported.until(["10.0.0.1", "10.0.0.3", "[fd00::2]"])
+            api.put_pod("a", llm, "10.0.0.1", deleting=True)  # ready, and about to end
+            await reported.until(["10.0.0.3", "[fd00::2]"])
+            api.put_pod("b", other, "fd00::2")
+            api.put_pod("a", llm, "10.0.0.5", ready=False)
+            await reported.until(["10.0.0.3"])
+
+            api.put_pool("engines", other, [8000])
+            await reported.until(["10.0.0.4", "[fd00::2]"])
+            api.put_pod("c", llm, "10.0.0.6")  # no longer of the pool
+            api.put_pod("d", other, "10.0.0.7")
+            await reported.until(["10.0.0.7", "[fd00::2]"])
+
+            # Watches break: those of pods continue, and start over where their version is gone.
+            api.pods.end_watches()
+            api.put_pod("e", other, "10.0.0.8")
+            await reported.until(["10.0.0.7", "10.0.0.8", "[fd00::2]"])
+            api.pods.fail(410)
+            api.pods.objects.pop("e")
+            await reported.until(["10.0.0.7", "[fd00::2]"])
+            api.pools.token = "second"
+            api.pools.end_watches()
+            while "401" not in api.pools.requests:
+                await asyncio.sleep(0.01)
+            api.put_pod("f", other, "10.0.0.9")  # the pool cannot be read, and the pods still can
+            await reported.until(["10.0.0.7", "10.0.0.9", "[fd00::2]"])
+            api.pools.token = "first"
+
+            n_lists = len(reported.lists)
+            api.pools.put("engines", None)
+            await reported.until([])
+            api.put_pool("engines", other, [8000])
+            await reported.until(["10.0.0.7", "10.0.0.9", "[fd00::2]"])
+            assert len(reported.lists) == n_lists + 2
+
+    port = free_port()
+    account = ServiceAccount(f"https://127.0.0.1:{port}", str(tmp_path))
+    reported = following(PoolEngines("models/engines", POOL_TEMPLATE, account), act)
+    # While a pool's pods are listed for the first time, nothing is reported, so no engine is released by mistake.
+    assert [engines for engines in reported.lists if not engines] == [(), ()]
+
+
+def test_an_object_that_cannot_be_read_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A pool without ports is reported once, and the endpoints stay until it can be read again."""
+    monkeypatch.setattr(watching, "RETRY_S_MIN", 0.05)
+    api = Pools()
+    tls = write_account(tmp_path, "models", api.pools.token)
+    llm = {"app": "llm"}
+    api.put_pod("a", llm, "10.0.0.1")
+    api.put_pool("engines", llm, [8000])
+
+    async def act(reported: Reported) -> None:
+        async with serving(api, tls, port):
+            await reported.until(["10.0.0.1"])
+            api.pools.put("engines", {"metadata": {}, "spec": {"selector": {"matchLabels": llm}}})
+            while not any("inferencepools" in line and "cannot be read" in line for line in caplog.messages):
+                await asyncio.sleep(0.01)
+            assert reported.urls() == ["10.0.0.1"]
+            api.put_pool("engines", llm, [9000])
+            await reported.until(["10.0.0.1:9000"])
+
+    port = free_port()
+    account = ServiceAccount(f"https://127.0.0.1:{port}", str(tmp_path))
+    following(PoolEngines("engines", POOL_TEMPLATE, account), act)
 
 
 async def test_an_api_server_with_another_certificate_is_not_believed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The token is sent only to a server whose certificate the account's authority has signed."""
-    monkeypatch.setattr(kubernetes_module, "RETRY_S_MIN", 0.05)
+    monkeypatch.setattr(watching, "RETRY_S_MIN", 0.05)
     trustme.CA().cert_pem.write_to_path(tmp_path / "ca.crt")
     (tmp_path / "token").write_text("first")
     tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
@@ -323,6 +424,6 @@ def test_a_service_account_is_found_by_the_pods_environment(tmp_path: Path) -> N
     """The API server's address comes from the environment, and the token from a mounted folder."""
     (tmp_path / "token").write_text("t")
     environ = {"KUBERNETES_SERVICE_HOST": "fd00::1", "KUBERNETES_SERVICE_ACCOUNT_FOLDER": str(tmp_path)}
-    assert ServiceAccount.of_pod(environ).server == "https://[fd00::1]:443"
+    assert ServiceAccount.of_pod("--x", environ).server == "https://[fd00::1]:443"
     with pytest.raises(SettingsError, match="no service account"):
-        ServiceAccount.of_pod({"KUBERNETES_SERVICE_HOST": "x", "KUBERNETES_SERVICE_ACCOUNT_FOLDER": "/nowhere"})
+        ServiceAccount.of_pod("--x", {"KUBERNETES_SERVICE_HOST": "x", "KUBERNETES_SERVICE_ACCOUNT_FOLDER": "/nowhere"})

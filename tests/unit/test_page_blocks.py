@@ -120,6 +120,7 @@ TESTED: dict[str, list[tuple[str, str]]] = {
     HERE + "test_the_engines_of_the_pages_are_understood": [
         ("docs/engines.md", "kvstreams bridge --engine id=1"),
         ("docs/engines.md", "kvstreams bridge --engines-dns"),
+        ("docs/engines.md", "kvstreams bridge --engines-inference-pool"),
         ("docs/engines.md", "[[engine]]"),
     ],
     HERE + "test_the_figures_of_a_migration_have_these_fields": [("docs/front.md", '{"kvstreams_migration"')],
@@ -257,7 +258,7 @@ def test_the_engines_of_the_pages_are_understood(tmp_path: Path) -> None:
                 assert engine_address(value).events, value
                 n_engines += 1
             if option == "--engine-template":
-                assert engine_template(value), value
+                assert engine_template(value, ports="--engines-inference-pool" in words), value
                 n_engines += 1
     assert n_engines >= 10
     file = tmp_path / "engines.toml"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import orjson
@@ -15,9 +16,12 @@ from streams.core.ids import DpRank, RankId, WorkerId
 from streams.core.loads.bookings import BookingPhase
 from streams.core.routing.selection import RouterMode
 from streams.errors import InvalidRequest, KvStreamsError, NoEligibleWorker, QueueTimeout, SettingsError, UnknownModel
+from streams.kubernetes import watching
+from streams.lab.kafka.ports import free_port
 from streams.picker import assumed_ends
 from streams.picker.assumed_ends import ON_ITS_WAY_MS, Assumed, AssumedEnds, RankReport
 from streams.picker.fleet import PickerFleet
+from streams.picker.grpc.health import ServingStatus
 from streams.picker.lifetimes import Lifetimes
 from streams.picker.messages import DESTINATION
 from streams.picker.picks import (
@@ -31,6 +35,7 @@ from streams.picker.picks import (
     refused_by,
     with_model,
 )
+from streams.picker.process import PickerDoor, PickerOptions
 from streams.picker.protocol import Pick
 from streams.prompts.tokenizing import Tokenizing
 from streams.router_api.deciding.admission import Admission
@@ -38,6 +43,7 @@ from streams.router_api.deciding.router import Router
 from streams.router_api.messages.requests import parse_route
 from streams.settings import Settings
 from tests.helpers.api import TOKENS
+from tests.helpers.kubernetes_api import Pools, serving, write_account
 from tests.helpers.routers import router_of
 from tests.helpers.views import BLOCK_SIZE, hold, rank, register
 
@@ -230,6 +236,57 @@ def test_host_names_are_resolved_and_forgotten() -> None:
     asyncio.run(resolve(lambda: bool(picker.fleet.endpoints())))
     assert list(picker.fleet.endpoints()) == ["127.0.0.1:8000"]
     assert list(picker.fleet.allowed(None) or ()) == [WorkerId(1)]
+
+
+def test_only_endpoints_of_the_pool_are_picked() -> None:
+    """Of two pools with one model, the picker's counts; a subset limits it further, and an empty pool has none."""
+    picker = Picker()
+    hold(picker.router.view, rank(2), BLOCKS)
+    picker.fleet.limit_to(["10.0.0.1:8000", "10.0.0.3:8000", "10.9.9.9:1"])
+    assert picker.asks(prompt()).picked.headers[DESTINATION] in ("10.0.0.1:8000", "10.0.0.3:8000")
+    assert (
+        picker.asks(prompt(), subset=("10.0.0.2:8000", "10.0.0.3:8000")).picked.headers[DESTINATION] == "10.0.0.3:8000"
+    )
+    assert picker.asks(None).picked.headers[DESTINATION] in ("10.0.0.1:8000", "10.0.0.3:8000")
+    picker.fleet.limit_to(())
+    for subset in (None, ("10.0.0.1:8000",)):
+        with pytest.raises(NoEligibleWorker):
+            picker.asks(prompt(), subset=subset)
+
+
+def test_a_picker_with_a_pool_is_ready_once_it_has_read_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until then it picks nothing; afterwards the endpoints are those of the pool, also while they change."""
+    monkeypatch.setattr(watching, "RETRY_S_MIN", 0.05)
+    api, port = Pools(), free_port()
+    tls = write_account(tmp_path, "llm", api.pools.token)
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "127.0.0.1")
+    monkeypatch.setenv("KUBERNETES_SERVICE_PORT", str(port))
+    monkeypatch.setenv("KUBERNETES_SERVICE_ACCOUNT_FOLDER", str(tmp_path))
+    router = Picker().router
+    door = PickerDoor(Settings(), PickerOptions(pool="engines"))
+
+    async def until(endpoints: list[str]) -> None:
+        picks = door._service.picks  # type: ignore[union-attr]
+        async with asyncio.timeout(20):
+            while sorted(picks.endpoints()) != endpoints:
+                await asyncio.sleep(0.01)
+
+    async def main() -> None:
+        await door.open(router, Admission(router))
+        try:
+            await until([])
+            assert door._status("readiness") is ServingStatus.NOT_SERVING
+            api.put_pool("engines", {"app": "llm"}, [8000])
+            api.put_pod("a", {"app": "llm"}, "10.0.0.1")
+            async with serving(api, tls, port):
+                await until(["10.0.0.1:8000"])
+                assert door._status("readiness") is ServingStatus.SERVING
+                api.put_pod("b", {"app": "llm"}, "10.0.0.2")
+                await until(["10.0.0.1:8000", "10.0.0.2:8000"])
+        finally:
+            await door.close(0.1)
+
+    asyncio.run(main())
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,1 @@
+"""What bridges and pickers read from the API server of Kubernetes."""
