@@ -33,6 +33,7 @@ from streams.picker.lifetimes import Lifetimes
 from streams.picker.metrics import PICKER_METRICS, PickerParts
 from streams.picker.picks import Picks
 from streams.picker.serving import PROCESS, ExtProc
+from streams.process.interpreter import collect_by_the_clock
 from streams.process.listener import Listener
 from streams.process.metrics import MetricsRegistry
 from streams.prompts.engine_keys import EngineKeys
@@ -142,6 +143,8 @@ class PickerDoor:
             self._keys.check_forever(),
             _tick_forever(lifetimes),
             self._probe_forever(router),
+            # Python would examine the objects of all bookings again after every few hundred requests.
+            collect_by_the_clock(),
         ]
         if self._pool is not None:
             fleet.limit_to(())

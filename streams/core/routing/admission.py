@@ -234,10 +234,14 @@ class Gate:
         candidates.pump = self._pump
         if candidates.loads is not loads or candidates.numbering != loads.numbering:
             candidates.loads, candidates.numbering, candidates.rows = loads, loads.numbering, loads.rows_of(ranks)
-        candidates.open = set()
+        over = self._are_over(loads, candidates.rows)
         idle = None if self._idle is None else set(self._idle(ranks, loads))
+        if not (self._opened_ms or self._charges or any(over)) and (idle is None or len(idle) == len(ranks)):
+            candidates.open = set(ranks)  # as nearly always: nothing waits, and no rank is busy
+            return candidates.open
+        candidates.open = set()
         period, router_id = self._period(), self._router_id()
-        for rank, is_over in zip(ranks, self._are_over(loads, candidates.rows), strict=True):
+        for rank, is_over in zip(ranks, over, strict=True):
             if is_over or (idle is not None and rank not in idle):
                 self._opened_ms[rank] = _CLOSED
             elif rank not in self._charges and self._is_our_turn(rank, router_id, period):
