@@ -27,7 +27,7 @@ from streams.settings import (
     GatewaySettings,
     KafkaSettings,
     LogSettings,
-    PickerSettings,
+    PickerServerSettings,
     ResetSettings,
     RouterServerSettings,
     Settings,
@@ -42,17 +42,18 @@ PROCESSES = {
     "router": (RouterServerSettings,),
     "front": (FrontServerSettings,),
     "bridge": (BridgeServerSettings,),
+    "picker": (PickerServerSettings,),
 }
 
 #: Settings that follow from other values of the chart, and these: a reset would empty the scope at each restart of a
-#: pod; real-time threads need a capability that the containers do not have; the volume is at a fixed path; there is no
-#: picker.
+#: pod; real-time threads need a capability that the containers do not have; the volume's path and the ports are fixed;
+#: and there is no gateway of ours.
 NOT_IN_THE_CHART = frozenset(
-    {"data_dir", "router_realtime", "process_port"}
+    {"data_dir", "router_realtime", "process_port", "picker_port", "picker_health_port"}
     | SECRETS
     | {
         setting.name
-        for group in (KafkaSettings, AccessSettings, PickerSettings, GatewaySettings, ResetSettings)
+        for group in (KafkaSettings, AccessSettings, GatewaySettings, ResetSettings)
         for setting in fields(group)
     }
 )

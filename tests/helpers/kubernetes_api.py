@@ -196,16 +196,11 @@ def write_account(folder: Path, namespace: str, token: str) -> ssl.SSLContext:
 
 
 @asynccontextmanager
-async def serving(api: ApiServer | Pools, tls: ssl.SSLContext, port: int) -> AsyncIterator[None]:
+async def serving(*apis: ApiServer | Pools, tls: ssl.SSLContext, port: int) -> AsyncIterator[None]:
     """Answer on a port of this machine while the block runs."""
     app = web.Application()
-    if isinstance(api, Pools):
-        app.router.add_get(
-            "/apis/inference.networking.k8s.io/v1/namespaces/{namespace}/inferencepools", api.pools.answer
-        )
-        app.router.add_get("/api/v1/namespaces/{namespace}/pods", api.pods.answer)
-    else:
-        app.router.add_get("/apis/discovery.k8s.io/v1/namespaces/{namespace}/endpointslices", api.answer)
+    for api in apis:
+        _add_routes(app, api)
     runner = web.AppRunner(app, shutdown_timeout=0.1)
     await runner.setup()
     try:
@@ -213,3 +208,12 @@ async def serving(api: ApiServer | Pools, tls: ssl.SSLContext, port: int) -> Asy
         yield
     finally:
         await runner.cleanup()
+
+
+def _add_routes(app: web.Application, api: ApiServer | Pools) -> None:
+    groups = "/apis/{}/namespaces/{{namespace}}/{}"
+    if isinstance(api, Pools):
+        app.router.add_get(groups.format("inference.networking.k8s.io/v1", "inferencepools"), api.pools.answer)
+        app.router.add_get("/api/v1/namespaces/{namespace}/pods", api.pods.answer)
+    else:
+        app.router.add_get(groups.format("discovery.k8s.io/v1", "endpointslices"), api.answer)

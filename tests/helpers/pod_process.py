@@ -21,6 +21,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
 from streams.lab.kafka.ports import free_port
 from streams.lab.processes import Child, Children
 from streams.process.waiting import wait_for
@@ -30,8 +33,9 @@ from tests.helpers import read_only_root
 READY_TIMEOUT_S = 90.0
 _PROBE_TIMEOUT_S = 10.0
 
-#: The only port of a container of the chart.
+#: The port of HTTP of every container of the chart, and the settings that have its ports.
 CONTAINER_PORT = 8000
+PORTS = ("KVSTREAMS_PORT", "KVSTREAMS_METRICS_PORT", "KVSTREAMS_PICKER_PORT", "KVSTREAMS_PICKER_HEALTH_PORT")
 
 
 @dataclass
@@ -62,6 +66,8 @@ class PodProcess:
         self._node = node
         self._pod = pod
         (self._container,) = pod["containers"]
+        listed = [each["containerPort"] for each in self._container["ports"]]
+        self._ports = {each: self.port if each == CONTAINER_PORT else free_port() for each in listed}
         self._folder = node.folder / name
         self._mounts = {mount["name"]: mount["mountPath"] for mount in self._container["volumeMounts"]}
         for volume in pod["volumes"]:
@@ -79,7 +85,8 @@ class PodProcess:
     @property
     def url(self) -> str:
         """Where the pod listens."""
-        return f"{self._container['readinessProbe']['httpGet']['scheme'].lower()}://127.0.0.1:{self.port}"
+        has_tls = any(each["name"] == "KVSTREAMS_TLS_CERTIFICATE" for each in self._container["env"])
+        return f"{'https' if has_tls else 'http'}://127.0.0.1:{self.port}"
 
     @property
     def grace_s(self) -> float:
@@ -88,12 +95,15 @@ class PodProcess:
 
     def wait_ready(self) -> None:
         """Wait until all three probes succeed."""
-        paths = [self._container[f"{probe}Probe"]["httpGet"]["path"] for probe in ("startup", "liveness", "readiness")]
-        self.child.wait_ready(lambda: all(self._answers(path) for path in paths), READY_TIMEOUT_S)
+        probes = [self._container[f"{probe}Probe"] for probe in ("startup", "liveness", "readiness")]
+        self.child.wait_ready(lambda: all(map(self._succeeds, probes)), READY_TIMEOUT_S)
 
-    def _answers(self, path: str) -> bool:
+    def _succeeds(self, probe: Mapping[str, Any]) -> bool:
+        """Whether a probe of the kubelet's succeeds. Those over gRPC have no TLS."""
+        if "grpc" in probe:
+            return self._serves(self._ports[probe["grpc"]["port"]], probe["grpc"]["service"])
         try:
-            return self.call(path)[0] == 200
+            return self.call(probe["httpGet"]["path"])[0] == 200
         except OSError:
             return False
 
@@ -119,6 +129,16 @@ class PodProcess:
         """Return the exit code. Raises ProcessError if the kubelet would have killed the pod."""
         wait_for(lambda: not self.child.running, self.grace_s, f"{self.name} to end within its grace period")
         return self.child.exit_code
+
+    @staticmethod
+    def _serves(port: int, service: str) -> bool:
+        with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+            try:
+                request = health_pb2.HealthCheckRequest(service=service)
+                answer = health_pb2_grpc.HealthStub(channel).Check(request, timeout=_PROBE_TIMEOUT_S)
+            except grpc.RpcError:
+                return False
+        return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
     # -- volumes and environment ---------------------------------------------------------------------------------------
 
@@ -158,10 +178,9 @@ class PodProcess:
             else:
                 reference = variable["valueFrom"]["secretKeyRef"]
                 env[variable["name"]] = self._node.secrets[reference["name"]][reference["key"]]
-        for name in ("KVSTREAMS_PORT", "KVSTREAMS_METRICS_PORT"):
+        for name in PORTS:
             if name in env:
-                assert env[name] == str(CONTAINER_PORT)
-                env[name] = str(self.port)
+                env[name] = str(self._ports[int(env[name])])
         env["TMPDIR"] = str(self._at("/tmp"))
         if self._pod["automountServiceAccountToken"]:
             env |= {

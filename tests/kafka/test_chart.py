@@ -30,7 +30,7 @@ from streams.lab.stack import Engine, Stack
 from streams.settings import Settings
 from tests.helpers.go_program import BUILD_TIMEOUT_S
 from tests.helpers.helm import HELM, pods, rendered, values_files
-from tests.helpers.kubernetes_api import ApiServer, serving, write_account
+from tests.helpers.kubernetes_api import ApiServer, Pools, serving, write_account
 from tests.helpers.pod_process import Node, PodProcess
 from tests.helpers.secure_kafka import OVERRIDES, SecureKafka
 from tests.helpers.strimzi import acls_of_user
@@ -212,9 +212,14 @@ async def test_every_container_starts_as_its_manifest_says(
     api = ApiServer(*services)
     api.slices["engines"] = [("127.0.0.1", True)]
     port = free_port()
-    async with serving(api, write_account(account, "llm", api.token), port):
+    pools, pool = Pools(), values.get("picker", {}).get("inferencePool", {})
+    if pool:
+        pools.put_pool(pool["name"], pool["matchLabels"], [8000])
+    tls = write_account(account, "llm", api.token)
+    async with serving(api, pools, tls=tls, port=port):
         await asyncio.to_thread(run, port, account)
     assert bool(api.requests) == bool(services)
+    assert bool(pools.pods.requests) == bool(pool)
 
 
 def test_the_tokens_of_a_secret_are_read(tmp_path: Path) -> None:

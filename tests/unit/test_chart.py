@@ -28,6 +28,7 @@ from streams.settings import (
     ENV_PREFIX,
     BridgeServerSettings,
     FrontServerSettings,
+    PickerServerSettings,
     RouterServerSettings,
     Settings,
     WorkerServerSettings,
@@ -48,6 +49,7 @@ GROUPS = {
     "router": RouterServerSettings,
     "front": FrontServerSettings,
     "bridge": BridgeServerSettings,
+    "picker": PickerServerSettings,
 }
 
 CONTAINERS = [
@@ -89,13 +91,15 @@ def test_each_variable_and_option_is_accepted_by_the_process_that_gets_it(contai
     assert environ.keys() <= of_process
     settings = load({}, environ).settings
     assert settings.host == "0.0.0.0"
-    assert bool(settings.tokens_file) != settings.allow_anonymous
+    # Gateways have no tokens, so a picker accepts them without; the calls of its HTTP API still need one.
+    assert settings.allow_anonymous is (command == "picker" or not settings.tokens_file)
 
     context = parse_command(container["args"])
     for engine in context.params.get("engines", ()):
         engine_address(engine)
     if context.params.get("engine_template"):
-        engine_template(context.params["engine_template"])
+        has_pool = bool(context.params["engines_inference_pool"])
+        engine_template(context.params["engine_template"], ports=has_pool)
     parse_by_model("--tokenizer", context.params.get("tokenizers", ()))
     parse_by_model("--engine-key", context.params.get("engine_keys", ()))
 
@@ -106,6 +110,7 @@ def test_a_pod_is_not_killed_while_it_drains(container: Mapping[str, Any]) -> No
     settings = load({}, given_settings(container)).settings
     drain_s = settings.drain_notice_s + settings.drain_timeout_s
     ends_s = {
+        "picker": drain_s + END_MARGIN_S,
         "router": drain_s + END_MARGIN_S,  # the parent of several processes kills them after this time
         "front": drain_s + CLOSE_TIMEOUT_S,  # the last reports on bookings
         "bridge": FLUSH_TIMEOUT_S,
@@ -125,13 +130,13 @@ def test_a_process_writes_to_volumes_only(container: Mapping[str, Any]) -> None:
 
 
 def test_every_file_of_values_is_recorded() -> None:
-    """The recorded containers are those of the six files, each with a worker and a router."""
+    """The recorded containers are those of the six files, each with a worker and a router; two have pickers."""
     recorded = recorded_containers()
     assert recorded.keys() == values_files().keys()
     assert len(recorded) == 6
-    for containers in recorded.values():
+    for file, containers in recorded.items():
         commands = {container["args"][0] for container in containers.values()}
-        assert commands == GROUPS.keys()
+        assert commands == (GROUPS.keys() if file in ("keda", "production") else GROUPS.keys() - {"picker"})
 
 
 def test_the_image_and_the_chart_agree() -> None:
@@ -178,7 +183,7 @@ def places(values: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]
 
 #: Maps whose keys the user chooses, and objects of Kubernetes, which its own schemas check.
 OPEN = re.compile(
-    r"(commonLabels|service\.spec|nodeSelector|affinity|podAnnotations|podLabels|annotations|labels|requests|limits|tokenizers|engineKeys|bridges"
+    r"(commonLabels|service\.spec|matchLabels|nodeSelector|affinity|podAnnotations|podLabels|annotations|labels|requests|limits|tokenizers|engineKeys|bridges"
     r"|podSecurityContext|podSecurityContext\.seccompProfile)$"
 )
 
@@ -217,6 +222,9 @@ def test_an_unknown_value_is_refused_at_every_level(path: tuple[str, ...]) -> No
         ({"worker": {"settings": {"router_reset_states": True}}}, "router_reset_states"),
         ({"router": {"extraEnv": [{"name": "KVSTREAMS_PORT", "value": "1"}]}}, "KVSTREAMS_PORT"),
         ({"bridges": {"a": {"servce": "vllm"}}}, "servce"),
+        ({"picker": {"settings": {"picker_port": 1}}}, "picker_port"),  # the service and the probes have fixed ports
+        ({"picker": {"inferencePool": {"targetPorts": [*range(1, 10)]}}}, "too long"),
+        ({"picker": {"inferencePool": {"failureMode": "Open"}}}, "Open"),
         ({"bridges": {"A_B": {"service": "vllm"}}}, "A_B"),
         ({"bridge": {"template": "url=http://gpu1:8000"}}, "host"),
         ({"front": {"engineKeys": {"m": {"name": "vllm"}}}}, "key"),

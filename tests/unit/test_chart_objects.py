@@ -17,6 +17,7 @@ import pytest
 import yaml
 
 from streams.engines.address import engine_template
+from streams.picker.process import LIVENESS, READINESS
 from streams.settings import load
 from tests.helpers.helm import pods, recorded_objects
 from tests.helpers.pages import blocks
@@ -25,6 +26,20 @@ from tests.helpers.promql import selections_of
 Objects = list[dict[str, Any]]
 
 NAMESPACE = "llm"
+
+#: The ports of a picker, in its environment.
+PICKER_ENV = {"KVSTREAMS_PICKER_PORT": "9002", "KVSTREAMS_PICKER_HEALTH_PORT": "9003"}
+
+#: The rights of a picker with the pool `engines`.
+POOL_RULES = [
+    {
+        "apiGroups": ["inference.networking.k8s.io"],
+        "resources": ["inferencepools"],
+        "resourceNames": ["engines"],
+        "verbs": ["list", "watch"],
+    },
+    {"apiGroups": [""], "resources": ["pods"], "verbs": ["list", "watch"]},
+]
 
 
 @pytest.fixture(params=recorded_objects())
@@ -62,21 +77,55 @@ def test_pods_are_restricted(objects: Objects) -> None:
             }
             assert container["resources"]["requests"].keys() == {"cpu", "memory"}
             assert "memory" in container["resources"]["limits"]
-            for probe, path in (("startup", "/healthz"), ("liveness", "/healthz"), ("readiness", "/ready")):
-                assert container[f"{probe}Probe"]["httpGet"]["path"] == path
+            for probe, path, service in (
+                ("startup", "/healthz", LIVENESS),
+                ("liveness", "/healthz", LIVENESS),
+                ("readiness", "/ready", READINESS),
+            ):
+                found = container[f"{probe}Probe"]
+                if container["name"] == "picker":
+                    assert found["grpc"] == {
+                        "port": int(PICKER_ENV["KVSTREAMS_PICKER_HEALTH_PORT"]),
+                        "service": service,
+                    }
+                    assert PICKER_ENV.items() <= {each["name"]: each.get("value") for each in container["env"]}.items()
+                else:
+                    assert found["httpGet"]["path"] == path
 
 
-def test_only_bridges_may_ask_the_api_server(objects: Objects) -> None:
-    """A pod has a service account's token only if it reads EndpointSlices, and may do nothing else with it."""
+def test_only_what_finds_engines_may_ask_the_api_server(objects: Objects) -> None:
+    """A pod has an account's token only if it reads EndpointSlices or a pool, and may do nothing else with it."""
+    accounts = {}
     for name, pod in pods(objects).items():
         (container,) = pod["containers"]
-        assert pod["automountServiceAccountToken"] is ("--engines-kubernetes" in container["args"]), name
-    rules = [rule for role in of_kind(objects, "Role") for rule in role["rules"]]
-    assert all(
-        rule == {"apiGroups": ["discovery.k8s.io"], "resources": ["endpointslices"], "verbs": ["list", "watch"]}
-        for rule in rules
-    )
+        options = {"--engines-kubernetes", "--engines-inference-pool", "--inference-pool"} & set(container["args"])
+        assert pod["automountServiceAccountToken"] is bool(options), name
+        accounts[name] = pod["serviceAccountName"]
+    bindings = {each["metadata"]["name"]: each for each in of_kind(objects, "RoleBinding")}
+    for role in of_kind(objects, "Role"):
+        name = role["metadata"]["name"]
+        slices = {"apiGroups": ["discovery.k8s.io"], "resources": ["endpointslices"], "verbs": ["list", "watch"]}
+        assert role["rules"] == ([slices] if component_of(role) == "bridge" else POOL_RULES)
+        (subject,) = bindings[name]["subjects"]
+        assert (subject["name"], bindings[name]["roleRef"]["name"]) == (accounts[name], name)
     assert not of_kind(objects, "ClusterRole")
+
+
+def test_an_inference_pool_names_its_picker() -> None:
+    """Its reference is a service and a port of it, in its own namespace, and the picker picks from this pool."""
+    objects = recorded_objects()["keda"]
+    (pool,) = of_kind(objects, "InferencePool")
+    picker = pool["spec"]["endpointPickerRef"]
+    (service,) = (each for each in of_kind(objects, "Service") if each["metadata"]["name"] == picker["name"])
+    grpc = service["spec"]["ports"][0]
+    assert (picker["port"]["number"], grpc["appProtocol"]) == (grpc["port"], "kubernetes.io/h2c")
+    (container,) = pods(objects)[picker["name"]]["containers"]
+    assert {"name": grpc["targetPort"], "containerPort": int(PICKER_ENV["KVSTREAMS_PICKER_PORT"])} in container["ports"]
+    assert container["args"][1:] == ["--inference-pool", f"{NAMESPACE}/{pool['metadata']['name']}"]
+    (service,) = (
+        each for each in of_kind(recorded_objects()["production"], "Service") if component_of(each) == "picker"
+    )
+    assert service["spec"]["ports"][0]["appProtocol"] == "https"  # with a certificate
 
 
 def selected(objects: Objects, selector: Mapping[str, str]) -> list[str]:
@@ -246,8 +295,7 @@ def test_prometheus_reads_each_pod_once() -> None:
         read = [name for each in services for name in selected(objects, each["spec"]["selector"])]
         assert sorted(read) == sorted(pods(objects))
         for service in services:
-            (port,) = service["spec"]["ports"]
-            assert port["name"] == endpoint["port"]
+            (port,) = (each for each in service["spec"]["ports"] if each["name"] == endpoint["port"])
             assert port["appProtocol"] == endpoint["scheme"]
             assert port["targetPort"] in [
                 each["name"] for pod in pods(objects).values() for each in pod["containers"][0]["ports"]
@@ -305,7 +353,7 @@ def allows(rules: Sequence[Mapping[str, Any]], way: str, place: Place, port: int
 
 
 def _has(ports: Mapping[str, Any], port: int, protocol: str) -> bool:
-    first = 8000 if ports["port"] == "http" else ports["port"]
+    first = {"http": 8000, "grpc": 9002}.get(ports["port"], ports["port"])
     return bool(ports.get("protocol", "TCP") == protocol and first <= port <= ports.get("endPort", first))
 
 
@@ -341,6 +389,8 @@ def needed(objects: Objects) -> set[tuple[str, Place, int]]:
     for name, pod in pods(objects).items():
         (container,) = pod["containers"]
         component, *arguments = container["args"]
+        if component == "picker":
+            found.add((component, ENGINES, 8000))  # for tokens
         options = list(itertools.pairwise(arguments))
         env = {each["name"]: each["value"] for each in container["env"] if each["name"].startswith("KVSTREAMS_KAFKA")}
         assert bool(env) is (component != "front"), name
@@ -369,7 +419,7 @@ def test_pods_reach_what_they_need_and_nothing_else() -> None:
     objects = recorded_objects()["production"]
     connections = needed(objects)
     components = policies(objects)
-    assert components.keys() == {"worker", "router", "front", "bridge"}
+    assert components.keys() == {"worker", "router", "front", "bridge", "picker"}
     places = [KAFKA, ENGINES, MONITORING, INGRESS, OTHERS, API_SERVER, INTERNET]
     places += [place_of(objects, component) for component in components]
     ports = {port for _, _, port in connections} | {22, 80, 443, 5556, 9092}
@@ -388,16 +438,17 @@ def test_pods_reach_what_they_need_and_nothing_else() -> None:
 
 
 def test_pods_are_reached_by_whom_they_serve_and_by_nobody_else() -> None:
-    """Fronts by their clients, routers by fronts, and all by Prometheus. Nodes reach their pods without a rule."""
+    """Fronts by clients, pickers by gateways, routers by fronts, all by Prometheus. Nodes need no rule."""
     objects = recorded_objects()["production"]
     components = policies(objects)
     front = place_of(objects, "front")
     sources = [KAFKA, ENGINES, MONITORING, INGRESS, OTHERS, INTERNET, front, place_of(objects, "bridge")]
     for component, policy in components.items():
         served = {"front": [MONITORING, INGRESS], "router": [MONITORING, front]}.get(component, [MONITORING])
-        for port in (8000, 22, 9090):
+        served_at = {8000: served, 9002: [INGRESS] if component == "picker" else []}
+        for port in (8000, 9002, 9003, 22, 9090):
             reached_by = [place for place in sources if allows(policy["ingress"], "from", place, port)]
-            assert reached_by == (served if port == 8000 else [])
+            assert reached_by == served_at.get(port, [])
 
 
 def test_a_policy_that_is_too_narrow_or_too_broad_is_found() -> None:

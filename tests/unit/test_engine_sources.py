@@ -247,7 +247,7 @@ def test_the_ready_endpoints_of_a_kubernetes_service_are_engines(
     api.slices["one"] = [("10.0.0.1", True), ("10.0.0.2", False), ("10.0.0.3", None)]
 
     async def act(reported: Reported) -> None:
-        async with serving(api, tls, port):
+        async with serving(api, tls=tls, port=port):
             await reported.until(["10.0.0.1", "10.0.0.3"])
             api.change("two", [("10.0.0.4", True), ("10.0.0.1", True)])  # an endpoint may move between slices
             await reported.until(["10.0.0.1", "10.0.0.3", "10.0.0.4"])
@@ -300,7 +300,7 @@ def test_each_target_port_of_a_ready_pod_of_an_inference_pool_is_an_engine(
     llm, other = {"app": "llm"}, {"app": "other"}
 
     async def act(reported: Reported) -> None:
-        async with serving(api, tls, port):
+        async with serving(api, tls=tls, port=port):
             await reported.until([])  # no such pool yet
             api.put_pod("a", llm, "10.0.0.1")
             api.put_pod("b", llm, "10.0.0.2", ready=False)
@@ -370,7 +370,7 @@ def test_an_object_that_cannot_be_read_changes_nothing(
     api.put_pool("engines", llm, [8000])
 
     async def act(reported: Reported) -> None:
-        async with serving(api, tls, port):
+        async with serving(api, tls=tls, port=port):
             await reported.until(["10.0.0.1"])
             api.pools.put("engines", {"metadata": {}, "spec": {"selector": {"matchLabels": llm}}})
             while not any("inferencepools" in line and "cannot be read" in line for line in caplog.messages):

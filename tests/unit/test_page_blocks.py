@@ -76,6 +76,7 @@ TESTED: dict[str, list[tuple[str, str]]] = {
     "processes/test_chart.py::test_the_values_of_the_page_are_valid": [
         ("docs/kubernetes.md", "settings:"),
         ("docs/kubernetes.md", "bridges:"),
+        ("docs/kubernetes.md", "picker:"),
         ("docs/kubernetes.md", "strimzi:"),
         ("docs/kubernetes.md", "engineAutoscaling:"),
         ("docs/kubernetes.md", "front:"),

@@ -278,7 +278,7 @@ def test_a_picker_with_a_pool_is_ready_once_it_has_read_it(tmp_path: Path, monke
             assert door._status("readiness") is ServingStatus.NOT_SERVING
             api.put_pool("engines", {"app": "llm"}, [8000])
             api.put_pod("a", {"app": "llm"}, "10.0.0.1")
-            async with serving(api, tls, port):
+            async with serving(api, tls=tls, port=port):
                 await until(["10.0.0.1:8000"])
                 assert door._status("readiness") is ServingStatus.SERVING
                 api.put_pod("b", {"app": "llm"}, "10.0.0.2")

@@ -39,8 +39,8 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version }}
 {{- define "kvstreams.serviceAccount" -}}
 {{- if not .root.Values.serviceAccount.create -}}
 {{- default "default" .root.Values.serviceAccount.name -}}
-{{- else if eq .component "bridge" -}}
-{{- include "kvstreams.fullname" .root }}-bridge
+{{- else if has .component (list "bridge" "picker") -}}
+{{- include "kvstreams.fullname" .root }}-{{ .component }}
 {{- else -}}
 {{- include "kvstreams.fullname" .root -}}
 {{- end -}}

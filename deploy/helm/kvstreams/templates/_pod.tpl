@@ -13,12 +13,11 @@
 {{- $_ := set $secrets "tls" (dict "name" .existingSecret "items" $items) -}}
 {{- end -}}
 {{- end -}}
-{{- if eq .component "front" -}}
 {{- range $model, $secret := .values.engineKeys -}}
 {{- $folder := printf "engine-key-%s" ($model | sha256sum | trunc 8) -}}
 {{- $_ := set $secrets $folder (dict "name" $secret.name "items" (dict $secret.key "key")) -}}
 {{- end -}}
-{{- else -}}
+{{- if ne .component "front" -}}
 {{- with include "kvstreams.kafka" . | fromYaml -}}
 {{- if .caSecret.name }}{{ $_ := set $secrets "kafka-ca" (dict "name" .caSecret.name "items" (dict .caSecret.key "ca.crt")) }}{{ end -}}
 {{- with .clientSecret -}}
@@ -92,7 +91,7 @@
 
 {{/* Seconds until a pod that stops is killed: those of its drain, and some for the rest. */}}
 {{- define "kvstreams.gracePeriod" -}}
-{{- if has .component (list "router" "front") -}}
+{{- if has .component (list "router" "front" "picker") -}}
 {{- $notice := include "kvstreams.setting" (merge (dict "name" "drain_notice_s") .) | float64 -}}
 {{- $drain := include "kvstreams.setting" (merge (dict "name" "drain_timeout_s") .) | float64 -}}
 {{- ceil (addf $notice $drain 20) | int -}}
@@ -101,9 +100,43 @@
 {{- end -}}
 {{- end -}}
 
-{{/* A probe of a path. Argument: root, path. */}}
-{{- define "kvstreams.httpGet" -}}
+{{/* Arguments of the processes that make prompts. Argument: values. */}}
+{{- define "kvstreams.promptArgs" -}}
+{{- $args := list -}}
+{{- range $model, $path := .values.tokenizers }}{{ $args = concat $args (list "--tokenizer" (printf "%s=%s" $model $path)) }}{{ end -}}
+{{- range $model, $_ := .values.engineKeys -}}
+{{- $args = concat $args (list "--engine-key" (printf "%s=/etc/kvstreams/engine-key-%s/key" $model ($model | sha256sum | trunc 8))) -}}
+{{- end -}}
+{{- toYaml $args -}}
+{{- end -}}
+
+{{/* Whether pods ask the API server. Argument: component, values. */}}
+{{- define "kvstreams.asksApiServer" -}}
+{{- if eq .component "bridge" -}}
+{{- if or .values.service .values.inferencePool }}yes{{ end -}}
+{{- else if eq .component "picker" -}}
+{{- if .values.inferencePool.name }}yes{{ end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Rights to follow an InferencePool and its pods, as rules of a Role. Argument: the pool's name. */}}
+{{- define "kvstreams.poolRules" -}}
+- apiGroups: [inference.networking.k8s.io]
+  resources: [inferencepools]
+  resourceNames: [{{ . }}]
+  verbs: [list, watch]
+- apiGroups: [""]
+  resources: [pods]
+  verbs: [list, watch]
+{{- end -}}
+
+{{/* A probe. Argument: root, component, path, and the name that a picker's health has instead. */}}
+{{- define "kvstreams.probe" -}}
+{{- if eq .component "picker" -}}
+grpc: {port: 9003, service: {{ .service }}}
+{{- else -}}
 httpGet: {path: {{ .path }}, port: http, scheme: {{ include "kvstreams.scheme" .root | upper }}}
+{{- end -}}
 {{- end -}}
 
 {{/* The template of the pods. Argument: root, component, values, args, and labels of this bridge alone. */}}
@@ -123,8 +156,8 @@ metadata:
   {{- end }}
 spec:
   serviceAccountName: {{ include "kvstreams.serviceAccount" . }}
-  # Only a bridge asks the API server, for EndpointSlices.
-  automountServiceAccountToken: {{ and (eq .component "bridge") (not (empty .values.service)) }}
+  # Only bridges and pickers ask the API server, for EndpointSlices or an InferencePool.
+  automountServiceAccountToken: {{ not (empty (include "kvstreams.asksApiServer" .)) }}
   # A service named kvstreams-router would set KVSTREAMS_ROUTER_PORT and others.
   enableServiceLinks: false
   terminationGracePeriodSeconds: {{ include "kvstreams.gracePeriod" . }}
@@ -179,18 +212,22 @@ spec:
         {{- include "kvstreams.env" . | trim | nindent 8 }}
       ports:
         - {name: http, containerPort: 8000}
-      # The process answers /healthz from its first seconds on, long before it is ready.
+        {{- if eq .component "picker" }}
+        - {name: grpc, containerPort: 9002}
+        - {name: health, containerPort: 9003}
+        {{- end }}
+      # The process answers that it lives from its first seconds on, long before it is ready.
       startupProbe:
-        {{- include "kvstreams.httpGet" (dict "root" .root "path" "/healthz") | nindent 8 }}
+        {{- include "kvstreams.probe" (dict "root" .root "component" .component "path" "/healthz" "service" "liveness") | nindent 8 }}
         periodSeconds: 2
         failureThreshold: 60
       livenessProbe:
-        {{- include "kvstreams.httpGet" (dict "root" .root "path" "/healthz") | nindent 8 }}
+        {{- include "kvstreams.probe" (dict "root" .root "component" .component "path" "/healthz" "service" "liveness") | nindent 8 }}
         periodSeconds: 10
         timeoutSeconds: 5
         failureThreshold: 6
       readinessProbe:
-        {{- include "kvstreams.httpGet" (dict "root" .root "path" "/ready") | nindent 8 }}
+        {{- include "kvstreams.probe" (dict "root" .root "component" .component "path" "/ready" "service" "readiness") | nindent 8 }}
         periodSeconds: 5
         timeoutSeconds: 3
         failureThreshold: 2

@@ -39,7 +39,7 @@
 {{- $kafka := mergeOverwrite (deepCopy .root.Values.kafka) (default dict .values.kafka) -}}
 {{- with .root.Values.strimzi -}}
 {{- if .enabled -}}
-{{- $user := printf "%s-%s" (include "kvstreams.fullname" $.root) $.component -}}
+{{- $user := printf "%s-%s" (include "kvstreams.fullname" $.root) (ternary "router" $.component (eq $.component "picker")) -}}
 {{- $cluster := required "strimzi.cluster: the name of the Kafka resource is required" .cluster -}}
 {{- $_ := set $kafka "bootstrapServers" (default (printf "%s-kafka-bootstrap:%d" $cluster (int .listenerPort)) $kafka.bootstrapServers) -}}
 {{- $_ := set $kafka "caSecret" (dict "name" (printf "%s-cluster-ca-cert" $cluster) "key" "ca.crt") -}}
@@ -92,10 +92,14 @@
 {{- define "kvstreams.env" -}}
 {{- $env := include "kvstreams.settings" . | fromYaml -}}
 {{- $_ := set $env "host" "0.0.0.0" -}}
-{{- if has .component (list "router" "front") -}}
+{{- if has .component (list "router" "front" "picker") -}}
 {{- $_ := set $env "port" 8000 -}}
 {{- else -}}
 {{- $_ := set $env "metrics_port" 8000 -}}
+{{- end -}}
+{{- if eq .component "picker" -}}
+{{- $_ := set $env "picker_port" 9002 -}}
+{{- $_ := set $env "picker_health_port" 9003 -}}
 {{- end -}}
 {{- if eq .component "worker" -}}
 {{- $_ := set $env "router" false -}}
@@ -104,9 +108,9 @@
 {{- if ne .component "front" }}{{ $env = mergeOverwrite $env (include "kvstreams.kafkaEnv" . | fromYaml) }}{{ end -}}
 {{- if .root.Values.auth.enabled -}}
 {{- $_ := set $env "tokens_file" "/etc/kvstreams/tokens/tokens.toml" -}}
-{{- else -}}
-{{- $_ := set $env "allow_anonymous" true -}}
 {{- end -}}
+{{- /* Gateways have no tokens. Those of a picker's HTTP API are still required. */ -}}
+{{- if or (not .root.Values.auth.enabled) (eq .component "picker") }}{{ $_ := set $env "allow_anonymous" true }}{{ end -}}
 {{- if .root.Values.tls.existingSecret -}}
 {{- $_ := set $env "tls_certificate" "/etc/kvstreams/tls/tls.crt" -}}
 {{- $_ := set $env "tls_key" "/etc/kvstreams/tls/tls.key" -}}
@@ -115,7 +119,7 @@
 - name: KVSTREAMS_{{ upper $name }}
   value: {{ include "kvstreams.text" $value | quote }}
 {{- end }}
-{{- if and (eq .component "router") .values.decisionLogSaltSecret.name }}
+{{- if and (has .component (list "router" "picker")) .values.decisionLogSaltSecret.name }}
 - name: KVSTREAMS_DECISION_LOG_SALT
   valueFrom: {secretKeyRef: {{ .values.decisionLogSaltSecret | toJson }}}
 {{- end }}
