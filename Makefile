@@ -8,7 +8,7 @@ LOCAL := .venv/.installed-local
 INSTALLED := .venv/.installed
 RELEASE := .venv/.installed-release
 
-.PHONY: demo test test-all nightly up docs release pictures lint fast warm soak chaos replicas migrations trust real conformance witness fuzz-events fuzz-picker bench bench-stream bench-http calibrate clean
+.PHONY: demo test test-all nightly up docs release pictures lint fast warm soak chaos replicas migrations trust picker-kills real conformance witness fuzz-events fuzz-picker bench bench-stream bench-http calibrate clean
 
 demo: $(LOCAL)
 	$(BIN)/kvstreams demo
@@ -27,7 +27,7 @@ test-all: lint warm $(RELEASE)
 	$(call pytest)
 
 # Every test, and what takes hours. It fails as long as tests are listed that passed only alone.
-nightly: test-all real trust chaos replicas soak migrations fuzz-picker
+nightly: test-all real trust chaos replicas soak migrations fuzz-picker picker-kills
 	$(BIN)/python -m tests.rerun --listed
 
 # Up to five tests that fail next to others are run once more alone, and listed. Failures of former runs do not count.
@@ -85,6 +85,10 @@ replicas: warm
 # 1,000 streams whose engines are killed, stall or refuse at random, with real processes: about ten minutes.
 migrations: warm
 	$(BIN)/python -m tests.migrations $(MIGRATIONS)
+
+# Three pickers behind a real Envoy, 100 requests/s, one killed every 10 s for five minutes: about six minutes.
+picker-kills: warm
+	$(BIN)/pytest --long --numprocesses 0 -s tests/kafka/test_picker_kills.py
 
 # Every way in which a router's knowledge can be wrong (docs/trust.md), in the long form, with real processes.
 trust: warm
