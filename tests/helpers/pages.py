@@ -21,6 +21,7 @@ JOURNEYS = {
     ),
     "decisions": ("docs/own-fleet.md", "docs/decisions.md", "docs/scaling.md"),
     "front": ("docs/own-fleet.md", "docs/front.md"),
+    "gateway": ("docs/gateway.md",),
     "security": ("docs/tls-and-tokens.md",),
     "litellm": ("docs/own-fleet.md", "docs/litellm.md"),
 }

@@ -20,7 +20,7 @@ import pytest
 from streams.lab.engines.chat_template import tokenizer_files
 from streams.lab.engines.engine_config import EngineConfig
 from streams.lab.kafka.broker import KafkaState
-from streams.lab.kafka.ports import free_ports
+from streams.lab.kafka.ports import free_port, free_ports, free_ports_in_a_row
 from streams.lab.stack import Engine, Stack
 from tests.helpers.commands import environment
 from tests.helpers.pages import JOURNEYS, ROOT, block_of, blocks_of, is_pasted, shape
@@ -31,6 +31,7 @@ LITELLM_ENV = "KVSTREAMS_LITELLM"
 #: Beginnings of lines that are not pasted, and why.
 LEFT_OUT = {
     "pip install 'kvstreams[front]'": "the test runs from a checkout whose dependencies are installed",
+    "pip install 'kvstreams[gateway]'": "the test runs from a checkout whose dependencies are installed",
     "pip install 'litellm[proxy]'": "it is installed in an environment of its own",
     "kvstreams cxl transition --worker-id 7": "names blocks of an engine of the reader's own",
 }
@@ -63,6 +64,9 @@ def replacements(kafka: KafkaState, engine: Engine, model: Path, prefix: str) ->
         r"gpu1:5557": f"127.0.0.1:{events}",
         r"gpu1:5558": f"127.0.0.1:{replay}",
         r"http://front:": "http://localhost:",
+        r"kvstreams gateway ": (
+            f"kvstreams gateway --picker-port {free_ports_in_a_row(2)} --gateway-admin-port {free_port()} "
+        ),
         r"/models/my-model": str(model),
     }
     for port, free in zip(PORTS, free_ports(len(PORTS)), strict=True):
@@ -252,6 +256,15 @@ def test_a_fleet_is_protected_with_the_commands_of_the_page(shell: Callable[[Seq
     shown = shell(JOURNEYS["security"])["docs/tls-and-tokens.md"]
     assert re.search(r"^401\n403\n", shown, re.MULTILINE)
     assert '"object": "text_completion"' in _spaced(shown)
+
+
+@pytest.mark.long_running
+@pytest.mark.timeout(PATIENCE_S + 60)
+def test_an_envoy_serves_users_with_the_commands_of_the_page(shell: Callable[[Sequence[str]], dict[str, str]]) -> None:
+    """A gateway without Kubernetes: the second request finds its prompt in the engine's cache."""
+    shown = shell(JOURNEYS["gateway"])["docs/gateway.md"]
+    first, second = re.findall(r'"prompt_tokens_details":{"cached_tokens":(\d+)}', shown)
+    assert int(first) == 0 < int(second)
 
 
 @pytest.mark.long_running
