@@ -29,6 +29,7 @@ from streams.engines.address import engine_address, engine_template
 from streams.engines.sources.file import engines_of
 from streams.frontend.resuming import figures_of
 from streams.lab.engines.faults import FaultKind, parse_fault
+from streams.picker.messages import DESTINATION
 from streams.security.tokens import parse_tokens
 from streams.settings import Settings, load, unknown_variables
 from tests.helpers.local_router import local_router
@@ -113,6 +114,11 @@ TESTED: dict[str, list[tuple[str, str]]] = {
     HERE + "test_targets_modules_and_files_of_commands_exist": [("CONTRIBUTING.md", "make fast")],
     HERE + "test_the_secret_of_the_chart_has_a_file_of_tokens": [("docs/kubernetes.md", "FRONT=")],
     HERE + "test_the_adapter_of_prometheus_finds_the_metric": [("docs/kubernetes.md", "rules:")],
+    HERE + "test_gateways_of_the_page_ask_on_the_port_of_pickers": [
+        ("docs/gateway.md", "istioctl"),
+        ("docs/gateway.md", "apiVersion: inference"),
+        ("docs/gateway.md", "apiVersion: gateway"),
+    ],
     HERE + "test_the_commands_of_the_laboratory_run": [
         ("docs/quality.md", "kvstreams simulate conversation"),
         ("docs/quality.md", "kvstreams tune"),
@@ -383,6 +389,17 @@ def test_the_adapter_of_prometheus_finds_the_metric() -> None:
     (rule,) = yaml.safe_load(block_of("docs/kubernetes.md", "rules:"))["rules"]["external"]
     assert rule["seriesQuery"] == "kvstreams_pool_replicas_wanted"
     assert rule["resources"] == {"namespaced": False}
+
+
+def test_gateways_of_the_page_ask_on_the_port_of_pickers() -> None:
+    """The resources of docs/gateway.md are YAML and name picker_port. No gateway of Kubernetes runs in a test."""
+    assert "ENABLE_GATEWAY_API_INFERENCE_EXTENSION=true" in block_of("docs/gateway.md", "istioctl")
+    pool = yaml.safe_load(block_of("docs/gateway.md", "apiVersion: inference"))
+    assert pool["spec"]["endpointPickerRef"]["port"]["number"] == Settings().picker_port
+    extension, traffic = yaml.safe_load_all(block_of("docs/gateway.md", "apiVersion: gateway"))
+    assert extension["spec"]["extProc"][0]["backendRefs"][0]["port"] == Settings().picker_port
+    (source,) = traffic["spec"]["loadBalancer"]["endpointOverride"]["extractFrom"]
+    assert source == {"header": DESTINATION}
 
 
 def test_prometheus_reads_the_example_of_its_configuration(tmp_path: Path) -> None:
