@@ -189,7 +189,9 @@ class Picks:
 
     def _decided(self, prepared: PreparedRequest, answer: RouteAnswer, body: bytes | None) -> Decided:
         ranks: dict[str, RankId] = {}
-        for rank in (answer.rank, *answer.alternatives):
+        has_ranks = answer.dp_size is not None and answer.dp_size > 1
+        # The header with the rank would reach a fallback as well, which has other ranks.
+        for rank in (answer.rank, *(() if has_ranks else answer.alternatives)):
             endpoint = self._fleet.endpoint(rank.worker_id)
             if endpoint is not None:
                 ranks.setdefault(endpoint, rank)
@@ -200,7 +202,7 @@ class Picks:
             raise NoEligibleWorker(f"worker {answer.rank.worker_id} has no address")
         destination = ",".join(ranks)
         added = {DESTINATION: destination}
-        if answer.dp_size is not None and answer.dp_size > 1:
+        if has_ranks:
             added[RANK_HEADER] = str(answer.rank.dp_rank)
         details = details_of(answer) if self._settings.picker_details else None
         booked = Booked(answer.request_id, prepared.booked_phase, ranks) if is_booked else None

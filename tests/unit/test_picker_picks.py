@@ -163,11 +163,12 @@ def test_calls_that_compute_nothing_are_not_booked(headers: dict[str, str]) -> N
 
 
 def test_a_rank_of_several_is_named_in_a_header() -> None:
-    """vLLM's ranks share one address."""
-    picker = Picker(n_workers=0)
+    """vLLM's ranks share one address. A fallback, which would get the same header, is not listed."""
+    picker = Picker(n_workers=0, picker_fallbacks=1)
+    register(picker.router.view, 2, url="http://10.0.0.2:8000")
     register(picker.router.view, 1, url="http://10.0.0.1:8000", dp_size=2)
     hold(picker.router.view, rank(1, 1), BLOCKS)
-    assert picker.asks(prompt()).picked.headers[RANK_HEADER] == "1"
+    assert picker.asks(prompt()).picked.headers == {DESTINATION: "10.0.0.1:8000", RANK_HEADER: "1"}
 
 
 def test_a_rewritten_model_is_routed_and_sent() -> None:
