@@ -40,7 +40,7 @@ class Fleet:
 def fleet(scope: Settings, tmp_path: Path, children: Children) -> Fleet:
     """Give a gateway with two pickers in front of two engines."""
     stack = Stack(scope, tmp_path, children)
-    gateway = start_gateway(children, scope, tmp_path, drain_timeout_s=5.0)
+    gateway = start_gateway(children, scope, tmp_path, drain_timeout_s=20.0)
     stack.worker(router=False)
     engines = stack.engines(2, ENGINE, MODEL, 10.0)
     stack.bridge(engines)
