@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import click
 
+from streams.cli.prompt_options import prompt_files, with_prompt_options
 from streams.cli.serving import run_until_signalled
 from streams.process import log
 from streams.process.options import GroupedCommand, with_settings
@@ -29,21 +28,7 @@ from streams.settings import Resolved
     metavar="FILE",
     help="file with the front's token for the routers, with the rights route and read",
 )
-@click.option(
-    "--tokenizer",
-    "tokenizers",
-    multiple=True,
-    metavar="MODEL=PATH",
-    help="folder with the tokenizer.json of a model, and with its chat template; repeat the option for each model. A "
-    "path alone is for all other models. Without it, engines are asked to tokenize",
-)
-@click.option(
-    "--engine-key",
-    "engine_keys",
-    multiple=True,
-    metavar="MODEL=FILE",
-    help="file with the API key of a model's engines; a file alone is for all other models",
-)
+@with_prompt_options
 def front(
     resolved: Resolved,
     routers: tuple[str, ...],
@@ -53,11 +38,9 @@ def front(
 ) -> None:
     """Serve OpenAI's API in front of all engines: tokenize, route, and copy the chosen engine's answer."""
     from streams.frontend.server import FrontOptions, serve
-    from streams.prompts.engine_keys import parse_by_model
 
     log.configure(resolved.settings)
-    paths = {model: Path(path) for model, path in parse_by_model("--tokenizer", tokenizers).items()}
-    keys = parse_by_model("--engine-key", engine_keys)
+    paths, keys = prompt_files(tokenizers, engine_keys)
     run_until_signalled(serve(resolved.settings, FrontOptions(routers, router_token_file, paths, keys)))
 
 

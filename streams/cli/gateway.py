@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from streams.cli.scope import empty_scope
+from streams.cli.prompt_options import with_prompt_options
+from streams.cli.scope import prepare_scope
 from streams.cli.serving import run_until_signalled
 from streams.process import log
 from streams.process.options import GroupedCommand, http_urls, with_settings
@@ -43,20 +44,7 @@ if TYPE_CHECKING:
     metavar="FILE",
     help="file with the gateway's token for that API, with the right read",
 )
-@click.option(
-    "--tokenizer",
-    "tokenizers",
-    multiple=True,
-    metavar="MODEL=PATH",
-    help="as of `kvstreams picker`, for the pickers that it starts",
-)
-@click.option(
-    "--engine-key",
-    "engine_keys",
-    multiple=True,
-    metavar="MODEL=FILE",
-    help="as of `kvstreams picker`, for the pickers that it starts",
-)
+@with_prompt_options
 def gateway(
     resolved: Resolved,
     pickers: int,
@@ -68,7 +56,6 @@ def gateway(
 ) -> None:
     """Serve OpenAI's API by an Envoy that asks endpoint pickers which engine a request goes to."""
     from streams.gateway.process import GatewayOptions, serve_gateway
-    from streams.kafka.schema_compatibility import check_schemas
 
     if bool(elsewhere) != bool(routers):
         raise click.UsageError("--picker and --router-url go together")
@@ -77,9 +64,7 @@ def gateway(
     settings = resolved.settings
     log.configure(settings)
     if not elsewhere:
-        check_schemas()
-        if settings.router_reset_states:
-            empty_scope(settings, settings.router_reset_force, may_be_new=True)
+        prepare_scope(settings)
     arguments = [f"--tokenizer={value}" for value in tokenizers] + [f"--engine-key={value}" for value in engine_keys]
     options = GatewayOptions(pickers, _endpoints(elsewhere), routers, router_token_file, tuple(arguments))
     run_until_signalled(serve_gateway(settings, options))

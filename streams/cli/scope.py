@@ -110,6 +110,15 @@ def reset(resolved: Resolved, force: bool) -> None:
     empty_scope(resolved.settings, force or resolved.settings.router_reset_force)
 
 
+def prepare_scope(settings: Settings) -> None:
+    """Check the schemas, and empty the scope if the settings say so. Routers and pickers do this before they start."""
+    from streams.kafka.schema_compatibility import check_schemas
+
+    check_schemas()
+    if settings.router_reset_states:
+        empty_scope(settings, settings.router_reset_force, may_be_new=True)
+
+
 def empty_scope(settings: AgentSettings, force: bool, *, may_be_new: bool = False) -> None:
     """Empty the scope and print what was removed.
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from streams.cli.scope import empty_scope
+from streams.cli.scope import prepare_scope
 from streams.process import log
 from streams.process.options import GroupedCommand, with_settings
 from streams.settings import Resolved, as_environ
@@ -36,7 +36,6 @@ def router(resolved: Resolved, ends_with_parent: bool, process_number: int | Non
 
     With --processes, several of them share one port of this machine.
     """
-    from streams.kafka.schema_compatibility import check_schemas
     from streams.process.kept_processes import end_with_parent
     from streams.router_api.processes.process_group import ProcessGroup, ProcessPlace
 
@@ -46,9 +45,7 @@ def router(resolved: Resolved, ends_with_parent: bool, process_number: int | Non
     if ends_with_parent:
         end_with_parent()
     else:
-        check_schemas()
-        if settings.router_reset_states:
-            empty_scope(settings, settings.router_reset_force, may_be_new=True)
+        prepare_scope(settings)
         if settings.processes > 1:
             run_until_signalled(ProcessGroup(settings).run())
             return

@@ -17,6 +17,7 @@ from streams.client.payloads import prompt_usage
 from streams.client.plain_http import PlainHttp
 from streams.frontend.exchange import Exchange
 from streams.frontend.render_audit import DIFFERENT_MAX, MODELS_MAX, WINDOW, RenderAudit, Rendering, compare
+from streams.prompts.engine_keys import KeyOf
 from streams.prompts.tokenizing import ENGINE, FILES
 
 log = logging.getLogger(__name__)
@@ -38,7 +39,7 @@ class Auditing:
     def __init__(
         self,
         http: PlainHttp,
-        key_of: Callable[[str | None], str | None],
+        key_of: KeyOf,
         renders: RenderAudit,
     ) -> None:
         """http: for calls of engines."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -65,6 +65,7 @@ from streams.frontend.usage import (
     with_fields,
 )
 from streams.prompts.calls import CALLS, Kind
+from streams.prompts.engine_keys import KeyOf
 from streams.prompts.request_fields import request_digest
 from streams.prompts.requests import ClientRequest
 from streams.prompts.route_fields import REQUEST_ID, load_options, route_options
@@ -88,9 +89,6 @@ OUTPUT_REPORT_S = 60.0
 
 #: Calls whose streams report their usage if they are asked for it; those of the others do so by themselves.
 _WITH_OPTIONS = (Kind.CHAT, Kind.COMPLETION)
-
-#: Returns the API key for the engines of a model, None if they need none.
-KeyOf = Callable[[str | None], str | None]
 
 
 @dataclass(slots=True)

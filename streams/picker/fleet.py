@@ -1,4 +1,4 @@
-"""What a picker reads of the registered engines: endpoints, adapters, and whom to ask for tokens.
+"""What a picker reads of the registered engines: endpoints, adapters, and which engines make tokens.
 
 What lives here: the endpoints of workers as gateways name them, `IP:PORT`, and the names of adapters. What must not:
 the addresses of host names (addresses), which worker a request may go to (core.routing.eligibility), and who registers

@@ -8,7 +8,6 @@ State: the bookings that gateways report.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -19,6 +18,7 @@ from streams.core.routing.selection import RouterMode
 from streams.errors import KvStreamsError
 from streams.picker.assumed_ends import Assumed, AssumedEnds, RankReport
 from streams.picker.fleet import PickerFleet
+from streams.router_api.deciding.compose import monotonic_ms
 from streams.router_api.deciding.router import Router
 
 
@@ -74,7 +74,7 @@ class Lifetimes:
 
     def tick(self) -> None:
         """End bookings that are over by now. Called about once a second."""
-        prefilled, over = self._assumed.due(_now_ms())
+        prefilled, over = self._assumed.due(monotonic_ms())
         for request_id, phase in prefilled:
             self._report_phase(request_id, BookingPhase.PREFILL, phase)
         if len(self._assumed):
@@ -111,7 +111,7 @@ class Lifetimes:
             live = loads.live(booked.request_id, booked.phase)
         if live is None:
             return
-        booking, now_ms = live[1], _now_ms()
+        booking, now_ms = live[1], float(monotonic_ms())
         forecast = booking.forecast
         if forecast.over_within_ms:
             prefilled_ms = None if self._ages_by_itself else now_ms + forecast.prefilled_within_ms
@@ -131,8 +131,3 @@ class Lifetimes:
             self._router.report_phase(request_id, what, phase)
         except KvStreamsError:  # the router reads its topics again: the booking ends by its TTL
             pass
-
-
-def _now_ms() -> float:
-    """The clock of the router's view."""
-    return time.monotonic() * 1000.0

@@ -16,6 +16,7 @@ import msgspec
 import orjson
 from multidict import CIMultiDict
 
+from streams.client import engine
 from streams.client.plain_http import PlainHttp
 from streams.core.ids import RankId, WorkerId
 from streams.errors import AllWorkersBusy, InvalidRequest, KvStreamsError, NoEligibleWorker, Overloaded
@@ -24,6 +25,7 @@ from streams.picker.lifetimes import Booked
 from streams.picker.messages import DESTINATION, Details, metadata
 from streams.picker.protocol import Pick, Picked, Refused
 from streams.prompts.calls import CALLS, Kind, call_of
+from streams.prompts.engine_keys import KeyOf
 from streams.prompts.error_pages import error_page
 from streams.prompts.request_fields import estimated_tokens, read_fields
 from streams.prompts.requests import ClientRequest, read_request
@@ -35,23 +37,20 @@ from streams.router_api.deciding.router import Router
 from streams.router_api.messages.answer import RouteAnswer
 from streams.router_api.messages.requests import RouteRequest
 from streams.security.tokens import ANONYMOUS
-from streams.settings import PickerServerSettings
+from streams.settings import PickerServerSettings, listed
 
 #: Headers of the Gateway API Inference Extension.
 FAIRNESS = "x-gateway-inference-fairness-id"
 OBJECTIVE = "x-gateway-inference-objective"
 MODEL_REWRITE = "x-gateway-model-name-rewrite"
 
-#: Selects the data-parallel rank in vLLM, where several share one address.
-RANK_HEADER = "x-data-parallel-rank"
+#: Selects the data-parallel rank in vLLM, where several share one address. Envoy has headers in lower case.
+RANK_HEADER = engine.RANK_HEADER.lower()
 
 PATH, METHOD = ":path", ":method"
 
 #: The status with which a request is shed.
 SHED = 429
-
-#: Returns the API key for the engines of a model, None if they need none.
-KeyOf = Callable[[str | None], str | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,5 +251,5 @@ def refused_by(exc: KvStreamsError, path: str) -> Refused:
 
 def objectives(text: str) -> dict[str, int]:
     """Read `name=priority` separated by commas; the setting was checked before."""
-    pairs = (item.partition("=") for item in text.split(",") if item.strip())
+    pairs = (item.partition("=") for item in listed(text))
     return {name.strip(): int(priority) for name, _, priority in pairs}

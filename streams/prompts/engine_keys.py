@@ -6,11 +6,14 @@ What lives here: reading them. What must not: calls of engines (engine_tokens).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from streams.errors import SettingsError
 from streams.security.access import CHECK_S
 from streams.security.files import Watched, read_secret
+
+#: Returns the API key for the engines of a model, None if they need none.
+KeyOf = Callable[[str | None], str | None]
 
 
 class EngineKeys:

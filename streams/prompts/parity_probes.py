@@ -28,6 +28,7 @@ from streams.client.plain_http import PlainHttp
 from streams.core.workers import RenderOutcome, RenderPart, RenderReason, RenderResult
 from streams.errors import InvalidRequest, KvStreamsError
 from streams.prompts.conversation import NEWEST, Rule
+from streams.prompts.engine_keys import KeyOf
 from streams.prompts.engine_tokens import LACKING, EngineTokens, TokensAnswer
 from streams.prompts.parity import NOT_OF_TOKENIZE, PROMPTS, Comparison, TokensByPart, compare_by_rules
 from streams.prompts.tokenizing import Tokenizing, TokenizingFailed
@@ -117,7 +118,7 @@ class ParityProbes:
         self,
         report: Report,
         tokenizing: Tokenizing,
-        key_of: Callable[[str | None], str | None],
+        key_of: KeyOf,
         process: str = "front",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:

@@ -1,4 +1,4 @@
-"""A certificate that a server makes for itself, for clients that encrypt and do not check whom they talk to.
+"""A certificate that a server makes for itself, for clients that encrypt and do not check certificates.
 
 What lives here: making it. What must not: certificates from files (tls), and those of a local Kafka (lab.kafka).
 """

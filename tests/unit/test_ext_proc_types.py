@@ -37,7 +37,7 @@ def test_headers_are_read_with_what_comes_along() -> None:
 
 
 def test_bodies_and_trailers_are_read() -> None:
-    """A body keeps its bytes; what is not there is told from what is empty."""
+    """A body keeps its bytes; a field that is missing is not the same as an empty one."""
     body = ProcessingRequest.FromString(BODY)
     assert (body.WhichOneof("request"), body.response_body.body) == ("response_body", b"\0\xffx")
     assert body.response_body.end_of_stream

@@ -363,7 +363,7 @@ def test_a_request_that_an_endpoint_without_a_pick_served_is_charged_there() -> 
 def test_a_request_that_is_not_seen_ends_by_its_forecast(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """First its prompt counts as computed, then it is over."""
     now_ms = [1e6]
-    monkeypatch.setattr("streams.picker.lifetimes._now_ms", lambda: now_ms[0])
+    monkeypatch.setattr("streams.picker.lifetimes.monotonic_ms", lambda: now_ms[0])
     picker = Picker(router_mode=RouterMode(mode))
     decided = picker.asks(prompt())
     assert decided.booked is not None
