@@ -11,7 +11,7 @@ from streams.process import log
 from streams.process.options import GroupedCommand, GroupedGroup, with_settings
 from streams.process.output import ONE_LINE_WIDTH, console
 from streams.security.acls import TOPIC_OPERATIONS, commands
-from streams.settings import ENV_PREFIX, AgentSettings, Resolved, Settings, shown_value
+from streams.settings import ENV_PREFIX, AgentSettings, Resolved, Settings, WorkerServerSettings, shown_value
 from streams.topics import topics as scope_topics
 
 
@@ -110,7 +110,7 @@ def reset(resolved: Resolved, force: bool) -> None:
     empty_scope(resolved.settings, force or resolved.settings.router_reset_force)
 
 
-def prepare_scope(settings: Settings) -> None:
+def prepare_scope(settings: WorkerServerSettings) -> None:
     """Check the schemas, and empty the scope if the settings say so. Routers and pickers do this before they start."""
     from streams.kafka.schema_compatibility import check_schemas
 

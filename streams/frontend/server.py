@@ -42,12 +42,13 @@ from streams.process.interpreter import collect_by_the_clock, exempt_from_collec
 from streams.process.metrics import MetricsRegistry
 from streams.process.process_metrics import metrics_response
 from streams.prompts.calls import CALLS, Kind, call_of
-from streams.prompts.engine_keys import EngineKeys, watched_secret
+from streams.prompts.engine_keys import EngineKeys
 from streams.prompts.error_pages import error_page
 from streams.prompts.parity_probes import ParityProbes
 from streams.prompts.requests import NAME_CHARS_MAX, read_request
 from streams.prompts.tokenizing import Tokenizing
-from streams.security.access import ANY_RIGHT, CHECK_S, Access, grant_of
+from streams.security.access import ANY_RIGHT, Access, grant_of
+from streams.security.router_token import RouterToken
 from streams.security.tokens import Right
 from streams.settings import FrontServerSettings, KvTransfer, LogSettings
 
@@ -79,30 +80,6 @@ class FrontOptions:
     router_token_file: str = ""
     tokenizers: Mapping[str, Path] = field(default_factory=dict)
     engine_key_files: Mapping[str, str] = field(default_factory=dict)
-
-
-class RouterToken:
-    """The front's token for routers, from a file that is read again when it changes."""
-
-    def __init__(self, file: str) -> None:
-        """file: "" for none. Raises SettingsError for a file that cannot be used."""
-        self._watched = watched_secret("--router-token-file", file) if file else None
-
-    def __call__(self) -> str:
-        """Return the token."""
-        assert self._watched is not None
-        return self._watched.value
-
-    @property
-    def exists(self) -> bool:
-        """Whether routers are sent a token."""
-        return self._watched is not None
-
-    async def check_forever(self) -> None:
-        """Read the file again when it has changed, until cancelled."""
-        while self._watched is not None:
-            await asyncio.sleep(CHECK_S)
-            await asyncio.to_thread(self._watched.check)
 
 
 class Front:

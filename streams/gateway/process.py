@@ -30,9 +30,9 @@ from streams.gateway.envoy_config import GatewayConfig, clients_config, engines_
 from streams.picker.addresses import Endpoint, EngineAddresses
 from streams.process.kept_processes import KeptProcess, KeptProcesses
 from streams.process.listener import Listener
-from streams.prompts.engine_keys import watched_secret
 from streams.security.access import CHECK_S, HTTP_2, CertificateAccess
 from streams.security.files import Watched, read_text
+from streams.security.router_token import RouterToken
 from streams.security.tls import server_context
 from streams.settings import GatewayServerSettings, as_environ
 
@@ -123,9 +123,9 @@ class Gateway:
         pickers = options.pickers or tuple(Endpoint(LOOPBACK, port) for _, port in self._places)
         self._check_ports()
         urls = options.router_urls or tuple(f"http://{LOOPBACK}:{port}" for port, _ in self._places)
-        file = options.router_token_file
-        self._token = watched_secret("--router-token-file", file) if file else None
-        self._registry = KvRouterClient(urls, token=self._read_token if file else None, retry_timeout_s=0.0)
+        self._token = RouterToken(options.router_token_file)
+        token = self._token if self._token.exists else None
+        self._registry = KvRouterClient(urls, token=token, retry_timeout_s=0.0)
         self._addresses = EngineAddresses()
         self._admin = f"http://{LOOPBACK}:{settings.gateway_admin_port}"
         self._files = _Files(folder)
@@ -150,7 +150,8 @@ class Gateway:
         self._write_tls()
         files.write(files.envoy, envoy_config(self._config))
         await self._registry.start()
-        background = [asyncio.create_task(self._follow_registry()), asyncio.create_task(self._follow_files())]
+        following = (self._follow_registry(), self._follow_certificates(), self._token.check_forever())
+        background = [asyncio.create_task(each) for each in following]
         kept = KeptProcesses()
         try:
             await kept.run(
@@ -255,13 +256,11 @@ class Gateway:
                 log.exception("the engines could not be updated")
             await asyncio.sleep(REGISTRY_S)
 
-    async def _follow_files(self) -> None:
-        """Read the token and the certificates again when their files have changed, until cancelled."""
-        while True:
+    async def _follow_certificates(self) -> None:
+        """Read the certificates again when their files have changed, until cancelled."""
+        while self._tls is not None:
             await asyncio.sleep(CHECK_S)
-            if self._token is not None:
-                await asyncio.to_thread(self._token.check)
-            if self._tls is not None and await asyncio.to_thread(self._tls.check):
+            if await asyncio.to_thread(self._tls.check):
                 self._write_tls()
 
     def _write_tls(self) -> None:
@@ -270,10 +269,6 @@ class Gateway:
             self._files.write(self._files.tls, tls_config(certificate, key))
             if authorities:
                 self._files.write(self._files.clients, clients_config(authorities))
-
-    def _read_token(self) -> str:
-        assert self._token is not None
-        return self._token.value
 
     # -- what is checked before ----------------------------------------------------------------------------------------
 

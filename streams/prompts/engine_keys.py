@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from streams.errors import SettingsError
 from streams.security.access import CHECK_S
-from streams.security.files import Watched, read_secret
+from streams.security.files import watched_secret
 
 #: Returns the API key for the engines of a model, None if they need none.
 KeyOf = Callable[[str | None], str | None]
@@ -34,11 +34,6 @@ class EngineKeys:
             await asyncio.sleep(CHECK_S)
             for watched in self._keys.values():
                 await asyncio.to_thread(watched.check)
-
-
-def watched_secret(option: str, file: str) -> Watched[str]:
-    """Return the secret in a file. Raises SettingsError, which names the option."""
-    return Watched(f"the secret of {option}", [file], lambda: read_secret(option, file))
 
 
 def parse_by_model(option: str, values: Sequence[str]) -> dict[str, str]:

@@ -91,3 +91,8 @@ class Watched(Generic[_Value]):
             else:
                 signatures.append((stat.st_ino, stat.st_size, stat.st_mtime_ns))
         return tuple(signatures)
+
+
+def watched_secret(option: str, file: str) -> Watched[str]:
+    """Return the secret in a file. Raises SettingsError, which names the option."""
+    return Watched(f"the secret of {option}", [file], lambda: read_secret(option, file))
