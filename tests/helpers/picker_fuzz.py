@@ -354,7 +354,7 @@ class FuzzedPicker:
         counts, lifetimes = self.service.counts, self.lifetimes
         assert (counts.open_streams, counts.body_bytes, len(self.service.picking)) == (0, 0, 0)
         assert self.n_bookings() == lifetimes.n_open
-        with patch("streams.picker.lifetimes._now_ms", lambda: 1e15):
+        with patch("streams.picker.lifetimes.monotonic_ms", lambda: 1e15):
             lifetimes.tick()
         assert (self.n_bookings(), lifetimes.n_open) == (0, 0)
         assert not self.faults, self.faults[:3]
