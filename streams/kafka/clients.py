@@ -10,7 +10,8 @@ import asyncio
 import functools
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -283,20 +284,15 @@ def describe_topics(settings: ScopeSettings, specs: Iterable[TopicSpec]) -> dict
     try:
         existing = _existing(client, [spec.name for spec in specs])
         resources = {name: ConfigResource(ConfigResource.Type.TOPIC, name) for name in existing}
-        configs = {
-            resource.name: future.result(ANSWER_TIMEOUT_S + _FUTURE_SLACK_S)
-            for resource, future in (
-                client.describe_configs(list(resources.values()), request_timeout=ANSWER_TIMEOUT_S).items()
-                if resources
-                else ()
-            )
-        }
+        asked = client.describe_configs(list(resources.values()), request_timeout=ANSWER_TIMEOUT_S) if resources else {}
+        # The answer may come from another broker, which does not have the topic yet, or no longer.
+        configs = _known({resource.name: future for resource, future in asked.items()})
     except KafkaException as exc:
         client.poll(0)  # calls on_error with the reasons that the client has collected
         raise _refused(settings, exc.args[0], reasons) from exc
     for spec in specs:
         topic = existing.get(spec.name)
-        if topic is None:
+        if topic is None or spec.name not in configs:
             states[spec.name] = None
             continue
         states[spec.name] = TopicState(
@@ -311,14 +307,19 @@ def describe_topics(settings: ScopeSettings, specs: Iterable[TopicSpec]) -> dict
 
 def _existing(client: AdminClient, names: list[str]) -> dict[str, Any]:
     """Descriptions of those of these topics that the broker lists. Raises KafkaException if it does not say."""
-    existing = {}
-    for name, future in client.describe_topics(TopicCollection(names), request_timeout=ANSWER_TIMEOUT_S).items():
+    return _known(client.describe_topics(TopicCollection(names), request_timeout=ANSWER_TIMEOUT_S))
+
+
+def _known(asked: Mapping[str, Future[Any]]) -> dict[str, Any]:
+    """The answers by topic, without the topics that the broker does not have. Raises KafkaException."""
+    known = {}
+    for name, future in asked.items():
         try:
-            existing[name] = future.result(ANSWER_TIMEOUT_S + _FUTURE_SLACK_S)
+            known[name] = future.result(ANSWER_TIMEOUT_S + _FUTURE_SLACK_S)
         except KafkaException as exc:
             if exc.args[0].name() != "UNKNOWN_TOPIC_OR_PART":
                 raise
-    return existing
+    return known
 
 
 def ensure_topics(settings: ScopeSettings, specs: Iterable[TopicSpec]) -> dict[str, TopicState]:

@@ -44,7 +44,7 @@ def kafka() -> KafkaState:
     directory = Path(os.environ[DIRECTORY_ENV])
     bootstrap = os.environ.get(KAFKA_ENV)
     if bootstrap:
-        return KafkaState(bootstrap, 0, "unknown", "unknown", directory, reused=True)
+        return KafkaState(bootstrap, (0,), "unknown", "unknown", directory, reused=True)
     return LocalKafka(broker_config(directory)).up()
 
 

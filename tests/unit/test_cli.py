@@ -169,7 +169,7 @@ def test_kafka_up_prints_the_command_that_stops_this_kafka(
     """It names the folder unless that is the default one."""
 
     def started(directory: Path, *_: object, **__: object) -> KafkaState:
-        return KafkaState("127.0.0.1:9092", 1, "4", "17", directory, reused=False)
+        return KafkaState("127.0.0.1:9092", (1,), "4", "17", directory, reused=False)
 
     monkeypatch.setattr("streams.lab.commands.kafka.start_kafka", started)
     given = [] if directory is None else ["--directory", directory]
@@ -186,7 +186,7 @@ def test_the_command_that_uses_a_secure_kafka_unsets_variables_that_its_file_can
     """A variable that is left from another Kafka takes precedence over the file."""
 
     def started(directory: Path, *_: object, **__: object) -> KafkaState:
-        return KafkaState("127.0.0.1:9092", 1, "4", "17", directory, reused=False, secure=True)
+        return KafkaState("127.0.0.1:9092", (1,), "4", "17", directory, reused=False, secure=True)
 
     monkeypatch.setattr("streams.lab.commands.kafka.start_kafka", started)
     for name in [name for name in os.environ if name.startswith("KVSTREAMS_KAFKA")]:

@@ -45,6 +45,9 @@ RUN_AS_A_WHOLE = ("docs/prefix-index.md", "docs/sim.md")
 #: with what the code gives.
 TESTED: dict[str, list[tuple[str, str]]] = {
     "kafka/test_client.py::test_the_example_of_the_page_runs_as_it_is": [("docs/client.md", "from streams.client")],
+    "kafka/test_cluster.py::test_the_commands_of_the_page_start_and_stop_three_brokers": [
+        ("docs/kafka.md", "kvstreams kafka up")
+    ],
     "kafka/test_compare.py::test_modes_take_turns_on_a_live_fleet": [
         ("docs/compare.md", "kvstreams compare"),
         ("docs/compare.md", "mode  "),

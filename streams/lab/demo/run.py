@@ -495,10 +495,11 @@ def _kafka(directory: Path, start_kafka: StartKafka, console: Console, secure: b
         yield state
     finally:
         if not state.reused:
-            from streams.lab.kafka.broker import LocalKafka, LocalKafkaConfig
+            from streams.lab.kafka.broker import LocalKafkaConfig
+            from streams.lab.kafka.cluster import local_kafka
 
             with shown(console, "stopping Kafka"):
-                LocalKafka(LocalKafkaConfig(directory)).down()
+                local_kafka(LocalKafkaConfig(directory)).down()
 
 
 def _with_token(console: Console, directory: Path) -> tuple[dict[str, Any], str]:

@@ -1,8 +1,8 @@
 """One Kafka broker for one machine: started, found again and stopped.
 
-What lives here: the broker's settings, its process, and the directory of both. What must not: topics and records, and
-printing, which the command line does. All state is in the directory and none in a `LocalKafka` object, so that one
-process can stop the broker that another one started:
+What lives here: the broker's settings, its process, and the directory of both. What must not: topics and records,
+printing, which the command line does, and how several brokers form one Kafka (cluster). All state is in the directory
+and none in a `LocalKafka` object, so that one process can stop the broker that another one started:
 
     state.json         ports, cluster id, Kafka's version and the process; replaced in one step, see `_Saved`
     lock               held by `up` and `down`
@@ -100,6 +100,9 @@ CREATE_TIME_SLACK_S = 0.5
 #: no partition has a leader until the next heartbeat.
 BROKER_SESSION_MS = 9_000
 BROKER_HEARTBEAT_MS = 500
+
+#: Replicas of a Kafka with several brokers, as far as it has so many.
+REPLICAS_MAX = 3
 
 #: Where a secure broker's certificates and passwords are, in the broker's directory.
 SECURE_FOLDER = "secure"
@@ -213,6 +216,8 @@ class LocalKafkaConfig:
     first minutes, which the demo spends next to routers and engines on the same cores, and pays off after that.
 
     secure: whether clients need TLS, SASL and ACLs. authorizer_log_level: `debug` also logs what is allowed.
+
+    member: the broker's place in a Kafka of several brokers (streams.lab.kafka.cluster), or None if it is alone.
     """
 
     directory: Path
@@ -222,27 +227,67 @@ class LocalKafkaConfig:
     optimized: bool = False
     secure: bool = False
     authorizer_log_level: str = "info"
+    member: Member | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One of several brokers. broker_ports, controller_ports: of all of them, the first one's first; node: from 1."""
+
+    node: int
+    cluster_id: str
+    broker_ports: tuple[int, ...]
+    controller_ports: tuple[int, ...]
+
+    @property
+    def replication(self) -> int:
+        """Replicas of a topic whose creator does not say how many."""
+        return min(REPLICAS_MAX, len(self.broker_ports))
+
+    @property
+    def properties(self) -> dict[str, str]:
+        """What the properties of this broker have in addition to, or other than, those of one that is alone."""
+        voters = (f"{node}@127.0.0.1:{port}" for node, port in enumerate(self.controller_ports, 1))
+        replication, in_sync = str(self.replication), str(max(1, self.replication - 1))
+        return {
+            "node.id": str(self.node),
+            "controller.quorum.voters": ",".join(voters),
+            "default.replication.factor": replication,
+            "min.insync.replicas": in_sync,
+            "offsets.topic.replication.factor": replication,
+            "transaction.state.log.replication.factor": replication,
+            "transaction.state.log.min.isr": in_sync,
+            "share.coordinator.state.topic.replication.factor": replication,
+            "share.coordinator.state.topic.min.isr": in_sync,
+        }
 
 
 @dataclass(frozen=True, slots=True)
 class KafkaState:
-    """A running broker: its address, version, process and directory."""
+    """A running Kafka: its address, version, process and directory."""
 
-    bootstrap: str  # "127.0.0.1:PORT", for bootstrap.servers
-    pid: int
+    bootstrap: str  # for bootstrap.servers: "127.0.0.1:PORT", of several brokers separated by commas
+    pids: tuple[int, ...]  # one for each broker
     version: str  # Kafka's
     java: str  # version, source and path
     directory: Path
     reused: bool  # it was already running before this call
     notes: tuple[str, ...] = ()  # whole sentences for the operator, for example that the port has changed
     secure: bool = False
+    replication: int = 1  # replicas that topics may have
+
+    @property
+    def pid(self) -> int:
+        """The process of the first broker."""
+        return self.pids[0]
 
     @property
     def settings(self) -> dict[str, Any]:
         """Settings of a client, by name."""
+        replication = {"replication": self.replication} if self.replication > 1 else {}
         if not self.secure:
-            return {"kafka": self.bootstrap}
-        return SecureFiles(self.directory / SECURE_FOLDER).client_settings(self.bootstrap)
+            return {"kafka": self.bootstrap, **replication}
+        return {**SecureFiles(self.directory / SECURE_FOLDER).client_settings(self.bootstrap), **replication}
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,13 +312,24 @@ class _Saved:
     secure: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """A process that was started and may not answer yet. log_start: size of its log before. notes: for the operator."""
+
+    saved: _Saved
+    pid: int
+    log_start: int
+    notes: tuple[str, ...]
+
+
 class LocalKafka:
     """The broker of one directory. Any number of objects and processes may use the same directory."""
 
     def __init__(self, config: LocalKafkaConfig) -> None:
         self.config = config
         self.directory = config.directory.expanduser().resolve()
-        self._secure_files = SecureFiles(self.directory / SECURE_FOLDER)
+        shared = self.directory if config.member is None else self.directory.parent
+        self._secure_files = SecureFiles(shared / SECURE_FOLDER)
 
     def up(self, progress: Progress | None = None) -> KafkaState:
         """Start a broker unless one is running, and return once it answers a client.
@@ -282,15 +338,14 @@ class LocalKafka:
         progress: called while jars are downloaded. Raises LocalKafkaError, after ending everything that this call
         started.
         """
-        _psutil()  # before anything is started, since it could not be watched without psutil
-        self._check_config()
+        self.check()
         if (saved := self._load()) is not None and self._live(saved) and self._answers(saved):
             self._check_same_security(saved)
             return self._state(saved, reused=True, notes=self._notes_on_reuse(saved))
         # Before the lock is taken: downloading may take minutes, and does not need the directory.
         java = find_java()
         jars = ensure_jars(progress)
-        with self._disk_errors():
+        with disk_errors(self.directory):
             self.directory.mkdir(parents=True, exist_ok=True)
             with self._locked():
                 saved = self._load()
@@ -298,7 +353,7 @@ class LocalKafka:
                     self._check_same_security(saved)
                     self._await_running(saved)
                     return self._state(saved, reused=True, notes=self._notes_on_reuse(saved))
-                return self._start(saved, java, jars)
+                return self._start(java, jars)
 
     def down(self, timeout_s: float = DEFAULT_STOP_TIMEOUT_S) -> bool:
         """Stop the broker, with SIGKILL after `timeout_s`; return whether one was running.
@@ -307,7 +362,7 @@ class LocalKafka:
         """
         if not self.directory.is_dir():
             return False
-        with self._disk_errors(), self._locked():
+        with disk_errors(self.directory), self._locked():
             saved = self._load()
             if saved is None or saved.process is None:
                 return False
@@ -331,16 +386,29 @@ class LocalKafka:
 
     # -- start -------------------------------------------------------------------------------------------------------
 
-    def _start(self, saved: _Saved | None, java: Java, jars: list[Path]) -> KafkaState:
-        """Start a broker in this directory. The caller holds the lock, and no broker is running.
+    def _start(self, java: Java, jars: list[Path]) -> KafkaState:
+        """Start a broker in this directory. The caller holds the lock, and no broker is running."""
+        launched = self.launch(java, jars)
+        try:
+            self.await_launched(launched)
+        except BaseException:  # also Ctrl-C: a caller that does not get a broker must not leave one running
+            self.abandon(launched)
+            raise
+        return self._state(launched.saved, reused=False, notes=launched.notes)
 
-        1 ports and version; 2 files; 3 format, the first time; 4 process, saved at once; 5 wait for an answer.
+    def launch(self, java: Java, jars: list[Path]) -> Launched:
+        """Start the process, which does not answer yet. The caller holds the lock, and no broker is running.
+
+        1 ports and version; 2 files; 3 format, the first time; 4 process, saved at once.
         """
         # 1
         notes: list[str] = []
-        if saved is None:
+        saved = self._load()
+        if self.config.member is not None:
+            saved = self._as_member(saved, self.config.member)
+        elif saved is None:
             ports = free_ports(2)
-            cluster_id = _cluster_id_of(self._file("data")) or _new_cluster_id()
+            cluster_id = _cluster_id_of(self._file("data")) or new_cluster_id()
             saved = _Saved(KAFKA_VERSION, cluster_id, broker_port=ports[0], controller_port=ports[1])
         else:
             self._check_version(saved)
@@ -348,7 +416,7 @@ class LocalKafka:
         saved = dataclasses.replace(saved, secure=self.config.secure)
         self._save(dataclasses.replace(saved, process=None))
         # 2
-        if saved.secure:
+        if saved.secure and self.config.member is None:
             self._secure_files.make()
             self._secure_files.write_settings(_bootstrap(saved))
         properties = self._properties(saved)
@@ -361,6 +429,7 @@ class LocalKafka:
         log_start = _file_size(self.directory / "server.log")
         command += ["kafka.Kafka", str(self._file("server.properties"))]
         pid = self._spawn(command)
+        launched = Launched(saved, pid, log_start, tuple(notes))
         try:
             process = _psutil().Process(pid)
             started_at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
@@ -370,19 +439,26 @@ class LocalKafka:
                 process=_Process(pid, process.create_time(), str(java), started_at),
             )
             self._save(saved)
-            # 5
-            self._await_started(saved, pid, log_start)
-            if saved.secure:
-                self._set_passwords(saved)
-        except BaseException:  # also Ctrl-C: a caller that does not get a broker must not leave one running
-            _kill_child(pid)
-            with contextlib.suppress(OSError):  # a full disk: the pid of an ended process in the file does no harm
-                self._save(dataclasses.replace(saved, process=None))
+        except BaseException:
+            self.abandon(launched)
             raise
-        return self._state(saved, reused=False, notes=tuple(notes))
+        return dataclasses.replace(launched, saved=saved)
 
-    def _check_config(self) -> None:
-        """Refuse overrides and directories that the broker would misinterpret."""
+    def await_launched(self, launched: Launched) -> None:
+        """Wait until a launched broker answers, and store the passwords of a secure one. Raises LocalKafkaError."""
+        self._await_started(launched.saved, launched.pid, launched.log_start)
+        if launched.saved.secure:
+            self._set_passwords(launched.saved)
+
+    def abandon(self, launched: Launched) -> None:
+        """End a launched broker at once."""
+        _kill_child(launched.pid)
+        with contextlib.suppress(OSError):  # a full disk: the pid of an ended process in the file does no harm
+            self._save(dataclasses.replace(launched.saved, process=None))
+
+    def check(self) -> None:
+        """Refuse overrides and directories that the broker would misinterpret, and a machine without psutil."""
+        _psutil()  # before anything is started, since it could not be watched without psutil
         reserved = sorted(_RESERVED_PROPERTIES & self.config.overrides.keys())
         if reserved:
             raise LocalKafkaError(
@@ -452,9 +528,16 @@ class LocalKafka:
                 remedy="Choose another directory, or delete this one to start empty",
             )
 
+    def _as_member(self, saved: _Saved | None, member: Member) -> _Saved:
+        """Take the ports that all brokers know, of which none can be replaced while others run."""
+        if saved is not None:
+            self._check_version(saved)
+        ports = member.broker_ports[member.node - 1], member.controller_ports[member.node - 1]
+        return _Saved(KAFKA_VERSION, member.cluster_id, *ports)
+
     def _with_free_ports(self, saved: _Saved, notes: list[str]) -> _Saved:
         """Keep the ports that clients know. A port that another process has taken is replaced, with a note."""
-        if not _becomes_free(saved.broker_port):
+        if not becomes_free(saved.broker_port):
             (port,) = free_ports(1)
             notes.append(
                 f"Port {saved.broker_port} is used by another process, so the broker moved to {port}:"
@@ -497,6 +580,7 @@ class LocalKafka:
             # A topic that is created because of a typo, or by a consumer, has one partition and the wrong settings. All
             # topics are created explicitly, as well as Faust's own, which it creates through the admin interface.
             "auto.create.topics.enable": "false",
+            **(self.config.member.properties if self.config.member else {}),
             **self.config.overrides,
         }
 
@@ -612,17 +696,6 @@ class LocalKafka:
         """Return the last lines that this start wrote: first the JVM's, then the broker's."""
         return _quotable(_tail(self._file("console.log"), 0)) + _quotable(_tail(self._file("server.log"), log_start))
 
-    @contextlib.contextmanager
-    def _disk_errors(self) -> Iterator[None]:
-        """Turn an OSError of our own files into an error that names the directory."""
-        try:
-            yield
-        except OSError as exc:
-            raise LocalKafkaError(
-                f"The directory {self.directory} cannot be used: {exc.strerror or exc} ({exc.filename})",
-                remedy="Free some space or grant write permission there, or choose another directory",
-            ) from exc
-
     # -- the directory -----------------------------------------------------------------------------------------------
 
     def _file(self, name: str) -> Path:
@@ -677,7 +750,7 @@ class LocalKafka:
         assert saved.process is not None
         return KafkaState(
             bootstrap=_bootstrap(saved),
-            pid=saved.process.pid,
+            pids=(saved.process.pid,),
             version=saved.kafka_version,
             java=saved.process.java,
             directory=self.directory,
@@ -705,6 +778,18 @@ class LocalKafka:
             return process if same_time or str(self._file("server.properties")) in process.cmdline() else None
         except psutil.Error:  # no such process, or a process of another user, which cannot be ours
             return None
+
+
+@contextlib.contextmanager
+def disk_errors(directory: Path) -> Iterator[None]:
+    """Turn an OSError of our own files into an error that names the directory."""
+    try:
+        yield
+    except OSError as exc:
+        raise LocalKafkaError(
+            f"The directory {directory} cannot be used: {exc.strerror or exc} ({exc.filename})",
+            remedy="Free some space or grant write permission there, or choose another directory",
+        ) from exc
 
 
 def _psutil() -> Any:
@@ -788,7 +873,7 @@ def _bootstrap(saved: _Saved) -> str:
     return f"127.0.0.1:{saved.broker_port}"
 
 
-def _becomes_free(port: int) -> bool:
+def becomes_free(port: int) -> bool:
     """Return whether a server can listen on the port within PORT_RELEASE_S.
 
     A killed JVM becomes a zombie as soon as its first thread has ended; on a busy machine its other threads keep the
@@ -802,7 +887,7 @@ def _becomes_free(port: int) -> bool:
     return True
 
 
-def _new_cluster_id() -> str:
+def new_cluster_id() -> str:
     """Return 16 random bytes in URL-safe base64 without padding, as Kafka's own ids are.
 
     It never begins with "-", because the storage tool would take it for an option.

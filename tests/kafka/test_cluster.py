@@ -1,0 +1,299 @@
+"""A Kafka of three brokers: it starts and keeps what was acknowledged, and a fleet survives the loss of any broker.
+
+The brokers are killed and paused one at a time, the controller and a partition leader among them, while clients book
+requests at two routers and engines compute them. At the end the caches of the engines, the index of both routers and
+of one that starts then, and the loads of all three are compared.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import shlex
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from http.client import HTTPException
+from pathlib import Path
+
+import pytest
+from confluent_kafka import KafkaException, Producer
+
+from streams.core.routing.selection import RouterMode
+from streams.errors import LocalKafkaError
+from streams.kafka.clients import admin, ensure_topics
+from streams.lab.engines.engine_config import EngineConfig
+from streams.lab.kafka import LocalCluster
+from streams.lab.processes import Children
+from streams.lab.stack import Stack, get_json, held_blocks, known_blocks, wait_workers
+from streams.process.waiting import wait_for
+from streams.settings import Settings
+from streams.tables.changelog import read_to_end
+from streams.topics import topics
+from tests.helpers.api import Api
+from tests.helpers.broker import BreakableKafka, broker_config
+from tests.helpers.commands import Run
+from tests.helpers.pages import block_of
+from tests.helpers.support import VISIBLE_TIMEOUT_S
+
+N_BROKERS = 3
+CACHE = EngineConfig(block_size=16, n_blocks=256)
+
+#: A broker's session ends after 9 s, then the others elect leaders; the machine may be busy.
+FAILOVER_S = 60.0
+
+#: A broker that is up answers within milliseconds.
+ANSWER_TIMEOUT_S = 3.0
+
+#: Of so many bookings, one is never freed, so that routers have a load to agree on.
+KEPT_EVERY = 7
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
+    """Give three running brokers."""
+    made = LocalCluster(broker_config(tmp_path_factory.mktemp("kafka")), N_BROKERS, BreakableKafka)
+    made.up()
+    yield made
+    made.down()
+    assert made.status() is None
+
+
+def breakable(cluster: LocalCluster, node: int) -> BreakableKafka:
+    broker = cluster.brokers()[node - 1]
+    assert isinstance(broker, BreakableKafka)
+    return broker
+
+
+def test_a_cluster_keeps_what_was_acknowledged_when_a_broker_is_killed(cluster: LocalCluster) -> None:
+    """`up` finds the brokers that run and starts the one that does not, at its address and with its data."""
+    state = cluster.up()
+    assert state.reused
+    assert len(state.pids) == N_BROKERS
+    assert cluster.answers()
+    settings = Settings(**state.settings, topic_prefix="kept-", partitions=2)
+    assert settings.replication == N_BROKERS
+    spec = topics(settings).workers
+    assert ensure_topics(settings, [spec])[spec.name].replication == N_BROKERS
+    kafka = Producer({"bootstrap.servers": state.bootstrap, "acks": "all"})
+    kafka.produce(spec.name, b"before", b"k", 0)
+    assert kafka.flush(FAILOVER_S) == 0
+    breakable(cluster, leader_of(settings, spec.name)).kill()
+    assert len(cluster.status().pids) == N_BROKERS - 1  # type: ignore[union-attr]
+    assert not cluster.answers()
+    kafka.produce(spec.name, b"meanwhile", b"k", 0)
+    assert kafka.flush(FAILOVER_S) == 0
+    again = cluster.up()
+    assert not again.reused
+    assert again.bootstrap == state.bootstrap
+    assert len(again.pids) == N_BROKERS
+    values: list[bytes | None] = []
+    read_to_end(settings, spec.name, 0, None, lambda records: values.extend(record.value for record in records))
+    assert values == [b"before", b"meanwhile"]
+
+
+def test_two_ups_at_once_start_one_cluster(cluster: LocalCluster) -> None:
+    """Of two simultaneous calls, one starts the brokers and the other finds them; `down` stops all of them."""
+    assert cluster.down()
+    assert not cluster.down()
+    with ThreadPoolExecutor(2) as threads:
+        states = list(threads.map(lambda _: LocalCluster(cluster.config, N_BROKERS).up(), range(2)))
+    assert sorted(state.reused for state in states) == [False, True]
+    assert states[0].pids == states[1].pids
+
+
+def test_a_cluster_that_cannot_start_leaves_no_broker(tmp_path: Path) -> None:
+    """The error has the reason of the broker that failed, and the others are ended."""
+    config = replace(broker_config(tmp_path / "kafka"), overrides={"num.io.threads": "many"})
+    made = LocalCluster(config, N_BROKERS)
+    with pytest.raises(LocalKafkaError, match="Invalid value many"):
+        made.up()
+    assert made.status() is None
+
+
+def test_the_commands_of_the_page_start_and_stop_three_brokers(run: Run) -> None:
+    """Pasted with the line that `up` prints, they create topics with three replicas, and leave no process."""
+    page = [
+        line for line in block_of("docs/kafka.md", "kvstreams kafka up").splitlines() if not line.startswith("export")
+    ]
+    up, create, status, down = (shlex.split(line)[1:] for line in page)
+    done = run(*up)
+    assert done.returncode == 0, done.stderr
+    use = next(line for line in done.stdout.splitlines() if line.startswith("use it:"))
+    env = dict(word.split("=", 1) for word in shlex.split(use) if word.startswith("KVSTREAMS_"))
+    try:
+        assert env["KVSTREAMS_REPLICATION"] == "3"
+        created = run(*create, env=env).stdout.splitlines()
+        assert created and all(line.endswith(" 3 replicas") for line in created)
+        assert "answers at" in run(*status).stdout
+    finally:
+        assert run(*down).stdout == "Kafka is down\n"
+    assert run(*status).returncode == 1
+
+
+class Clients:
+    """Clients that route, send prompts to the chosen engine and free their bookings, at any router."""
+
+    def __init__(self, routers: list[str], engines: dict[int, str], seed: int) -> None:
+        self._routers, self._engines, self._seed = routers, engines, seed
+        self._stopping = threading.Event()
+        self.n_kept = 0
+        self.failures: list[str] = []
+        self.n_answered = 0
+
+    @contextmanager
+    def running(self, n: int = 2) -> Iterator[None]:
+        """Send requests while the block runs."""
+        threads = [threading.Thread(target=self._run, args=(number,)) for number in range(n)]
+        for thread in threads:
+            thread.start()
+        try:
+            yield
+        finally:
+            self._stopping.set()
+            for thread in threads:
+                thread.join()
+
+    def _run(self, number: int) -> None:
+        rng = random.Random(self._seed + number)
+        count = 0
+        while not self._stopping.wait(0.02):
+            count += 1
+            family, tail = rng.randrange(20), rng.randrange(1_000)
+            prompt = [family * 1000 + n for n in range(96)] + [100_000 + tail * 100 + n for n in range(64)]
+            booked, freed = rng.choice(self._routers), rng.choice(self._routers)
+            name = f"{number}-{count}"
+            try:
+                answer = Api(booked).route(model="m", token_ids=prompt, request_id=name)
+                post(f"{self._engines[answer['worker_id']]}/v1/completions", {"prompt": prompt})
+                if count % KEPT_EVERY:
+                    # 202: this router does not have the booking yet, and keeps the call until it has.
+                    assert Api(freed).call("DELETE", f"/loads/{name}").status in (200, 202)
+                else:
+                    self.n_kept += 1
+                self.n_answered += 1
+            except (OSError, HTTPException, AssertionError) as exc:
+                self.failures.append(f"{name}: {exc!r}")
+
+
+def post(url: str, body: dict[str, object]) -> None:
+    raw = json.dumps({"model": "m", "max_tokens": 8, **body}).encode()
+    with urllib.request.urlopen(urllib.request.Request(url, raw, {"Content-Type": "application/json"}), timeout=30):
+        pass
+
+
+def controller(cluster: LocalCluster) -> int:
+    """The node of the active controller, by the newest election that any broker knows."""
+    elections = []
+    for broker in cluster.brokers():
+        state = json.loads((broker.directory / "data/__cluster_metadata-0/quorum-state").read_text())
+        elections.append((state["leaderEpoch"], state["leaderId"]))
+    return int(max(elections)[1])
+
+
+def leader_of(settings: Settings, topic: str, partition: int = 0) -> int:
+    """The node that leads a partition, or -1 if there is none, or no broker answers in time."""
+    try:
+        # With a client of its own: one that has sent a request to a broker that hangs waits for its answer.
+        found = admin(settings).list_topics(topic, timeout=ANSWER_TIMEOUT_S)
+    except KafkaException:
+        return -1
+    return found.topics[topic].partitions[partition].leader
+
+
+def in_sync(settings: Settings) -> bool:
+    """Whether every replica of every partition is in sync."""
+    try:
+        found = admin(settings).list_topics(timeout=ANSWER_TIMEOUT_S)
+    except KafkaException:
+        return False
+    return all(
+        len(partition.isrs) == len(partition.replicas)
+        for topic in found.topics.values()
+        for partition in topic.partitions.values()
+    )
+
+
+@contextmanager
+def killed(cluster: LocalCluster, node: int) -> Iterator[None]:
+    breakable(cluster, node).kill()
+    yield
+    cluster.up()
+
+
+@contextmanager
+def paused(cluster: LocalCluster, node: int) -> Iterator[None]:
+    broker = breakable(cluster, node)
+    broker.pause()
+    try:
+        yield
+    finally:
+        broker.resume()
+
+
+@pytest.mark.long_running
+@pytest.mark.timeout(900)
+def test_caches_index_and_loads_agree_after_every_broker_fault(
+    cluster: LocalCluster, tmp_path: Path, children: Children
+) -> None:
+    """The controller and a leader are killed and paused: nothing is lost, and no process needs help."""
+    seed = random.randrange(1 << 32)
+    print(f"seed {seed}")
+    settings = Settings(
+        **cluster.up().settings,
+        topic_prefix="faults-",
+        partitions=4,
+        router_mode=RouterMode.KV,
+        data_dir=str(tmp_path / "state"),
+    )
+    stack = Stack(settings, tmp_path, children)
+    workers = [stack.worker(name, router=False) for name in ("first", "second")]
+    routers = [stack.router("one"), stack.router("two")]
+    engines = stack.engines(2, CACHE, "m", time_scale=100.0)
+    bridge = stack.bridge(engines)
+    for router in routers:
+        wait_workers(router.url, len(engines))
+    events = topics(settings).kv_events.name
+    clients = Clients([router.url for router in routers], {each.worker_id: each.url for each in engines}, seed)
+
+    def leader() -> int:
+        return leader_of(settings, events)
+
+    with clients.running():
+        for fault in (killed, paused):
+            for find in (lambda: controller(cluster), leader):
+                victim: Callable[[], int] = find
+                node = victim()
+                before = clients.n_answered
+                with fault(cluster, node):
+                    wait_for(lambda: victim() not in (node, -1), FAILOVER_S, f"a successor of broker {node}")  # noqa: B023
+                    wait_for(lambda: leader() not in (node, -1), FAILOVER_S, "a leader")  # noqa: B023
+                    time.sleep(2.0)
+                wait_for(lambda: in_sync(settings), FAILOVER_S, "all replicas to be in sync")
+                assert clients.n_answered > before, "no request was answered meanwhile"
+    assert not clients.failures, clients.failures[:5]
+    for child in (*(each.child for each in (*workers, *routers)), bridge):
+        assert child.running
+
+    def settled(url: str) -> bool:
+        ranks = get_json(f"{url}/state")["ranks"]
+        exact = len(ranks) == len(engines) and all(rank["health"] == "exact" for rank in ranks)
+        return exact and known_blocks(url) == held_blocks(engines)
+
+    late = stack.router("late")
+    urls = [router.url for router in (*routers, late)]
+    for url in urls:
+        wait_for(lambda: settled(url), VISIBLE_TIMEOUT_S, f"{url} to have the caches of the engines")  # noqa: B023
+    ids = [engine.worker_id for engine in engines]
+    wait_for(
+        lambda: all(sum(load[2] for load in Api(url).loads(ids).values()) == clients.n_kept for url in urls),
+        VISIBLE_TIMEOUT_S,
+        "every booking to be free or kept at every router",
+    )
+    loads = [Api(url).loads(ids) for url in urls]
+    assert loads[0] == loads[1] == loads[2]
+    assert clients.n_kept > 0
