@@ -19,7 +19,7 @@ from multidict import CIMultiDict
 from streams.client import engine
 from streams.client.plain_http import PlainHttp
 from streams.core.ids import RankId, WorkerId
-from streams.errors import AllWorkersBusy, InvalidRequest, KvStreamsError, NoEligibleWorker, Overloaded
+from streams.errors import AllWorkersBusy, InvalidRequest, KvStreamsError, NoEligibleWorker, NotReady, Overloaded
 from streams.picker.fleet import PickerFleet
 from streams.picker.lifetimes import Booked
 from streams.picker.messages import DESTINATION, Details, metadata
@@ -181,10 +181,19 @@ class Picks:
             raise InvalidRequest(f"the request cannot be routed: {exc}") from exc
         prepared = router.prepare(request, tokens)
         if may_wait(prepared):
-            answer = await self._admission.route(prepared, tenant, is_gone)
+            answer = await self._wait(prepared, tenant, is_gone)
         else:
             answer = router.try_book(prepared)
         return self._decided(prepared, answer, body)
+
+    async def _wait(self, prepared: PreparedRequest, tenant: str, is_gone: Callable[[], bool]) -> RouteAnswer:
+        """Wait for a rank, but not while the router is stopping: a gateway in full duplex asks no other picker."""
+        try:
+            return await self._admission.route(prepared, tenant, is_gone)
+        except NotReady:
+            if not self._router.stopping:
+                raise
+            return self._router.try_book(prepared)
 
     def _decided(self, prepared: PreparedRequest, answer: RouteAnswer, body: bytes | None) -> Decided:
         ranks: dict[str, RankId] = {}

@@ -100,6 +100,7 @@ class PickerDoor:
         self._has_pool = not options.pool  # whether the pool's endpoints are known, if it has a pool
         self._router: Router | None = None
         self._service: ExtProc | None = None
+        self._health = Health(self._status)
         self._servers: list[GrpcServer] = []
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -109,7 +110,7 @@ class PickerDoor:
         Health is asked on the port of picks as well, over TLS where that port has it; the port of its own has none,
         since kubelets and load balancers ask there.
         """
-        settings, health = self._settings, Health(self._status)
+        settings, health = self._settings, self._health
         picks = Listener(
             settings.host,
             settings.picker_port,
@@ -154,7 +155,10 @@ class PickerDoor:
         return [MetricsRegistry(PICKER_METRICS, lambda: parts)]
 
     async def close(self, timeout_s: float) -> None:
-        """Let streams finish, and stop listening."""
+        """Report to those who watch the health, end streams with their picks, and stop listening."""
+        self._health.leave()
+        if self._service is not None:
+            self._service.leave()
         await asyncio.gather(*(server.drain(timeout_s) for server in self._servers))
         for task in self._tasks:
             task.cancel()

@@ -199,6 +199,17 @@ class Exchange:
         """
         return self._end(is_seen=not (is_early and self.state is State.ANSWERING))
 
+    def leave(self) -> list[Action]:
+        """The picker stops: end the stream with its pick, or now if that was made. The request goes on unseen.
+
+        An answer in full duplex passes through the stream, which stays until its end.
+        """
+        self._ends_with_pick = True
+        passes = self.state is State.ANSWERING and self._response_mode is BodyMode.FULL_DUPLEX_STREAMED
+        if self.state not in (State.PICKED, State.ANSWERING) or passes:
+            return []
+        return [Finish(), *self._end(is_seen=False)]
+
     # -- the messages of the table -------------------------------------------------------------------------------------
 
     def _begin(self, message: Message) -> list[Action]:

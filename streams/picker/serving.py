@@ -63,6 +63,8 @@ class ExtProc:
         self.lifetimes = lifetimes
         self.counts = ServingCounts()
         self.picking: set[asyncio.Task[None]] = set()
+        self.streams: set[ProcessStream] = set()
+        self._is_leaving = False
 
     def open(self, call: Call) -> ProcessStream | None:
         """A gateway has opened a stream. None for another method."""
@@ -73,7 +75,17 @@ class ExtProc:
             return None
         self.counts.streams += 1
         self.counts.open_streams += 1
-        return ProcessStream(self, call)
+        stream = ProcessStream(self, call)
+        self.streams.add(stream)
+        if self._is_leaving:
+            stream.leave()
+        return stream
+
+    def leave(self) -> None:
+        """The picker stops: end each stream as soon as it has its pick. What runs in engines goes on unseen."""
+        self._is_leaving = True
+        for stream in list(self.streams):
+            stream.leave()
 
 
 class ProcessStream:
@@ -120,9 +132,14 @@ class ProcessStream:
     def ended(self) -> None:
         """The stream is over, in whatever way. A pick that is being made goes on, so that its booking is ended."""
         self._service.counts.open_streams -= 1
+        self._service.streams.discard(self)
         self._deadline.cancel()
         self._end()
         self._count_body(0)
+
+    def leave(self) -> None:
+        """End as soon as the gateway has its pick."""
+        self._perform(self._exchange.leave())
 
     def _end(self) -> None:
         is_early = asyncio.get_running_loop().time() - self._first_byte_s < EARLY_S

@@ -462,6 +462,25 @@ async def test_a_watch_reports_changes(new_loop: object) -> None:
         await until(lambda: not health._watches)
 
 
+async def test_a_server_that_stops_ends_the_watches(new_loop: object) -> None:
+    """Each one gets the last status first, also one that begins afterwards."""
+    statuses = _Statuses({"readiness": ServingStatus.SERVING})
+    health = Health(statuses.get)
+    async with running(service=health) as server, _channel(server) as channel:
+        watch = channel.unary_stream(
+            WATCH, health_pb2.HealthCheckRequest.SerializeToString, health_pb2.HealthCheckResponse.FromString
+        )
+        call = watch(health_pb2.HealthCheckRequest(service="readiness"))
+        assert (await call.read()).status == ServingStatus.SERVING
+        statuses["readiness"] = ServingStatus.NOT_SERVING
+        health.leave()
+        for each in (call, watch(health_pb2.HealthCheckRequest(service="readiness"))):
+            assert (await each.read()).status == ServingStatus.NOT_SERVING
+            assert await each.read() is grpc.aio.EOF
+            assert await each.code() is grpc.StatusCode.OK
+        assert not health._watches
+
+
 @pytest.mark.parametrize("status", ServingStatus)
 def test_health_messages_are_those_of_protobuf(status: ServingStatus) -> None:
     """Both messages are read and written as protobuf does."""

@@ -207,6 +207,17 @@ def test_objectives_have_priorities(wrong: str) -> None:
         Settings(picker_objectives=wrong)
 
 
+def test_a_request_does_not_wait_while_the_router_is_stopping() -> None:
+    """A gateway in full duplex could not ask another picker: the best rank gets the request, however much it has."""
+    picker = Picker(n_workers=1, router_queue_timeout_s=0.001)
+    picker.asks(prompt(prompt=list(range(50_000))))
+    with pytest.raises(QueueTimeout):
+        picker.asks(prompt())
+    picker.router.stopping = True
+    assert picker.asks(prompt()).booked is not None
+    assert picker.requests() == {1: 2}
+
+
 def test_an_engine_whose_host_has_no_address_is_not_picked() -> None:
     """Others are; with an address it is as well."""
     picker = Picker(n_workers=1)

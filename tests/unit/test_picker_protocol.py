@@ -326,6 +326,20 @@ def test_an_answer_of_envoy_itself_ends_a_request_that_was_not_picked() -> None:
         assert stream.exchange.picked(PICKED) == []
 
 
+def test_a_picker_that_stops_ends_its_streams_with_their_picks() -> None:
+    """What is picked goes on unseen at once, and the rest after its pick; only an answer that it passes on stays."""
+    picked, answering, picking, passing = Stream(), Stream(), Stream(), Stream(answers=FULL_DUPLEX)
+    for stream in (picked, answering, passing):
+        stream.until_picked()
+    for stream in (answering, passing):
+        stream.gets(Part.RESPONSE_HEADERS, headers={":status": "200"})
+    picking.until_picking()
+    assert picked.exchange.leave() == answering.exchange.leave() == [Finish(), Ended(is_seen=False)]
+    assert picking.exchange.leave() == passing.exchange.leave() == []
+    assert kinds(picking.exchange.picked(PICKED))[-2:] == [Finish, Ended]
+    assert kinds(passing.gets(Part.RESPONSE_BODY, end_of_stream=True)) == [Send, Finish, Ended]
+
+
 def test_a_refusal_ends_the_stream_and_comes_only_before_the_pick() -> None:
     """After it, the client has the engine's answer."""
     stream = Stream()

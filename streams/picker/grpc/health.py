@@ -46,6 +46,7 @@ class Health:
         self._status_of = status_of
         self._watches: set[_Watch] = set()
         self._timer: asyncio.TimerHandle | None = None
+        self._is_leaving = False
 
     def __call__(self, call: Call) -> Stream | None:
         """The stream of a call; None if it is of another service."""
@@ -60,7 +61,17 @@ class Health:
         for watch in list(self._watches):
             watch.report()
 
+    def leave(self) -> None:
+        """The server stops: report to those who watch, and end their calls, which would not end by themselves."""
+        self._is_leaving = True
+        for watch in list(self._watches):
+            watch.report()
+            watch.finish()
+
     def _add(self, watch: _Watch) -> None:
+        if self._is_leaving:
+            watch.finish()
+            return
         self._watches.add(watch)
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(WATCH_S, self._look)
@@ -141,8 +152,8 @@ class _Watch(_Unary):
 
     def _answer(self, name: str) -> None:
         self._name = name
-        self._begin(self)
         self.report()
+        self._begin(self)
 
     def report(self) -> None:
         """Send the status if it is another one."""
@@ -151,6 +162,10 @@ class _Watch(_Unary):
         if status is not self._reported:
             self._reported = status
             self._call.send(status_message(status))
+
+    def finish(self) -> None:
+        """End the call."""
+        self._call.finish()
 
     def ended(self) -> None:
         self._end(self)
