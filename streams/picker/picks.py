@@ -94,7 +94,7 @@ class Picks:
         self._router.readiness.check()
         headers = CIMultiDict(pick.headers)
         allowed = self._fleet.allowed(pick.subset)
-        if allowed is not None and not allowed:
+        if not (self._fleet.endpoints() if allowed is None else allowed):
             raise NoEligibleWorker("no engine is registered at an endpoint that may be picked")
         kind = call_of(headers.get(PATH, ""))
         rewritten = headers.get(MODEL_REWRITE) or None

@@ -266,6 +266,14 @@ def test_only_endpoints_of_the_pool_are_picked() -> None:
             picker.asks(prompt(), subset=subset)
 
 
+@pytest.mark.parametrize("body", [None, prompt()], ids=["no body", "a prompt"])
+def test_without_an_engine_nothing_is_picked(body: dict[str, Any] | None) -> None:
+    """The client gets 503, and not that its model is unknown: it may have engines soon."""
+    with pytest.raises(NoEligibleWorker) as refused:
+        Picker(n_workers=0).asks(body)
+    assert refused_by(refused.value, "/v1/completions").status == 503
+
+
 def test_a_picker_with_a_pool_is_ready_once_it_has_read_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Until then it picks nothing; afterwards the endpoints are those of the pool, also while they change."""
     monkeypatch.setattr(watching, "RETRY_S_MIN", 0.05)
