@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import queue
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -123,12 +123,15 @@ class GatewayStream:
             self.answer(found)
         return found
 
-    def rest(self, found: Answered | None = None) -> Answered:
-        """Read to the end of the stream, and half-close it."""
+    def rest(self, found: Answered | None = None, *, is_enough: Callable[[Answered], bool] | None = None) -> Answered:
+        """Read to the end of the stream, and half-close it. is_enough: half-close it already then."""
         found = found or Answered()
         try:
             for raw in self._call:
                 found.add(raw)
+                if is_enough is not None and is_enough(found):
+                    self.half_close()
+                    is_enough = None
         except grpc.RpcError:
             pass
         self.half_close()
@@ -156,22 +159,37 @@ class Gateway:
         headers: Mapping[str, str] | None = None,
         metadata: Mapping[str, Any] | None = None,
         n_chunks: int = 1,
+        trailers: bool = False,
     ) -> Answered:
-        """Send one whole request, and read to the end of the stream. body: None for a request without one."""
+        """Send one whole request, read its pick, and end the stream.
+
+        body: None for a request without one.
+        """
         stream = self.open()
         named = {":method": method, ":path": path, ":authority": "test", **(headers or {})}
         fields: dict[str, Any] = {"headers": named, "metadata": metadata or {}, "end_of_stream": body is None}
         stream.send(Part.REQUEST_HEADERS, modes, **fields)
         found = Answered()
-        if body is not None and modes[0] in (BodyMode.FULL_DUPLEX_STREAMED, BodyMode.BUFFERED):
-            if modes[0] is BodyMode.BUFFERED:
+        if body is not None and modes[0] not in (BodyMode.NONE, BodyMode.STREAMED):
+            if modes[0] is not BodyMode.FULL_DUPLEX_STREAMED:
                 found = stream.answer()
             raw = body if isinstance(body, bytes) else json.dumps(body).encode()
             size = max(1, -(-len(raw) // n_chunks))
             for n in range(n_chunks):
                 is_last = n == n_chunks - 1
-                stream.send(Part.REQUEST_BODY, body=raw[n * size : (n + 1) * size], end_of_stream=is_last)
-        return stream.rest(found)
+                ends = is_last and not trailers
+                stream.send(Part.REQUEST_BODY, body=raw[n * size : (n + 1) * size], end_of_stream=ends)
+            if trailers:
+                stream.send(Part.REQUEST_TRAILERS)
+        is_streamed = body is not None and modes[0] is FULL_DUPLEX
+        last = Part.REQUEST_TRAILERS.field if trailers else Part.REQUEST_BODY.field
+
+        def is_picked(found: Answered) -> bool:
+            if is_streamed:
+                return found.parts[-1] == last and (trailers or found.ends_body)
+            return DESTINATION in found.headers
+
+        return stream.rest(found, is_enough=is_picked)
 
     def health(self, name: str) -> str:
         """The status of a name, or `NOT_FOUND`."""

@@ -37,6 +37,7 @@ from streams.lab.engines.server import SimServer, SimServerConfig
 from streams.router_api.deciding.router import Router
 from streams.router_api.http.handlers import Handlers
 from streams.settings import Settings
+from tests.helpers import picker_obligations
 from tests.helpers.command_line import parse_command
 from tests.helpers.invariants import check
 from tests.helpers.pages import PAGES, ROOT, TOP_PAGES, blocks, blocks_of
@@ -232,6 +233,18 @@ def test_the_page_on_trust_has_a_row_for_every_test_of_trust() -> None:
     elsewhere = set(re.findall(r"`(\w+/test_\w+\.py::test_\w+)`", page))
     folders = ("unit", "kafka", "faults")
     assert elsewhere <= set().union(*(functions_in(folder, f"{folder}/") for folder in folders))
+
+
+def test_the_page_on_the_protocol_of_pickers_has_every_obligation() -> None:
+    """Its table is the one of the tests. Each obligation of a picker is shown, and each test that is named exists."""
+    page = picker_obligations.PAGE.read_text()
+    table = page.partition(picker_obligations.BEGIN)[2].partition(picker_obligations.END)[0]
+    assert table == picker_obligations.table(), "run python -m tests.helpers.picker_obligations"
+    assert {row.shows for row in picker_obligations.ROWS} <= picker_obligations.OBLIGATIONS.keys()
+    unshown = {name for name in picker_obligations.OBLIGATIONS if not picker_obligations.shown_by(name)}
+    assert unshown == picker_obligations.OF_THE_GATEWAY
+    named = set(re.findall(r"`(\w+/test_\w+\.py::test_\w+)`", page))
+    assert named <= set().union(*(functions_in(folder, f"{folder}/") for folder in ("unit", "kafka")))
 
 
 def functions_in(folder: str, prefix: str) -> set[str]:
