@@ -3,6 +3,10 @@
 What lives here: what the stream of a request says about its booking, and what is assumed where it says nothing. What
 must not: the order of a stream's messages (protocol), and the rules of assuming (assumed_ends).
 
+A picker alone sees its streams end, so its bookings must not outlive it. While a stream is open, its booking has a
+lease, which the picker renews. Where the stream ends with the pick, the booking has the forecast of assumed_ends. So
+on every router the bookings of a picker that was killed count as over in the end.
+
 State: the bookings that gateways report.
 """
 
@@ -10,19 +14,30 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import islice, takewhile
 
 from streams.core.ids import RankId, WorkerId
-from streams.core.loads.bookings import BookingPhase
-from streams.core.routing.policies.timings import DECODE_DEFAULT, OUTPUT_TOKENS_DEFAULT
-from streams.core.routing.selection import RouterMode
+from streams.core.loads.bookings import Booking, BookingPhase
+from streams.core.loads.observations import LEASE, LEASE_MS, Forecast
 from streams.errors import KvStreamsError
-from streams.picker.assumed_ends import Assumed, AssumedEnds, RankReport
+from streams.picker.assumed_ends import Assumed, AssumedEnds, RankReport, unseen
 from streams.picker.fleet import PickerFleet
 from streams.router_api.deciding.compose import monotonic_ms
 from streams.router_api.deciding.router import Router
+from streams.settings import PickerServerSettings
+
+#: Leases that are renewed in one step of the loop, so that it takes about a ms.
+RENEWED_TOGETHER_MAX = 64
 
 
-@dataclass(frozen=True, slots=True)
+def expecting(settings: PickerServerSettings) -> Callable[[Booking], Forecast]:
+    """What a picker expects of its bookings where the policy expects nothing."""
+    if not settings.picker_ends_stream:
+        return lambda _: LEASE
+    return lambda booking: unseen(booking, settings.prefill_us_per_token)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Booked:
     """A booking that was made for a stream. ranks: those that were picked by their endpoints, the chosen one first."""
 
@@ -49,7 +64,7 @@ class Lifetimes:
         self._fleet = fleet
         self._avoid = avoid
         self._assumed = AssumedEnds()
-        self._ages_by_itself = router.policy.mode is RouterMode.EXPECTED_TIME
+        self._running: dict[Booked, float] = {}  # those whose streams are open, and when their leases are renewed
         self.n_served_elsewhere = 0
         self.n_assumed = 0
 
@@ -57,6 +72,10 @@ class Lifetimes:
     def n_open(self) -> int:
         """Bookings whose ends will be assumed."""
         return len(self._assumed)
+
+    def picked(self, booked: Booked) -> None:
+        """The stream of a request has its pick, and stays open until `ended`."""
+        self._running[booked] = monotonic_ms() + LEASE_MS / 2
 
     def first_byte(self, booked: Booked, status: int, served: str | None) -> None:
         """The answer of a request has begun. served: the endpoint that sent it."""
@@ -67,6 +86,7 @@ class Lifetimes:
 
     def ended(self, booked: Booked, *, is_seen: bool) -> None:
         """A stream has ended. is_seen: the request has, too; otherwise it goes on unseen."""
+        self._running.pop(booked, None)
         if is_seen:
             self._report(booked, BookingPhase.FREE)
         else:
@@ -74,12 +94,19 @@ class Lifetimes:
 
     def tick(self) -> None:
         """End bookings that are over by now. Called about once a second."""
-        prefilled, over = self._assumed.due(monotonic_ms())
-        for request_id, phase in prefilled:
-            self._report_phase(request_id, BookingPhase.PREFILL, phase)
         if len(self._assumed):
-            over += self._assumed.reported(self._reports())
-        self._end_all(over)
+            self._end_all(self._assumed.over(monotonic_ms(), self._reports()))
+
+    def renew(self) -> bool:
+        """Renew leases of which half has passed. Returns whether others are due, for the next step of the loop."""
+        now_ms = monotonic_ms()
+        is_due = takewhile(lambda entry: entry[1] <= now_ms, self._running.items())
+        due = [booked for booked, _ in islice(is_due, RENEWED_TOGETHER_MAX)]
+        for booked in due:
+            del self._running[booked]
+            self.picked(booked)
+            self._router.loads.renew(booked.request_id, booked.phase)
+        return len(due) == RENEWED_TOGETHER_MAX
 
     def _served_elsewhere(self, booked: Booked, served: str) -> None:
         """The gateway turned to another endpoint, since the chosen one did not answer: others should avoid it too."""
@@ -113,21 +140,14 @@ class Lifetimes:
             return
         booking, now_ms = live[1], float(monotonic_ms())
         forecast = booking.forecast
-        if forecast.over_within_ms:
-            prefilled_ms = None if self._ages_by_itself else now_ms + forecast.prefilled_within_ms
-            over_ms = now_ms + forecast.over_within_ms
-        else:  # the mode has no forecast of its own
-            prefilled_ms = now_ms + booking.prefill_tokens * self._router.settings.prefill_us_per_token / 1000.0
-            n_tokens = booking.expected_output_tokens or OUTPUT_TOKENS_DEFAULT
-            over_ms = prefilled_ms + n_tokens * DECODE_DEFAULT.base
+        if forecast == LEASE or not forecast.over_within_ms:
+            forecast = unseen(booking, self._router.settings.prefill_us_per_token)
+            self._router.loads.renew(booked.request_id, booked.phase, forecast)
         assumed = Assumed(booked.request_id, booked.phase)
-        self._end_all(self._assumed.add(assumed, booking.rank, now_ms, prefilled_ms, over_ms))
+        self._end_all(self._assumed.add(assumed, booking.rank, now_ms, now_ms + forecast.over_within_ms))
 
     def _report(self, booked: Booked, what: BookingPhase) -> None:
-        self._report_phase(booked.request_id, what, booked.phase)
-
-    def _report_phase(self, request_id: str, what: BookingPhase, phase: str | None) -> None:
         try:
-            self._router.report_phase(request_id, what, phase)
-        except KvStreamsError:  # the router reads its topics again: the booking ends by its TTL
+            self._router.report_phase(booked.request_id, what, booked.phase)
+        except KvStreamsError:  # the router reads its topics again: the booking ends by its forecast
             pass

@@ -21,7 +21,7 @@ from streams.client.plain_http import PlainHttp
 from streams.core.ids import RankId, WorkerId
 from streams.errors import AllWorkersBusy, InvalidRequest, KvStreamsError, NoEligibleWorker, NotReady, Overloaded
 from streams.picker.fleet import PickerFleet
-from streams.picker.lifetimes import Booked
+from streams.picker.lifetimes import Booked, expecting
 from streams.picker.messages import DESTINATION, Details, metadata
 from streams.picker.protocol import Pick, Picked, Refused
 from streams.prompts.calls import CALLS, Kind, call_of
@@ -83,6 +83,7 @@ class Picks:
         self._key_of = key_of
         self._http = http
         self._objectives = objectives(settings.picker_objectives)
+        self._expect = expecting(settings)
         self.outcomes: Counter[str] = Counter()
 
     def endpoints(self) -> Collection[str]:
@@ -179,7 +180,7 @@ class Picks:
             request = msgspec.convert(options, RouteRequest)
         except msgspec.ValidationError as exc:
             raise InvalidRequest(f"the request cannot be routed: {exc}") from exc
-        prepared = router.prepare(request, tokens)
+        prepared = router.prepare(request, tokens)._replace(expect=self._expect)
         if may_wait(prepared):
             answer = await self._wait(prepared, tenant, is_gone)
         else:

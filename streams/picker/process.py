@@ -49,7 +49,7 @@ from streams.settings import AccessSettings, PickerServerSettings
 
 log = logging.getLogger(__name__)
 
-#: Interval at which bookings are ended whose ends are assumed.
+#: Interval at which bookings are ended whose ends are assumed, and leases are renewed.
 TICK_S = 1.0
 
 #: A worker that a gateway could not reach is avoided for the router's own time, and this long at least.
@@ -253,13 +253,15 @@ class Avoiding:
 
 
 async def _tick_forever(lifetimes: Lifetimes) -> None:
-    """End bookings that are over by now, until cancelled."""
+    """End bookings that are over by now, and renew the leases of the others, until cancelled."""
     while True:
         await asyncio.sleep(TICK_S)
         try:
             lifetimes.tick()
-        except Exception:  # nothing may end this: bookings would stay until their TTL
-            log.exception("bookings could not be ended")
+            while lifetimes.renew():
+                await asyncio.sleep(0)
+        except Exception:  # nothing may end this: running requests would no longer count
+            log.exception("bookings could not be ended or renewed")
 
 
 async def serve_picker(settings: PickerServerSettings, options: PickerOptions) -> None:

@@ -188,9 +188,11 @@ class ProcessStream:
             service.picks.outcomes[PICKED] += 1
             self._booked = decided.booked
             actions = exchange.picked(decided.picked)
-            if not actions and decided.booked is not None:  # the request has ended meanwhile
-                self._booked = None
-                service.lifetimes.ended(decided.booked, is_seen=True)
+            if decided.booked is not None:
+                service.lifetimes.picked(decided.booked)
+                if not actions:  # the request has ended meanwhile
+                    self._booked = None
+                    service.lifetimes.ended(decided.booked, is_seen=True)
         service.counts.pick_seconds.observe(time.perf_counter() - started_s)
         self._perform(actions)
         self._count_body(0)

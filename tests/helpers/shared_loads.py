@@ -53,8 +53,8 @@ class Log:
         return gone
 
     def loads(self) -> Loads:
-        """The loads of one process that has read every record ever written."""
-        return loads_of(self.written)
+        """The loads of one process that has read every record ever written, at this time."""
+        return loads_of(self.written, self.now_ms)
 
 
 @dataclass(frozen=True)
@@ -166,12 +166,17 @@ class Replica:
 class World:
     """Three routers, one log, and one clock for all durations."""
 
+    knobs: Settings = KNOBS
     clock: list[int] = field(default_factory=lambda: [0])
     log: Log = field(default_factory=Log)
     replicas: list[Replica] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.replicas = [Replica(self.log, self.clock) for _ in range(3)]
+        self.replicas = [self.new_replica() for _ in range(3)]
+
+    def new_replica(self) -> Replica:
+        """A router that starts; it has read nothing."""
+        return Replica(self.log, self.clock, self.knobs)
 
     def pass_time(self, ms: int) -> None:
         self.clock[0] += ms
@@ -196,7 +201,7 @@ class World:
         self.settle()
         truth = self.log.loads()
         for _ in range(2):
-            late = Replica(self.log, self.clock)
+            late = self.new_replica()
             read_all(late)
             for replica in (*self.replicas, late):
                 assert replica.loads == truth

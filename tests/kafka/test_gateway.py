@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from streams.core.loads.observations import LEASE_MS
 from streams.lab.engines.engine_config import EngineConfig
 from streams.lab.processes import Children
 from streams.lab.stack import Engine, Stack, get_json
@@ -114,7 +115,7 @@ def test_requests_go_where_their_prompts_are(fleet: Fleet) -> None:
 
 @pytest.mark.long_running
 def test_a_picker_that_is_killed_loses_no_request_and_comes_back(fleet: Fleet) -> None:
-    """Under load, one is killed and started again; it is asked again once it is ready."""
+    """Under load, one is killed and started again; it is asked again once it is ready. Its bookings end."""
     gateway = fleet.gateway
     statuses: list[int] = []
     stop = threading.Event()
@@ -141,7 +142,8 @@ def test_a_picker_that_is_killed_loses_no_request_and_comes_back(fleet: Fleet) -
         for client in clients:
             client.join(PATIENCE_S)
     assert set(statuses) == {200}
-    later(lambda: idle(gateway), "loads of 0")
+    # The bookings of the picker that was killed have leases.
+    wait_for(lambda: idle(gateway), LEASE_MS / 1000 + PATIENCE_S, "loads of 0")
 
 
 def test_the_end_of_the_gateways_process_ends_the_others(fleet: Fleet) -> None:

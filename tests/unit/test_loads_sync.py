@@ -11,7 +11,7 @@ import itertools
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streams.core.loads.bookings import ENDED_BOOKING_BYTES, BookingId, BookingPhase
-from streams.core.loads.observations import NO_FORECAST, Forecast
+from streams.core.loads.observations import LEASE, LEASE_MS, NO_FORECAST, Forecast
 from streams.core.loads.rank_times import RECENT_TOKENS
 from streams.errors import BadRecord, BookingConflict
 from streams.kafka.clients import Record, producer
@@ -49,6 +49,7 @@ from tests.helpers.shared_loads import (
     live,
     read_all,
 )
+from tests.replicas import Loads
 
 REQUESTS = ["a", "request-b", "request-c", "request-d"]
 routers = st.integers(0, 2)
@@ -61,6 +62,7 @@ actions = st.lists(
         st.tuples(st.just("prefill"), routers, requests, phases),
         st.tuples(st.just("free"), routers, requests, phases),
         st.tuples(st.just("output"), routers, requests, st.integers(0, 70), phases),
+        st.tuples(st.just("renew"), routers, requests, phases),
         st.tuples(st.just("fold"), routers, st.integers(0, TOPIC.partitions - 1), st.integers(1, 4)),
         st.tuples(st.just("poll"), routers),
         st.tuples(st.just("restart"), routers),
@@ -106,16 +108,18 @@ def act(world: World, actions: list[tuple[Any, ...]]) -> None:
     for name, *given_ in actions:
         match name, given_:
             case "book" | "move", (router, request_id, worker_id, n, phase):
+                forecast = LEASE if n % 2 else NO_FORECAST
+                carried = booking(worker_id, list(range(1, n + 1)), 16 * n, phase)._replace(forecast=forecast)
                 try:
-                    world.replicas[router].sync.book(
-                        request_id, booking(worker_id, list(range(1, n + 1)), 16 * n, phase), reassigns=name == "move"
-                    )
+                    world.replicas[router].sync.book(request_id, carried, reassigns=name == "move")
                 except BookingConflict:
                     assert live(world.replicas[router], request_id)
             case "prefill" | "free", (router, request_id, phase):
                 world.replicas[router].sync.report_phase(request_id, BookingPhase(name), phase)
             case "output", (router, request_id, output_tokens, phase):
                 world.replicas[router].sync.report_output(request_id, output_tokens, phase)
+            case "renew", (router, request_id, phase):
+                world.replicas[router].sync.renew(request_id, phase)
             case "fold", (router, partition, n):
                 world.replicas[router].fold(partition, n)
             case "poll", (router,):
@@ -371,6 +375,92 @@ def test_reports_of_the_same_length_keep_a_booking_alive(forecast: Forecast) -> 
     assert [times_of(replica) for replica in world.replicas] == times
     second.sync.report_phase("r", BookingPhase.FREE)
     assert world.same() == {}
+
+
+#: The TTL is longer than a lease, as it is by default.
+LEASING = replace(KNOBS, booking_ttl_s=4 * LEASE_MS / 1000)
+HALF_MS = LEASE_MS // 2
+
+
+def now_same(world: World) -> Loads:
+    """The loads of all routers at this time, of which the ticks of quiet partitions tell them."""
+    world.settle()
+    world.pass_time(QUIET_MS)
+    world.settle()
+    return world.same()
+
+
+def test_the_bookings_of_a_router_that_was_killed_end_with_their_leases() -> None:
+    """They do so on every router, and on one that starts later; those that are renewed stay."""
+    world = World(LEASING)
+    first, second, _ = world.replicas
+    first.sync.book("lost", booking(1)._replace(forecast=LEASE))
+    second.sync.book("long", booking(2)._replace(forecast=LEASE))
+    second.sync.book("reported", booking(3))
+    world.settle()
+    world.replicas[0] = world.new_replica()  # it has another id now, and renews nothing of its former one
+    for n_halves in range(7):
+        running = (1, 2, 3) if n_halves < 2 else (2, 3)
+        assert now_same(world) == {rank_of(worker_id): (16, 1, 1) for worker_id in running}
+        world.pass_time(HALF_MS - QUIET_MS)
+        second.sync.renew("long", None)
+        second.sync.renew("reported", None)
+    world.settle()
+    assert sum(b"add" in each.key for each in world.log.written) == 3 + 7
+    for request_id in ("long", "reported"):
+        second.sync.report_phase(request_id, BookingPhase.FREE)
+    assert now_same(world) == {}
+
+
+def test_a_lease_is_renewed_without_prefill_tokens_once_these_were_computed() -> None:
+    """The record of the prefill may be deleted before the booking ends, as with reports of output."""
+    world = World(LEASING)
+    first, second, _ = world.replicas
+    first.sync.book("r", booking(1)._replace(forecast=LEASE))
+    first.sync.report_phase("r", BookingPhase.PREFILL)
+    world.settle()
+    falls = [replica.falls for replica in world.replicas]
+    second.sync.renew("r", None)  # a retry of the request came to another picker
+    world.settle()
+    for records in world.log.partitions:
+        records[:] = [each for each in records if b"prefill" not in each.key]
+    late = world.new_replica()
+    read_all(late)
+    assert [replica.loads for replica in (*world.replicas, late)] == [{rank_of(1): (0, 1, 1)}] * 4
+    assert [replica.falls for replica in world.replicas] == falls
+
+
+def test_leases_are_renewed_while_kafka_is_away() -> None:
+    """Also of a booking that the log does not have yet. Other routers read it when Kafka is back."""
+    world = World(LEASING)
+    first, second, _ = world.replicas
+    first.sync.book("before", booking(1)._replace(forecast=LEASE))
+    world.settle()
+    world.log.away = True
+    first.sync.book("since", booking(2)._replace(forecast=LEASE))
+    for _ in range(3):
+        first.sync.poll()
+        world.pass_time(HALF_MS)
+        first.sync.renew("before", None)
+        first.sync.renew("since", None)
+    running = {rank_of(1): (16, 1, 1), rank_of(2): (16, 1, 1)}
+    assert first.loads == running and second.loads == {}
+    assert now_same(world) == running
+
+
+def test_a_lease_gives_way_to_a_forecast() -> None:
+    """The request goes on unseen: the booking then counts as prefilled, and as over, without its router."""
+    world = World(LEASING)
+    first = world.replicas[0]
+    first.sync.book("r", booking(1)._replace(forecast=LEASE))
+    world.settle()
+    first.sync.renew("r", None, Forecast(40_000, 2_000, 5_000))
+    assert world.same() == {rank_of(1): (16, 1, 1)}
+    first.sync.renew("r", None)  # it has no lease any more
+    world.pass_time(2_000)
+    assert now_same(world) == {rank_of(1): (0, 1, 1)}
+    world.pass_time(2_000)
+    assert now_same(world) == {}
 
 
 def times_of(replica: Replica) -> list[list[int]]:

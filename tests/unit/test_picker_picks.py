@@ -13,16 +13,17 @@ import pytest
 from streams.client.plain_http import PlainHttp
 from streams.core.hashing import local_hashes
 from streams.core.ids import DpRank, RankId, WorkerId
-from streams.core.loads.bookings import BookingPhase
+from streams.core.loads.bookings import NUMBER_MAX, Booking, BookingPhase
+from streams.core.loads.observations import LEASE, LEASE_MS, Forecast
 from streams.core.routing.selection import RouterMode
 from streams.errors import InvalidRequest, KvStreamsError, NoEligibleWorker, QueueTimeout, SettingsError, UnknownModel
 from streams.kubernetes import watching
 from streams.lab.kafka.ports import free_port
 from streams.picker import assumed_ends
-from streams.picker.assumed_ends import ON_ITS_WAY_MS, Assumed, AssumedEnds, RankReport
+from streams.picker.assumed_ends import ON_ITS_WAY_MS, Assumed, AssumedEnds, RankReport, unseen
 from streams.picker.fleet import PickerFleet
 from streams.picker.grpc.health import ServingStatus
-from streams.picker.lifetimes import Lifetimes
+from streams.picker.lifetimes import Booked, Lifetimes
 from streams.picker.messages import DESTINATION
 from streams.picker.picks import (
     FAIRNESS,
@@ -40,7 +41,7 @@ from streams.picker.protocol import Pick
 from streams.prompts.tokenizing import Tokenizing
 from streams.router_api.deciding.admission import Admission
 from streams.router_api.deciding.router import Router
-from streams.router_api.messages.requests import parse_route
+from streams.router_api.messages.requests import COUNT_MAX, parse_route
 from streams.settings import Settings
 from tests.helpers.api import TOKENS
 from tests.helpers.kubernetes_api import Pools, serving, write_account
@@ -378,31 +379,80 @@ def test_a_request_that_an_endpoint_without_a_pick_served_is_charged_there() -> 
     assert picker.requests() == {1: 0, 2: 0, 3: 1}
 
 
+def booking_of(picker: Picker, booked: Booked) -> Booking:
+    with picker.router.loads.locked() as loads:
+        live = loads.live(booked.request_id, booked.phase)
+    assert live is not None
+    return live[1]
+
+
+@pytest.mark.parametrize("ends_stream", [True, False])
 @pytest.mark.parametrize("mode", ["kv", "expected-time"])
-def test_a_request_that_is_not_seen_ends_by_its_forecast(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """First its prompt counts as computed, then it is over."""
+def test_a_request_that_is_not_seen_ends_by_its_forecast(
+    mode: str, ends_stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """First its prompt counts as computed, then it is over: by the record, which every router has."""
     now_ms = [1e6]
     monkeypatch.setattr("streams.picker.lifetimes.monotonic_ms", lambda: now_ms[0])
-    picker = Picker(router_mode=RouterMode(mode))
+    picker = Picker(router_mode=RouterMode(mode), picker_ends_stream=ends_stream)
     decided = picker.asks(prompt())
     assert decided.booked is not None
+    picker.lifetimes.picked(decided.booked)
     picker.lifetimes.ended(decided.booked, is_seen=False)
+    forecast = booking_of(picker, decided.booked).forecast
+    assert 0 < forecast.prefilled_within_ms < forecast.over_within_ms and forecast.prefill_us
     assert picker.lifetimes.n_open == 1
-    now_ms[0] += 3_600_000.0
+    picker.lifetimes.tick()
+    assert picker.lifetimes.n_open == 1
+    now_ms[0] += forecast.over_within_ms
     picker.lifetimes.tick()
     assert sum(picker.requests().values()) == picker.lifetimes.n_open == 0
     assert picker.lifetimes.n_assumed == 1
 
 
-def test_assumed_ends_come_in_their_order() -> None:
-    """A prompt first, then the end; what was ended by a report is not due any more."""
+def test_what_is_expected_of_an_unseen_request_fits_its_record() -> None:
+    """A prompt takes the setting's time per token, and an answer as many steps as the client allows."""
+    one = Booking(A, "m", 1000, b"", 0, 63, expected_output_tokens=10)
+    assert unseen(one, 20.0) == Forecast(20_000, 20, 100)
+    assert unseen(one._replace(prefill_tokens=0, expected_output_tokens=None), 20.0) == Forecast(1, 1, 2401)
+    most = unseen(one._replace(prefill_tokens=NUMBER_MAX, expected_output_tokens=COUNT_MAX), 1e6)
+    assert max(most) <= NUMBER_MAX
+
+
+def test_the_booking_of_an_open_stream_has_a_lease_that_is_renewed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is renewed when half of it has passed, a limited number at once, and not after the end of the stream."""
+    now_ms = [1e6]
+    renewed: list[str] = []
+    monkeypatch.setattr("streams.picker.lifetimes.monotonic_ms", lambda: now_ms[0])
+    monkeypatch.setattr("streams.picker.lifetimes.RENEWED_TOGETHER_MAX", 2)
+    picker = Picker(router_mode=RouterMode.KV, picker_ends_stream=False)
+    monkeypatch.setattr(picker.router.loads, "renew", lambda request_id, _: renewed.append(request_id))
+    running = [picker.asks(prompt()).booked for _ in range(4)]
+    for booked in running:
+        assert booked is not None and booking_of(picker, booked).forecast == LEASE
+        picker.lifetimes.picked(booked)
+    ids = [booked.request_id for booked in running if booked is not None]
+    now_ms[0] += LEASE_MS / 2 - 1
+    assert not picker.lifetimes.renew() and renewed == []
+    assert running[1] is not None
+    picker.lifetimes.ended(running[1], is_seen=True)
+    now_ms[0] += 1
+    assert picker.lifetimes.renew() and renewed == [ids[0], ids[2]]
+    assert not picker.lifetimes.renew() and renewed == [ids[0], ids[2], ids[3]]
+    assert not picker.lifetimes.renew()
+    now_ms[0] += LEASE_MS / 2
+    assert picker.lifetimes.renew() and renewed[3:] == [ids[0], ids[2]]
+
+
+def test_assumed_ends_come_when_they_are_forecast_or_reported() -> None:
+    """What was ended by a report is not due any more."""
     ends = AssumedEnds()
-    assert ends.add(Assumed("a", None), A, 0.0, 10.0, 100.0) == []
-    assert ends.add(Assumed("b", None), A, 0.0, None, 50.0) == []
-    assert ends.due(9.0) == ([], [])
-    assert ends.due(10.0) == ([Assumed("a", None)], [])
-    assert ends.reported({A: RankReport(1, ON_ITS_WAY_MS)}) == [Assumed("a", None)]
-    assert ends.due(200.0) == ([], [Assumed("b", None)])
+    assert ends.add(Assumed("a", None), A, 0.0, 100.0) == []
+    assert ends.add(Assumed("b", None), A, 0.0, 50.0) == []
+    assert ends.add(Assumed("c", None), A, 0.0, 90.0) == []
+    assert ends.over(49.0, {}) == []
+    assert ends.over(50.0, {A: RankReport(1, ON_ITS_WAY_MS)}) == [Assumed("b", None), Assumed("a", None)]
+    assert ends.over(200.0, {}) == [Assumed("c", None)]
     assert len(ends) == 0
 
 
@@ -410,11 +460,11 @@ def test_a_report_ends_only_what_had_arrived() -> None:
     """The oldest end, as many as the engine does not report; those on their way and other ranks do not."""
     ends = AssumedEnds()
     for n in range(4):
-        ends.add(Assumed(str(n), None), A, float(n), None, 1e9)
-    ends.add(Assumed("late", None), A, 5_000.0, None, 1e9)
-    ends.add(Assumed("other", None), B, 0.0, None, 1e9)
-    assert ends.reported({A: RankReport(1, ON_ITS_WAY_MS + 100.0)}) == [Assumed(str(n), None) for n in range(3)]
-    assert ends.reported({A: RankReport(7, 1e6)}) == []
+        ends.add(Assumed(str(n), None), A, float(n), 1e9)
+    ends.add(Assumed("late", None), A, 5_000.0, 1e9)
+    ends.add(Assumed("other", None), B, 0.0, 1e9)
+    assert ends.over(0.0, {A: RankReport(1, ON_ITS_WAY_MS + 100.0)}) == [Assumed(str(n), None) for n in range(3)]
+    assert ends.over(0.0, {A: RankReport(7, 1e6)}) == []
     assert len(ends) == 3
 
 
@@ -422,21 +472,21 @@ def test_there_is_a_limit_of_assumed_ends(monkeypatch: pytest.MonkeyPatch) -> No
     """Beyond it the oldest of the rank counts as over; an id that comes again replaces its former one."""
     monkeypatch.setattr(assumed_ends, "BOOKINGS_MAX", 2)
     ends = AssumedEnds()
-    ends.add(Assumed("a", None), A, 0.0, None, 1.0)
-    ends.add(Assumed("a", None), A, 0.0, None, 9.0)
+    ends.add(Assumed("a", None), A, 0.0, 1.0)
+    ends.add(Assumed("a", None), A, 0.0, 9.0)
     assert len(ends) == 1
-    ends.add(Assumed("b", None), A, 0.0, None, 9.0)
-    assert ends.add(Assumed("c", None), A, 0.0, None, 9.0) == [Assumed("a", None)]
-    assert ends.due(5.0) == ([], [])
+    ends.add(Assumed("b", None), A, 0.0, 9.0)
+    assert ends.add(Assumed("c", None), A, 0.0, 9.0) == [Assumed("a", None)]
+    assert ends.over(5.0, {}) == []
 
 
 def test_at_the_limit_the_only_booking_of_a_rank_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     """The new one ends as well."""
     monkeypatch.setattr(assumed_ends, "BOOKINGS_MAX", 1)
     ends = AssumedEnds()
-    ends.add(Assumed("a", None), A, 0.0, None, 9.0)
-    assert ends.add(Assumed("b", None), A, 0.0, None, 9.0) == [Assumed("a", None)]
-    assert ends.due(10.0) == ([], [Assumed("b", None)]) and len(ends) == 0
+    ends.add(Assumed("a", None), A, 0.0, 9.0)
+    assert ends.add(Assumed("b", None), A, 0.0, 9.0) == [Assumed("a", None)]
+    assert ends.over(10.0, {}) == [Assumed("b", None)] and len(ends) == 0
 
 
 def test_bookings_whose_phase_is_reported_twice_stay_as_they_are() -> None:

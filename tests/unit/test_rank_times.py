@@ -14,7 +14,7 @@ from streams.core.hashing import pack_hashes
 from streams.core.ids import DpRank, RankId, WorkerId
 from streams.core.loads import rank_times
 from streams.core.loads.bookings import ActiveLoads, Booking, BookingId, BookingPhase
-from streams.core.loads.observations import Forecast, OutputObserved, PrefillObserved, Unreported
+from streams.core.loads.observations import LEASE, LEASE_MS, Forecast, OutputObserved, PrefillObserved, Unreported
 from streams.core.loads.rank_times import RECENT_PERIOD_MS, RECENT_TOKENS
 from streams.core.routing.policies.expected_time import ExpectedTime
 from streams.core.routing.policies.interface import Situation
@@ -108,6 +108,40 @@ def test_a_report_brings_back_a_booking_that_counted_as_over() -> None:
     check(loads)
 
 
+def test_a_lease_ends_what_a_booking_counts_for_and_another_add_renews_it() -> None:
+    """It changes neither a backlog nor the prompt's tokens; one that has lapsed counts again when it is renewed.
+
+    Policies learn nothing from a lease: it says nothing about clients.
+    """
+    loads = ActiveLoads(TTL_MS, observe=True)
+    leased = booking(forecast=LEASE)
+    for since_ms, n_before in ((1000, 0), (1000 + LEASE_MS - 1, 1), (1000 + 3 * LEASE_MS, 0)):
+        loads.advance(since_ms)
+        assert loads.load(RANKS[0]).requests == n_before
+        loads.add(request(1), leased, since_ms)
+        assert backlog_ms(loads, since_ms + LEASE_MS - 1) == 0.0
+        load = loads.load(RANKS[0])
+        assert (load.prefill_tokens, load.requests, load.prompt_blocks) == (48, 1, 3)
+    loads.advance(1000 + 4 * LEASE_MS)
+    assert loads.load(RANKS[0]).requests == 0 and loads.live("1") is not None
+    assert not loads.observations
+    check(loads)
+
+
+def test_a_lease_that_lapsed_before_the_log_had_its_booking_begins_with_the_log() -> None:
+    """While Kafka was away, the time was assumed. Other routers know the time of the record only."""
+    loads = ActiveLoads(TTL_MS)
+    loads.advance(1000)
+    loads.add(request(1), booking(forecast=LEASE), None)
+    loads.advance(1000 + LEASE_MS)
+    assert loads.load(RANKS[0]).requests == 0
+    assert loads.logged(request(1), booking(forecast=LEASE), 1000 + LEASE_MS)
+    assert loads.load(RANKS[0]).requests == 1
+    loads.advance(1000 + 2 * LEASE_MS)
+    assert loads.load(RANKS[0]).requests == 0
+    check(loads)
+
+
 def test_the_rank_goes_on_when_a_booking_counts_as_prefilled() -> None:
     """Without any report, the second of two prompts begins when the first one must have ended."""
     loads = ActiveLoads(TTL_MS)
@@ -167,25 +201,29 @@ def test_ended_bookings_do_not_pile_up_behind_one_that_waits(monkeypatch: pytest
 
 @dataclass(frozen=True)
 class Story:
-    """What the log has of one booking: times of its add, prefill, an add with output, and end; 0 for none."""
+    """What the log has of one booking: times of its add, prefill, a second add, and end; 0 for none.
+
+    The second add has output, or renews a lease.
+    """
 
     number: int
     rank: RankId
     forecast: Forecast
     add_ms: int
     prefill_ms: int = 0
-    output_ms: int = 0
+    again_ms: int = 0
     free_ms: int = 0
 
     def records(self, *, compacted: bool) -> list[tuple[BookingPhase, int, Booking | None]]:
         """Its records in the order of the log. A compacted log has only the last add."""
         found: list[tuple[int, BookingPhase, Booking | None]] = []
-        if not (compacted and self.output_ms):
+        if not (compacted and self.again_ms):
             found.append((self.add_ms, BookingPhase.ADD, booking(self.rank, self.forecast)))
         if self.prefill_ms:
             found.append((self.prefill_ms, BookingPhase.PREFILL, None))
-        if self.output_ms:
-            found.append((self.output_ms, BookingPhase.ADD, booking(self.rank, self.forecast, output=2)))
+        if self.again_ms:
+            output = 2 if self.forecast.prefill_us else 0
+            found.append((self.again_ms, BookingPhase.ADD, booking(self.rank, self.forecast, output=output)))
         if self.free_ms:
             found.append((self.free_ms, BookingPhase.FREE, None))
         return [(phase, at_ms, carried) for at_ms, phase, carried in sorted(found, key=lambda each: each[0])]
@@ -202,8 +240,12 @@ def stories(draw: st.DrawFn) -> list[Story]:
         within = draw(st.sampled_from((0, 50, 200, 5000)))
         over = 0 if not within else within + draw(st.sampled_from((100, 700, 9000)))
         forecast = Forecast(draw(st.integers(1, 400_000)), within, over)
+        if draw(st.booleans()):  # a lease
+            forecast = Forecast(over_within_ms=draw(st.sampled_from((100, 700, 9000))))
         times = sorted(draw(st.lists(st.integers(add_ms + 1, END_MS), min_size=3, max_size=3, unique=True)))
-        reports = draw(st.sampled_from(("", "p", "po", "pof", "pf", "f")))
+        reports = draw(
+            st.sampled_from(("", "p", "pa", "paf", "pf", "f", *(() if forecast.prefill_us else ("a", "af"))))
+        )
         found.append(
             Story(
                 number,
@@ -211,7 +253,7 @@ def stories(draw: st.DrawFn) -> list[Story]:
                 forecast,
                 add_ms,
                 times[0] if "p" in reports else 0,
-                times[1] if "o" in reports else 0,
+                times[1] if "a" in reports else 0,
                 times[2] if "f" in reports else 0,
             )
         )
@@ -263,14 +305,14 @@ def by_brute_force(stories: list[Story], rank: RankId) -> tuple[float, int]:
     for each in stories:
         if each.rank != rank:
             continue
-        last_add_ms = each.output_ms or each.add_ms
+        last_add_ms = each.again_ms or each.add_ms
         within, over = each.forecast.prefilled_within_ms, each.forecast.over_within_ms
         aged_ms = each.add_ms + within if within else END_MS + 1
         if each.prefill_ms:
             anchor_ms = max(anchor_ms, each.prefill_ms)
         elif aged_ms <= (each.free_ms or END_MS):
             anchor_ms = max(anchor_ms, aged_ms)
-        elif not each.free_ms:
+        elif not each.free_ms and each.forecast.prefill_us:
             waiting.append(each)
         if not each.free_ms and not (over and last_add_ms + over <= END_MS):
             n_requests += 1

@@ -125,16 +125,21 @@ def _lowers_load(before: Booking, counted_prefill: int, after: Booking) -> bool:
     )
 
 
+def _ages(forecast: Forecast) -> bool:
+    """Whether a booking with this forecast waits, or counts as over without a report."""
+    return forecast.prefill_us > 0 or forecast.over_within_ms > 0
+
+
 class Renewal(NamedTuple):
     """What an add must contain so that it changes nothing of an active booking but its time.
 
     booking: without prefill tokens if its prefill was reported, since a renewed booking may last longer than the record
-    of that report. clock, last_record_ms: the time of its newest record.
+    of that report. clock, last_record_ms: the time of its newest record; None if the log has not given it one yet.
     """
 
     booking: Booking
     clock: int
-    last_record_ms: int
+    last_record_ms: int | None
 
 
 _NO_MS: Mapping[RankId, float] = {}
@@ -304,7 +309,7 @@ class ActiveLoads:
             timed = state.timed
             if timed is not None and not timed.aged:
                 self.times.retime(timed, at_ms)
-            elif booking.forecast.prefill_us:  # it aged by the time that was assumed until now
+            elif _ages(booking.forecast):  # it aged by the time that was assumed until now
                 self._uncount(state, booking)
                 self._count(state, booking)
         return True
@@ -356,7 +361,7 @@ class ActiveLoads:
             state = self._states[timed.key]  # type: ignore[index]
             self.n_falls += 1
             assert state.booking is not None  # it was counted
-            if self.observations is not None:
+            if self.observations is not None and timed.forecast.prefill_us:  # a lease says nothing about clients
                 self.observations.append(Unreported(state.booking.rank, ended=True))
             self._uncount(state, state.booking)
 
@@ -414,14 +419,14 @@ class ActiveLoads:
         return state is not None and state.booking is not None and state.prefilled
 
     def renewal(self, booking_id: BookingId) -> Renewal | None:
-        """What renewing an active booking takes; None if there is none, or the log has not given it a time yet."""
+        """What renewing an active booking takes; None if there is none."""
         state = self._states.get(booking_id)
-        if state is None or state.booking is None or state.expires_ms is None:
+        if state is None or state.booking is None:
             return None
-        booking = state.booking
+        booking, expires_ms = state.booking, state.expires_ms
         if state.prefilled and booking.prefill_tokens:
             booking = booking._replace(prefill_tokens=0)
-        return Renewal(booking, state.clock, state.expires_ms - self._ttl_ms)
+        return Renewal(booking, state.clock, None if expires_ms is None else expires_ms - self._ttl_ms)
 
     def knows(self, request_id: str, phase: str | None = None) -> bool:
         """Whether a booking of this request id is kept, active or ended. phase: None stands for every phase."""
@@ -581,7 +586,7 @@ class ActiveLoads:
         # Generated tokens show that the prompt was computed. Without a forecast only a report of that counts.
         prefilled = state.prefilled or (booking.output_blocks > 0 and forecast.prefill_us > 0)
         state.counted_prefill = 0 if prefilled else booking.prefill_tokens
-        if forecast.prefill_us or self.observations is not None:
+        if _ages(forecast) or self.observations is not None:
             timed = TimedBooking(state.booking_id, row, state.since_ms, forecast, booking.prefill_tokens)
             timed.prefilled_ms = state.prefilled_ms
             state.timed = timed

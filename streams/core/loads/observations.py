@@ -29,6 +29,12 @@ class Forecast(NamedTuple):
 #: A policy that expects nothing: the booking counts until its client or its TTL ends it.
 NO_FORECAST = Forecast()
 
+#: The same of a booking whose router alone sees the request end, as a picker does. The router renews the lease when
+#: half of it has passed, so that a request of less than 15 s costs no further record. If the router is killed, loads
+#: are right again after one lease.
+LEASE_MS = 30_000
+LEASE = Forecast(over_within_ms=LEASE_MS)
+
 
 class PrefillObserved(NamedTuple):
     """A rank completed a prompt.

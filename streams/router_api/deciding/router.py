@@ -22,6 +22,7 @@ from streams.core.hashing import pack_hashes, sequence_hashes
 from streams.core.ids import Int64Array, RankId
 from streams.core.index.interface import Candidates
 from streams.core.loads.bookings import ActiveLoads, Booking, BookingPhase
+from streams.core.loads.observations import NO_FORECAST
 from streams.core.routing.admission import PROPAGATION_MS, Gate
 from streams.core.routing.audit import OVER_MIN, WINDOW
 from streams.core.routing.cost import RankTerms, prefill_tokens
@@ -266,8 +267,10 @@ class Router:
                 if request.explain:  # before the booking, which changes the loads that some terms are read from
                     candidates = decision.candidates
                 if request.update_states:
-                    rank = decision.chosen.rank
-                    self.loads.book(prepared.request_id, decision.booking(prepared.booked_phase), reassigns=reassigns)
+                    rank, booking = decision.chosen.rank, decision.booking(prepared.booked_phase)
+                    if prepared.expect is not None and booking.forecast == NO_FORECAST:
+                        booking = booking._replace(forecast=prepared.expect(booking))
+                    self.loads.book(prepared.request_id, booking, reassigns=reassigns)
                     self.view.predictions.predict(rank, prepared.blocks.local)
                     chooser.bind(routing, rank, now_s)
                     if gate is not None:

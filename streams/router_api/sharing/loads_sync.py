@@ -27,6 +27,7 @@ from streams.core.loads.bookings import (
     Renewal,
     with_output,
 )
+from streams.core.loads.observations import LEASE, Forecast
 from streams.core.routing.policies.engine_reports import MODES as POLICY_MODES
 from streams.core.routing.selection import NAMED_MODES
 from streams.core.routing.unreported import UnreportedBookings, UnreportedLoad
@@ -387,6 +388,14 @@ class LoadsSync:
                 self._grow(booking_id, output_tokens)
             return True
 
+    def renew(self, request_id: str, phase: str | None, forecast: Forecast = LEASE) -> None:
+        """Let the bookings of a request that have a lease count from now on, with another lease or this forecast."""
+        with self._lock:
+            for booking_id in self._live_ids(request_id, phase):
+                renewal = self._loads.renewal(booking_id)
+                if renewal is not None and renewal.booking.forecast == LEASE:
+                    self._add_again(booking_id, renewal.booking._replace(forecast=forecast))
+
     def is_alone(self) -> bool:
         """Whether this router made all bookings that are active or were lately."""
         with self._lock:
@@ -407,11 +416,12 @@ class LoadsSync:
             if renewal is None or not booking.output_blocks or not self._is_due(renewal):
                 return
             grown = renewal.booking
-        self._loads.add(booking_id, grown, self._local_time())
-        self._publish(booking_id, BookingPhase.ADD, grown)
+        self._add_again(booking_id, grown)
 
     def _is_due(self, renewal: Renewal) -> bool:
         """Whether a booking ends soon enough, by the clock that ends it."""
+        if renewal.last_record_ms is None:
+            return False
         now_ms = self._log_time.latest_ms(renewal.clock) if self._shared else self._now_ms()
         return now_ms - renewal.last_record_ms >= self._ttl_ms * _RENEWED_AFTER
 
@@ -553,9 +563,7 @@ class LoadsSync:
         for booking_id, n_blocks in self._lowered.items():
             booking = self._loads.booking(booking_id)
             if booking is not None and max(booking.output_blocks, self._own.output_coming(booking_id)) < n_blocks:
-                grown = booking._replace(output_blocks=n_blocks)
-                self._loads.add(booking_id, grown, self._local_time())
-                self._publish(booking_id, BookingPhase.ADD, grown)
+                self._add_again(booking_id, booking._replace(output_blocks=n_blocks))
         self._lowered.clear()
 
     # -- applying and publishing ---------------------------------------------------------------------------------------
@@ -572,6 +580,11 @@ class LoadsSync:
         if after.requests > before.requests:  # else it has ended, or replaces an earlier record of the same booking
             n_blocks = after.decode_blocks - before.decode_blocks + booking.partial_blocks
             self._unreported.add(booking_id, booking.rank, n_blocks, self._now_ms())
+
+    def _add_again(self, booking_id: BookingId, booking: Booking) -> None:
+        """Replace an active booking, and publish that."""
+        self._loads.add(booking_id, booking, self._local_time())
+        self._publish(booking_id, BookingPhase.ADD, booking)
 
     def _apply(
         self,
