@@ -19,6 +19,7 @@ from itertools import islice, takewhile
 from streams.core.ids import RankId, WorkerId
 from streams.core.loads.bookings import Booking, BookingPhase
 from streams.core.loads.observations import LEASE, LEASE_MS, Forecast
+from streams.core.routing.selection import RouterMode
 from streams.errors import KvStreamsError
 from streams.picker.assumed_ends import Assumed, AssumedEnds, RankReport, unseen
 from streams.picker.fleet import PickerFleet
@@ -39,11 +40,17 @@ def expecting(settings: PickerServerSettings) -> Callable[[Booking], Forecast]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Booked:
-    """A booking that was made for a stream. ranks: those that were picked by their endpoints, the chosen one first."""
+    """A booking that was made for a stream.
+
+    ranks: those that were picked by their endpoints, the chosen one first. shows_prefill: whether the answer begins
+    when the prompt is computed. A page with generated text begins when all of it is, and engines send the headers of a
+    stream long before its first token.
+    """
 
     request_id: str
     phase: str | None
     ranks: Mapping[str, RankId]
+    shows_prefill: bool = True
 
     @property
     def endpoint(self) -> str:
@@ -64,6 +71,7 @@ class Lifetimes:
         self._fleet = fleet
         self._avoid = avoid
         self._assumed = AssumedEnds()
+        self._learns_speeds = router.policy.mode is RouterMode.EXPECTED_TIME
         self._running: dict[Booked, float] = {}  # those whose streams are open, and when their leases are renewed
         self.n_served_elsewhere = 0
         self.n_assumed = 0
@@ -81,7 +89,8 @@ class Lifetimes:
         """The answer of a request has begun. served: the endpoint that sent it."""
         if served is not None and served != booked.endpoint:
             self._served_elsewhere(booked, served)
-        if status < 300:
+        # Where speeds are learnt, a wrong time is worse than none: the booking ages by its forecast.
+        if status < 300 and (booked.shows_prefill or not self._learns_speeds):
             self._report(booked, BookingPhase.PREFILL)
 
     def ended(self, booked: Booked, *, is_seen: bool) -> None:

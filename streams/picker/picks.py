@@ -123,7 +123,7 @@ class Picks:
             options["update_states"] = False
         elif self._settings.picker_queue:
             options["queue"] = "on"
-        return await self._route(options, prompt.tokens, allowed, is_gone, replaced)
+        return await self._route(options, prompt.tokens, allowed, is_gone, replaced, shows_prefill=not call.generates)
 
     async def _by_load(
         self,
@@ -168,6 +168,8 @@ class Picks:
         allowed: frozenset[WorkerId] | None,
         is_gone: Callable[[], bool],
         body: bytes | None,
+        *,
+        shows_prefill: bool = False,
     ) -> Decided:
         settings, router = self._settings, self._router
         tenant = options.pop("tenant", "")
@@ -185,7 +187,7 @@ class Picks:
             answer = await self._wait(prepared, tenant, is_gone)
         else:
             answer = router.try_book(prepared)
-        return self._decided(prepared, answer, body)
+        return self._decided(prepared, answer, body, shows_prefill=shows_prefill)
 
     async def _wait(self, prepared: PreparedRequest, tenant: str, is_gone: Callable[[], bool]) -> RouteAnswer:
         """Wait for a rank, but not while the router is stopping: a gateway in full duplex asks no other picker."""
@@ -196,7 +198,9 @@ class Picks:
                 raise
             return self._router.try_book(prepared)
 
-    def _decided(self, prepared: PreparedRequest, answer: RouteAnswer, body: bytes | None) -> Decided:
+    def _decided(
+        self, prepared: PreparedRequest, answer: RouteAnswer, body: bytes | None, *, shows_prefill: bool
+    ) -> Decided:
         ranks: dict[str, RankId] = {}
         has_ranks = answer.dp_size is not None and answer.dp_size > 1
         # The header with the rank would reach a fallback as well, which has other ranks.
@@ -214,7 +218,7 @@ class Picks:
         if has_ranks:
             added[RANK_HEADER] = str(answer.rank.dp_rank)
         details = details_of(answer) if self._settings.picker_details else None
-        booked = Booked(answer.request_id, prepared.booked_phase, ranks) if is_booked else None
+        booked = Booked(answer.request_id, prepared.booked_phase, ranks, shows_prefill) if is_booked else None
         return Decided(Picked(added, metadata(destination, details), body), booked)
 
 

@@ -355,6 +355,27 @@ def test_a_request_that_is_seen_ends_with_its_stream() -> None:
     assert sum(picker.requests().values()) == 0
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_nothing_is_learnt_from_the_headers_of_generated_text(stream: bool) -> None:
+    """They come before the first token or after the last one, so they do not show how long the prompt took."""
+    picker = Picker(router_mode=RouterMode.EXPECTED_TIME)
+    decided = picker.asks(prompt(stream=stream))
+    assert decided.booked is not None
+    picker.lifetimes.first_byte(decided.booked, 200, None)
+    assert sum(each["active_prefill_tokens"] for each in picker.router.rank_loads()["loads"]) > 0
+    picker.lifetimes.ended(decided.booked, is_seen=True)
+    assert sum(picker.requests().values()) == 0
+
+
+def test_the_headers_of_an_embedding_show_that_its_prompt_is_computed() -> None:
+    """There is nothing else to compute."""
+    picker = Picker(router_mode=RouterMode.EXPECTED_TIME)
+    decided = picker.asks({"model": "m", "input": TOKENS}, {":method": "POST", ":path": "/v1/embeddings"})
+    assert decided.booked is not None
+    picker.lifetimes.first_byte(decided.booked, 200, None)
+    assert sum(each["active_prefill_tokens"] for each in picker.router.rank_loads()["loads"]) == 0
+
+
 def test_a_request_that_another_endpoint_served_is_charged_there() -> None:
     """The booking moves to the fallback that the gateway turned to."""
     picker = Picker(picker_fallbacks=1)
