@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -38,13 +39,17 @@ def declared_metrics() -> Mapping[str, Sequence[Metric[Any]]]:
     from streams.router_api.http.metrics import ROUTER_METRICS
     from streams.tables.agent_metrics import AGENT_METRICS
 
-    return {
+    declared: dict[str, Sequence[Metric[Any]]] = {
         "Router": ROUTER_METRICS,
         "Faust worker": AGENT_METRICS,
         "Bridge": BRIDGE_METRICS,
         "Front": FRONT_METRICS,
-        "Every process": PROCESS_METRICS,
     }
+    with suppress(ImportError):  # the extra `picker` is not installed
+        from streams.picker.metrics import PICKER_METRICS
+
+        declared["Picker"] = PICKER_METRICS
+    return {**declared, "Every process": PROCESS_METRICS}
 
 
 COMMANDS = (metrics,)

@@ -5,8 +5,13 @@ What lives here: their declarations. What must not: counting. The router in the 
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from streams.picker.grpc.limits import Reason
+from streams.picker.grpc.server import GrpcServer
+from streams.picker.grpc.words import Status
 from streams.picker.lifetimes import Lifetimes
 from streams.picker.picks import Picks
 from streams.picker.serving import PICKED, ExtProc
@@ -16,6 +21,9 @@ from streams.router_api.deciding.router import Router
 
 #: Codes of errors that a client may get.
 OUTCOMES_MAX = 64
+
+#: How calls end without a status: the gateway reset them or its connection broke; and no service got them.
+_RESET, _REFUSED = "reset", "refused"
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +35,21 @@ class PickerParts:
     picks: Picks
     lifetimes: Lifetimes
     tokenizing: Tokenizing
+    servers: Sequence[GrpcServer]
+
+
+def _calls(parts: PickerParts) -> Mapping[str, float]:
+    """Calls that have ended, by their status, or by how they ended without one."""
+    ended: Counter[str] = Counter({Status.OK.name.lower(): 0})
+    for server in parts.servers:
+        ended.update({status.name.lower(): n for status, n in server.tally.finished.items()})
+        ended.update({_RESET: server.tally.reset_calls, _REFUSED: server.tally.refused_calls})
+    return ended
+
+
+def _ended_connections(parts: PickerParts) -> Mapping[str, float]:
+    """Connections that a limit ended or refused, by the reason."""
+    return {reason: sum(server.tally.connections_ended[reason] for server in parts.servers) for reason in Reason}
 
 
 def _utilization(parts: PickerParts) -> float:
@@ -48,6 +71,30 @@ PICKER_METRICS: tuple[Metric[PickerParts], ...] = (
         "(docs/errors.md).",
         lambda parts: dict(parts.picks.outcomes) or {PICKED: 0},
         Label("outcome", values_max=OUTCOMES_MAX),
+    ),
+    counter(
+        "kvstreams_picker_calls_total",
+        "gRPC calls of gateways that have ended, health checks included, by their status; `reset` if the gateway ended "
+        "them, `refused` if they were too many or no gRPC. `unavailable` are those that came while the picker was not "
+        "ready.",
+        _calls,
+        Label("status", (*(status.name.lower() for status in Status), _RESET, _REFUSED)),
+    ),
+    gauge(
+        "kvstreams_picker_connections",
+        "gRPC connections of gateways.",
+        lambda parts: sum(server.held().connections for server in parts.servers),
+    ),
+    counter(
+        "kvstreams_picker_connections_ended_total",
+        "gRPC connections that a limit ended or refused, by the reason.",
+        _ended_connections,
+        Label("reason", tuple(Reason)),
+    ),
+    gauge(
+        "kvstreams_picker_buffered_bytes",
+        "Bytes of incomplete messages, and of messages that gateways have not read yet.",
+        lambda parts: sum(server.held().buffered_bytes for server in parts.servers),
     ),
     gauge(
         "kvstreams_picker_streams",

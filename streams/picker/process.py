@@ -151,7 +151,7 @@ class PickerDoor:
             fleet.limit_to(())
             background.append(self._pool.follow(partial(self._limit, fleet)))
         self._tasks = [asyncio.create_task(each) for each in background]
-        parts = PickerParts(router, self._service, picks, lifetimes, self._tokenizing)
+        parts = PickerParts(router, self._service, picks, lifetimes, self._tokenizing, self._servers)
         return [MetricsRegistry(PICKER_METRICS, lambda: parts)]
 
     async def close(self, timeout_s: float) -> None:

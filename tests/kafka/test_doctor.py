@@ -528,6 +528,22 @@ def prompts_never_match(well: DoctorsFleet) -> Iterator[Sick]:
 
 
 @fault
+def gateway_asks_too_early(well: DoctorsFleet) -> Iterator[Sick]:
+    page = b'kvstreams_picker_calls_total{status="ok"} 9.0\nkvstreams_picker_calls_total{status="unavailable"} 3.0\n'
+    with HttpDouble(router_pages(metrics=page)) as http:
+        order = Order(routers=(http.url,), skip=ROUTERS_ALONE)
+        yield Sick(well.settings, {"picker_asked_early"}, ["asked 3 times", "gRPC health"], order)
+
+
+@fault
+def gateway_breaks_the_protocol(well: DoctorsFleet) -> Iterator[Sick]:
+    page = b"kvstreams_picker_broken_streams_total 4.0\n"
+    with HttpDouble(router_pages(metrics=page)) as http:
+        order = Order(routers=(http.url,), skip=ROUTERS_ALONE)
+        yield Sick(well.settings, {"gateway_breaks_ext_proc"}, ["4 streams", "ext_proc filter"], order)
+
+
+@fault
 def engine_renders_otherwise(well: DoctorsFleet) -> Iterator[Sick]:
     render = {"outcome": "differs", "part": "chat_with_tools", "from_token": 27, "reason": None}
     workers = [

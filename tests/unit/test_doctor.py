@@ -106,6 +106,24 @@ def test_engines_that_find_less_than_was_promised_are_a_finding(over: int, agree
     assert [each.code for each in found] == ["overlaps_disagree"] * is_found
 
 
+@pytest.mark.parametrize(
+    ("name", "labels", "number", "code"),
+    [
+        ("kvstreams_picker_calls_total", {"status": "unavailable"}, 3.0, "picker_asked_early"),
+        ("kvstreams_picker_calls_total", {"status": "unavailable"}, 0.0, None),
+        ("kvstreams_picker_calls_total", {"status": "ok"}, 3.0, None),
+        ("kvstreams_picker_broken_streams_total", {}, 2.0, "gateway_breaks_ext_proc"),
+        ("kvstreams_picker_broken_streams_total", {}, 0.0, None),
+    ],
+)
+def test_a_picker_says_how_gateways_ask_it(name: str, labels: dict[str, str], number: float, code: str | None) -> None:
+    """Streams that came too early, or that ext_proc does not allow, are findings with their number."""
+    page = PageSeen("http://r/metrics", None, ((name, labels, number),))
+    found = list(routers.check_routers(replace(observed(), routers=(RouterSeen("http://r", page=page),))))
+    assert [each.code for each in found] == [code] * (code is not None)
+    assert all(f"{number:.0f}" in each.problem for each in found)
+
+
 def test_a_rank_that_contradicts_is_approximate_and_not_degraded() -> None:
     """The finding names the worker, and what to do about it."""
     seen = frozenset({("audit_disagrees", 7)})

@@ -7,7 +7,7 @@ from itertools import combinations
 
 from streams.core.routing.reasons import EXPLANATIONS
 from streams.doctor.findings import Finding, Group, listed
-from streams.doctor.observations import Observations, RouterSeen
+from streams.doctor.observations import Observations, PageSeen, RouterSeen
 
 #: Of reasons that do not make answers degraded.
 _MODES = {"audit_disagrees": "approximate"}
@@ -91,6 +91,7 @@ def _one(router: RouterSeen) -> Iterator[Finding]:
     if router.page is None:
         return
     yield from _audit(router, subject)
+    yield from _gateways(router.page, subject)
     for name, labels, number in router.page.samples:
         if name == "kvstreams_unmatched_prompts" and number > 0:
             yield Finding(
@@ -102,6 +103,30 @@ def _one(router: RouterSeen) -> Iterator[Finding]:
                 "The prompts are not hashed like the engines' blocks: their token ids (chat template), block size, "
                 "lora_name, namespace or cache_salt differ. --probe shows whether an engine agrees",
             )
+
+
+def _gateways(page: PageSeen, subject: str) -> Iterator[Finding]:
+    """Report that gateways ask a picker too early, or in a way that it cannot answer."""
+    n_broken = page.total("kvstreams_picker_broken_streams_total")
+    if n_broken:
+        yield Finding(
+            Group.ROUTERS,
+            "gateway_breaks_ext_proc",
+            subject,
+            f"{n_broken:.0f} streams of gateways ended with messages that ext_proc does not allow, so their requests "
+            "have no pick",
+            "Compare the gateway's ext_proc filter with docs/gateway.md; its log has the picker's reason",
+        )
+    calls = (sample for sample in page.samples if sample[0] == "kvstreams_picker_calls_total")
+    n_early = sum(number for _, labels, number in calls if labels.get("status") == "unavailable")
+    if n_early:
+        yield Finding(
+            Group.ROUTERS,
+            "picker_asked_early",
+            subject,
+            f"gateways asked {n_early:.0f} times while it was not ready; each such request needs a second picker",
+            "Let the gateway check the gRPC health of pickers, or Kubernetes their readiness (docs/gateway.md)",
+        )
 
 
 def _tokens(seen: Observations) -> Iterator[Finding]:
