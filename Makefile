@@ -86,9 +86,11 @@ replicas: warm
 migrations: warm
 	$(BIN)/python -m tests.migrations $(MIGRATIONS)
 
-# Three pickers behind a real Envoy, 100 requests/s, one killed every 10 s for five minutes: about six minutes.
+# Three pickers behind a real Envoy, 100 requests/s, one killed every 10 s for five minutes, and the table of failures of
+# docs/gateway.md: about 20 minutes on a machine that runs nothing else.
 picker-kills: warm
 	$(BIN)/pytest --long --numprocesses 0 -s tests/kafka/test_picker_kills.py
+	$(BIN)/python -m tests.picker_failures
 
 # Every way in which a router's knowledge can be wrong (docs/trust.md), in the long form, with real processes.
 trust: warm

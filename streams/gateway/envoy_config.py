@@ -30,8 +30,13 @@ PICK_TIMEOUT_S = 35.0
 #: Time to connect to a picker, and to an engine.
 CONNECT_PICKER_S, CONNECT_ENGINE_S = 0.25, 2.0
 
-#: A picker that does not answer a health check within this time, or fails a request, is not asked for EJECTED_S.
-HEALTH_S = 0.2
+#: A picker is not asked while it says that it is not ready, and after so many health checks in turn that it does not
+#: answer in time. A busy machine answers late: with one check of 0.2 s, all pickers of such a machine were ejected.
+HEALTH_S, HEALTH_ANSWER_S = 0.5, 1.0
+UNANSWERED_MAX = 2
+
+#: A picker that cannot be reached, or is not available for a request, is not asked for this long. Each time counts, so
+#: that the second time in a row is twice as long.
 EJECTED_S = 3.0
 
 #: A picker that does not answer a PING of HTTP/2, which is sent at this interval, within this time loses its
@@ -215,8 +220,12 @@ def _tls_socket(config: GatewayConfig) -> dict[str, Any]:
     }
 
 
-#: Fields of an access log. `picked` is missing in a request that passed without a decision; `details` are those of
-#: `picker_details`.
+#: The filter that asks pickers. What it notes of a request has this name as well.
+_PICKING = "kvstreams.picking"
+
+#: Fields of an access log. `picked` is missing in a request that passed without a decision; the gRPC statuses of the
+#: picker's answers to its headers and to its body say why. `pick_us`: from the body to its answer. `details` are those
+#: of `picker_details`.
 _LOGGED = {
     "time": "%START_TIME%",
     "method": "%REQ(:METHOD)%",
@@ -229,6 +238,9 @@ _LOGGED = {
     "response_bytes": "%BYTES_SENT%",
     "picked": f"%DYNAMIC_METADATA({LB}:{DESTINATION})%",
     "served": "%UPSTREAM_HOST%",
+    "headers_status": f"%FILTER_STATE({_PICKING}:FIELD:request_header_call_status)%",
+    "pick_status": f"%FILTER_STATE({_PICKING}:FIELD:request_body_last_call_status)%",
+    "pick_us": f"%FILTER_STATE({_PICKING}:FIELD:request_body_total_latency_us)%",
     "details": f"%DYNAMIC_METADATA({DETAILS})%",
 }
 
@@ -270,9 +282,10 @@ def _picking_filter(config: GatewayConfig) -> dict[str, Any]:
         "request_trailer_mode": "SKIP" if config.buffers else "SEND",
         "response_trailer_mode": "SKIP",
     }
-    retries = "connect-failure,refused-stream,unavailable,reset,reset-before-request,cancelled,internal,gateway-error"
+    # A picker's fault is not tried again: the request that causes it would reach all pickers.
+    retries = "connect-failure,refused-stream,unavailable,reset,reset-before-request"
     return {
-        "name": "kvstreams.picking",
+        "name": _PICKING,
         "typed_config": {
             _TYPE: f"{_V3}.extensions.filters.http.ext_proc.v3.ExternalProcessor",
             "grpc_service": {
@@ -283,6 +296,16 @@ def _picking_filter(config: GatewayConfig) -> dict[str, Any]:
                     "num_retries": PICKER_RETRIES,
                     "retry_on": retries,
                     "retry_back_off": {"base_interval": "0.005s", "max_interval": "0.02s"},
+                    # One that has just died would otherwise be tried again, until it is known to be dead.
+                    "retry_host_predicate": [
+                        {
+                            "name": "envoy.retry_host_predicates.previous_hosts",
+                            "typed_config": {
+                                _TYPE: f"{_V3}.extensions.retry.host.previous_hosts.v3.PreviousHostsPredicate"
+                            },
+                        }
+                    ],
+                    "host_selection_retry_max_attempts": PICKER_RETRIES,
                 },
             },
             "processing_mode": mode,
@@ -363,16 +386,17 @@ def _pickers_cluster(config: GatewayConfig) -> dict[str, Any]:
         },
         "health_checks": [
             {
-                "timeout": _seconds(HEALTH_S),
+                "timeout": _seconds(HEALTH_ANSWER_S),
                 "interval": _seconds(HEALTH_S),
                 "no_traffic_interval": _seconds(HEALTH_S),
-                "unhealthy_threshold": 1,
+                "unhealthy_threshold": UNANSWERED_MAX,
                 "healthy_threshold": 1,
                 "grpc_health_check": {},
             }
         ],
         "outlier_detection": {
-            "consecutive_5xx": 1,
+            # A fault of one request is none of the picker's.
+            "enforcing_consecutive_5xx": 0,
             "consecutive_gateway_failure": 1,
             "enforcing_consecutive_gateway_failure": 100,
             "consecutive_local_origin_failure": 1,

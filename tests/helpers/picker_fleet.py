@@ -1,7 +1,7 @@
 """Several pickers behind one real Envoy under load, of which some are killed, and what became of the requests.
 
 What lives here: starting them, the load, and reading the outcome from Envoy's access log. What must not: which pickers
-are killed when, and what must hold then (tests/kafka/test_picker_kills.py, tests/picker_kills.py).
+are killed when, and what must hold then (tests/kafka/test_picker_kills.py, tests/picker_failures.py).
 """
 
 from __future__ import annotations
@@ -74,6 +74,11 @@ class Outcome:
     def undecided(self) -> list[dict[str, Any]]:
         """Answers of requests that reached an engine without a decision."""
         return [answer for answer in self.answers if "picked" not in answer and "served" in answer]
+
+    @property
+    def causes(self) -> Counter[tuple[str, str]]:
+        """How often each pair of gRPC statuses left a request undecided: of the answers to its headers and its body."""
+        return Counter((each.get("headers_status", ""), each.get("pick_status", "")) for each in self.undecided)
 
     @property
     def elsewhere(self) -> list[dict[str, Any]]:

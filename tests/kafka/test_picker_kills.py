@@ -38,22 +38,27 @@ def test_pickers_that_are_killed_in_turn_fail_no_request(
 ) -> None:
     """With the recommended settings, and 500 ms until an answer's first byte, one of three is killed again and again.
 
-    Few requests pass without a decision, all of them while a picker was dying and none while it was starting, and no
-    picker that came back decides without its index. The long form: 100 requests/s and a kill every 10 s for five
+    Few requests pass without a decision, all of them were under way while a picker died and none while it was starting,
+    and no picker that came back decides without its index. The long form: 100 requests/s and a kill every 10 s for five
     minutes, of which at most 1 % pass without a decision.
     """
     fleet = PickerFleet(Stack(scope, tmp_path, children), RECOMMENDED)
     rate, seconds, pause_s = (100.0, 300.0, 10.0) if long_form else (50.0, 24.0, 4.0)
     spans: list[tuple[float, float]] = []
     outcome = asyncio.run(fleet.load(rate, seconds, killing(fleet, signal.SIGKILL, pause_s, spans)))
-    print(f"{len(spans)} kills, {len(outcome.undecided)} of {outcome.n_requests} undecided, {outcome.doubts}")
+    print(
+        f"{len(spans)} kills, {len(outcome.undecided)} of {outcome.n_requests} undecided, by gRPC statuses "
+        f"{outcome.causes}; not exact: {outcome.doubts}"
+    )
     assert len(spans) >= 2
     assert outcome.n_failed == 0, outcome.statuses
     # 1 % of what comes in 10 s, for each kill.
     assert len(outcome.undecided) <= len(spans) * rate * 10.0 / 100.0
     for answer in outcome.undecided:
-        # A request that began up to a second before its picker died waited there for its pick.
-        assert any(from_s - 1.0 <= started_s(answer) <= until_s for from_s, until_s in spans), answer
+        began_s = started_s(answer)
+        assert any(began_s <= until_s and began_s + answer["ms"] / 1000.0 >= from_s for from_s, until_s in spans), (
+            answer
+        )
     assert not outcome.doubts.keys() & WITHOUT_INDEX, outcome.doubts
     assert not outcome.elsewhere
     fleet.wait_healthy()
