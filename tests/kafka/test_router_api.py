@@ -656,6 +656,7 @@ def test_a_router_that_has_not_read_its_topics_is_not_ready(scope: Settings) -> 
                     ("POST", "/route", {"token_ids": TOKENS}),
                     ("POST", "/loads/potential", {"token_ids": TOKENS}),
                     ("GET", "/loads", None),
+                    ("GET", "/workers", None),
                     ("POST", "/loads/r", {"worker_id": 1, "token_ids": TOKENS}),
                     ("POST", "/loads/r/prefill-complete", None),
                     ("DELETE", "/loads/r", None),

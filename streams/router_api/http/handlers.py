@@ -277,7 +277,10 @@ class Handlers:
         return _accepted(self._router.report_phase(request_id, what, report.phase, *reported))
 
     async def workers(self, request: web.Request) -> web.Response:  # noqa: ARG002
-        """Return the registered workers."""
+        """Return the registered workers. A part of the registry would look as if the others had been removed."""
+        pending = self._router.feeds.pending()
+        if "workers" in pending:
+            raise NotReady("the registry is still being read", partitions_left=pending)
         workers = [self._worker_json(worker) for worker in self._router.registry.workers()]
         return _json({"workers": workers, "router_mode": self._router.policy.mode})
 
