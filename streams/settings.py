@@ -104,6 +104,15 @@ def _setting(default: Any, text: str, *, low: float | None = None, high: float |
 
 
 def _secret(text: str) -> Any:
+class TopicProfile(enum.StrEnum):
+    """The service that runs Kafka, which determines the settings that topics may have (streams.topics)."""
+
+    STANDARD = "standard"
+    MSK_SERVERLESS = "msk-serverless"
+    CONFLUENT_CLOUD = "confluent-cloud"
+    REDPANDA = "redpanda"
+
+
     """A setting that is no option, since other users see the arguments of a process, and whose value is not shown."""
     return field(default="", repr=False, metadata={"help": text, "secret": True})
 
@@ -175,6 +184,10 @@ class TopicSettings:
     )
     behind_after_ms: int = _setting(
         750, "answers are degraded if a partition's owner lags behind its events by more than this", low=10
+    topic_profile: TopicProfile = _setting(
+        TopicProfile.STANDARD,
+        f"which settings topics have, by the service that runs Kafka: {', '.join(TopicProfile)} (docs/kafka.md)",
+    )
     )
 
     def block_size_of(self, model: str) -> int:

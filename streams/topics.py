@@ -7,10 +7,10 @@ to Kafka (streams.kafka.clients). An operator can read this file instead of a br
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from streams.core.engine_metrics import METRICS_TTL_MS_MAX
-from streams.settings import TopicSettings
+from streams.settings import TopicProfile, TopicSettings
 
 #: TopicSettings that make compaction run soon. Kafka's defaults (segments of 1 GiB, 7 days, half of the log dirty)
 #: would leave hours of superseded records, which every starting reader has to read: for one hour at full rate, 85 GB
@@ -27,15 +27,16 @@ _COMPACTED = {
 _CONTROL_RETENTION_MS = 10 * 60 * 1000
 _DEAD_LETTER_RETENTION_MS = 7 * 24 * 3600 * 1000
 
-#: Bytes of one record of kv-events: 16 per block, so that a prompt of 8 million tokens in blocks of 16 is one record.
-EVENT_BYTES_MAX = 8 * 1024 * 1024
+#: Limit of the topics with the largest records. MSK Serverless and Confluent Cloud allow no more. It covers a record's
+#: key and headers as well.
+MESSAGE_BYTES_MAX = 8 * 1024 * 1024
 
-#: Bytes of one record of router-loads: 8 per block, so that the longest request accepted fits with any block size. A
-#: booking that does not reach the other routers is a load that they do not see.
-LOAD_BYTES_MAX = 8 * 1024 * 1024 + 64 * 1024
+#: What a record's key and headers take at most, and what Kafka adds. The headers of a dead letter state its reason.
+_HEADERS_BYTES_MAX = 64 * 1024
 
-#: A dead letter is the record itself if it has a schema of ours, with headers that state the reason.
-DEAD_LETTER_BYTES_MAX = EVENT_BYTES_MAX + 64 * 1024
+#: Bytes of one record of kv-events: 16 per block, so that a prompt of 8 million tokens in blocks of 16 is one record. A
+#: dead letter is the record itself if it has a schema of ours.
+EVENT_BYTES_MAX = MESSAGE_BYTES_MAX - _HEADERS_BYTES_MAX
 
 #: Bytes of a chunk of a restatement, which is parked in the index's changelog unchanged. Bridges start a new chunk at
 #: 1 MiB of hashes.
@@ -52,6 +53,43 @@ DECISION_BYTES_MAX = 4 * 1024 * 1024
 #: Kafka deletes whole segments, and never the one that is written. With these bounds, a partition of the decision log
 #: has at most a quarter more than its share, and a segment is not smaller than a record.
 _DECISION_SEGMENT_BYTES_MIN, _DECISION_SEGMENT_BYTES_MAX = 8 * 1024 * 1024, 64 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class _ProfileRules:
+    """What a service allows. names: the settings that topics may have there, or None for all. least: lowest values."""
+
+    names: frozenset[str] | None = None
+    least: Mapping[str, int] = field(default_factory=dict)
+    replication_min: int = 1
+
+    def allowed(self, config: Mapping[str, str]) -> Mapping[str, str]:
+        """The settings of a topic that the service allows, each with the value that comes closest."""
+        return {
+            name: str(max(int(value), self.least[name])) if name in self.least else value
+            for name, value in config.items()
+            if self.names is None or name in self.names
+        }
+
+
+_EVERYWHERE = frozenset(
+    {"cleanup.policy", "max.message.bytes", "message.timestamp.type", "retention.bytes", "retention.ms"}
+)
+
+#: By the documentation of each service; none of them was tried. docs/kafka.md says what a profile costs.
+_PROFILES: Mapping[TopicProfile, _ProfileRules] = {
+    TopicProfile.STANDARD: _ProfileRules(),
+    # Replicas are MSK's, in three zones.
+    TopicProfile.MSK_SERVERLESS: _ProfileRules(_EVERYWHERE, replication_min=3),
+    # All cluster types allow these values; a Dedicated cluster allows lower ones.
+    TopicProfile.CONFLUENT_CLOUD: _ProfileRules(
+        _EVERYWHERE | {"delete.retention.ms", "min.compaction.lag.ms", "segment.bytes", "segment.ms"},
+        {"segment.bytes": 50 * 1024 * 1024, "segment.ms": 4 * 3600 * 1000, "retention.ms": 3600 * 1000},
+        replication_min=3,
+    ),
+    # Redpanda acts as if `segment.ms` were at least `log_segment_ms_min`, which is 10 minutes by default.
+    TopicProfile.REDPANDA: _ProfileRules(_EVERYWHERE | {"segment.bytes", "segment.ms"}, {"segment.ms": 600 * 1000}),
+}
 
 PREFIX_INDEX = "prefix-index"
 CXL_BLOCKS = "cxl-blocks"
@@ -103,8 +141,11 @@ class Topics:
 def topics(settings: TopicSettings) -> Topics:
     """The topics of the scope that the settings describe."""
 
+    rules = _PROFILES[settings.topic_profile]
+    replication = max(settings.replication, rules.replication_min)
+
     def spec(name: str, key: str, schema: str | None, config: Mapping[str, str]) -> TopicSpec:
-        return TopicSpec(name, key, schema, settings.partitions, settings.replication, config)
+        return TopicSpec(name, key, schema, settings.partitions, replication, rules.allowed(config))
 
     prefix = settings.topic_prefix
     decision_bytes = settings.decision_log_bytes_max // settings.partitions
@@ -116,7 +157,7 @@ def topics(settings: TopicSettings) -> Topics:
             {
                 "cleanup.policy": "delete",
                 "retention.ms": str(settings.retention_ms),
-                "max.message.bytes": str(EVENT_BYTES_MAX),
+                "max.message.bytes": str(MESSAGE_BYTES_MAX),
             },
         ),
         cxl_events=spec(
@@ -152,7 +193,8 @@ def topics(settings: TopicSettings) -> Topics:
                 "retention.ms": str(round(settings.booking_ttl_s * 2 * 1000)),
                 "segment.ms": str(60 * 1000),
                 "min.compaction.lag.ms": "0",
-                "max.message.bytes": str(LOAD_BYTES_MAX),
+                # 8 bytes per block, so that the longest request accepted fits unless blocks have a single token.
+                "max.message.bytes": str(MESSAGE_BYTES_MAX),
             },
         ),
         kv_control=spec(
@@ -168,7 +210,7 @@ def topics(settings: TopicSettings) -> Topics:
             {
                 "cleanup.policy": "delete",
                 "retention.ms": str(_DEAD_LETTER_RETENTION_MS),
-                "max.message.bytes": str(DEAD_LETTER_BYTES_MAX),
+                "max.message.bytes": str(MESSAGE_BYTES_MAX),
             },
         ),
         router_decisions=spec(

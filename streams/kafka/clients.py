@@ -32,8 +32,8 @@ from streams.errors import BadRecord, KafkaRefused, KafkaUnreachable, KvStreamsE
 from streams.kafka.log_ends import CLIENT_LOGGER, UNREACHED, Ask, watch_of
 from streams.process.waiting import wait_for
 from streams.security.kafka import librdkafka_config
-from streams.settings import ScopeSettings
-from streams.topics import DEAD_LETTER_BYTES_MAX, TopicSpec
+from streams.settings import ScopeSettings, TopicSettings
+from streams.topics import MESSAGE_BYTES_MAX, TopicSpec
 
 log = logging.getLogger(__name__)
 
@@ -159,7 +159,7 @@ def producer(settings: ScopeSettings, **overrides: Any) -> Producer:
             # wait for records that an outage held back.
             "reconnect.backoff.max.ms": 1000,
             # The client refuses larger records before the broker sees them; its own default is 1 MB.
-            "message.max.bytes": DEAD_LETTER_BYTES_MAX + 64 * 1024,
+            "message.max.bytes": MESSAGE_BYTES_MAX,
             **_logs(settings),
             **overrides,
         }
@@ -378,7 +378,9 @@ def check_topic(spec: TopicSpec, state: TopicState) -> None:
             "another topic_prefix",
         )
     other = {
-        key: (state.config.get(key), value) for key, value in spec.config.items() if state.config.get(key) != value
+        key: (state.config.get(key), value)
+        for key, value in spec.config.items()
+        if not _suffices(key, state.config.get(key), value)
     }
     if other:
         differences = "; ".join(f"{key} is {has}, not {wants}" for key, (has, wants) in sorted(other.items()))
@@ -413,6 +415,13 @@ async def wait_for_topics(settings: ScopeSettings, specs: Iterable[TopicSpec], n
     while missing:
         note(topics_missing(missing))
         if time.monotonic() - logged_s >= MISSING_LOG_S:
+def _suffices(name: str, has: str | None, wants: str) -> bool:
+    """Whether a topic's setting is as wanted; larger records than wanted do no harm."""
+    if name == "max.message.bytes" and has is not None:
+        return int(has) >= int(wants)
+    return has == wants
+
+
             log.warning("not ready: %s. %s", topics_missing(missing), TOPICS_REMEDY)
             logged_s = time.monotonic()
         note(f"{topics_missing(missing)}. {TOPICS_REMEDY}")

@@ -21,7 +21,7 @@ from streams.router_api.messages.requests import COUNT_MAX, NAME_CHARS_MAX
 from streams.router_api.sharing.late_calls import BUFFERED_CALL_TTL_MS, BUFFERED_CALLS_MAX
 from streams.router_api.sharing.loads_sync import LoadsSync
 from streams.settings import Settings
-from streams.topics import LOAD_BYTES_MAX, topics
+from streams.topics import MESSAGE_BYTES_MAX, topics
 from tests.helpers.api import (
     BLOCK_SIZE,
     LIVE,
@@ -435,10 +435,10 @@ def test_a_long_booking_reaches_the_other_routers(scope: Settings) -> None:
 def test_a_booking_too_long_for_a_record_is_charged_and_counted(limit: str, scope: Settings) -> None:
     """A booking that Kafka refuses is charged at its own router, is counted as unpublished, and can be freed."""
     ensure_topics(scope, [topics(scope).router_loads])
-    more = {} if limit == "the client's" else {"message.max.bytes": 2 * LOAD_BYTES_MAX}
+    more = {} if limit == "the client's" else {"message.max.bytes": 2 * MESSAGE_BYTES_MAX}
     kafka = producer(scope, **more)
     loads = LoadsSync(scope, topics(scope).router_loads, kafka, lambda: 0)
-    n = LOAD_BYTES_MAX // 8 + 20_000
+    n = MESSAGE_BYTES_MAX // 8 + 20_000
     loads.book("long", Booking(rank_of(1), "m", n, pack_hashes(range(n)), 0, n))
     loads.book("short", booking())
     loads.flush(PATIENCE_S)

@@ -21,12 +21,13 @@ from streams.kafka.clients import (
     describe_topics,
     ensure_topics,
     first_offset,
+    missing_topics,
     producer,
 )
 from streams.kafka.topic_watch import TopicReading, TopicWatch
 from streams.process.waiting import wait_for
-from streams.settings import Settings
-from streams.topics import topics
+from streams.settings import Settings, TopicProfile
+from streams.topics import MESSAGE_BYTES_MAX, topics
 
 PATIENCE_S = 20.0
 
@@ -41,6 +42,29 @@ def test_topics_are_created_as_specified(scope: Settings) -> None:
         assert (state.partitions, state.replication, state.config) == (spec.partitions, 1, dict(spec.config))
         check_topic(spec, state)
     assert len({state.topic_id for state in states.values()}) == len(specs)
+
+
+@pytest.mark.parametrize("profile", TopicProfile)
+def test_topics_of_every_profile_are_created_and_found_as_specified(scope: Settings, profile: TopicProfile) -> None:
+    """Kafka knows each setting that is left, and the check of every process finds it."""
+    settings = replace(scope, topic_profile=profile)
+    specs = [replace(spec, replication=1) for spec in topics(settings).all()]  # this Kafka has one broker
+    ensure_topics(settings, specs)
+    assert missing_topics(settings, topics(settings).all()) == []
+
+
+def test_a_topic_may_take_larger_records_than_wanted(scope: Settings) -> None:
+    """Topics of an earlier version, whose limit was higher, stay usable; a lower limit is refused."""
+    spec = topics(scope).router_loads
+    for bytes_max, fits in ((MESSAGE_BYTES_MAX + 65_536, True), (MESSAGE_BYTES_MAX - 1, False)):
+        name = f"{spec.name}-{bytes_max}"
+        made = replace(spec, name=name, config={**spec.config, "max.message.bytes": str(bytes_max)})
+        ensure_topics(scope, [made])
+        if fits:
+            ensure_topics(scope, [replace(spec, name=name)])
+        else:
+            with pytest.raises(TopicMismatch, match=r"max\.message\.bytes"):
+                ensure_topics(scope, [replace(spec, name=name)])
 
 
 def test_processes_that_start_at_the_same_time_can_all_create_the_topics(scope: Settings) -> None:

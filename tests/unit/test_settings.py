@@ -29,6 +29,7 @@ from streams.settings import (
     KvTransfer,
     SaslMechanism,
     Settings,
+    TopicProfile,
     as_environ,
     load,
     shown_value,
@@ -417,6 +418,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "log_level": st.sampled_from(["debug", "info", "warning", "error"]),
 }
 SWITCHES = [setting for setting in SETTINGS if isinstance(getattr(Settings(), setting), bool)]
+    "topic_profile": st.sampled_from(TopicProfile),
 
 ANY_SETTINGS = st.builds(
     Settings,

@@ -10,7 +10,7 @@ import pytest
 
 from streams.errors import SettingsError
 from streams.kafka.avro_frames import schemas_dir
-from streams.settings import Settings
+from streams.settings import Settings, TopicProfile
 from streams.topics import CXL_BLOCKS, PREFIX_INDEX, TopicSpec, topics
 
 HOUR_MS = 3_600_000
@@ -39,13 +39,13 @@ EXPECTED: dict[str, dict[str, str]] = {
         "min.compaction.lag.ms": "0",
         "segment.ms": "60000",
         "retention.ms": str(2 * 600 * 1000),
-        "max.message.bytes": str((8 << 20) + 65536),
+        "max.message.bytes": str(8 << 20),
     },
     "kv-control": {"cleanup.policy": "delete", "retention.ms": "600000", "segment.ms": "60000"},
     "kv-dead-letters": {
         "cleanup.policy": "delete",
         "retention.ms": str(7 * 24 * HOUR_MS),
-        "max.message.bytes": str((8 << 20) + 65536),
+        "max.message.bytes": str(8 << 20),
     },
     # 2 GiB over 5 partitions, in segments of at most 64 MiB.
     "router-decisions": {
@@ -70,6 +70,39 @@ def test_every_topic_of_a_scope(prefix: str) -> None:
     assert all(len(spec.name) <= 249 for spec in specs)  # Kafka's limit
 
 
+#: Settings that topics may have, and their lowest and highest values, by each service's own documentation.
+MIB = 1 << 20
+LIMITS: dict[TopicProfile, dict[str, tuple[int, int]]] = {
+    TopicProfile.MSK_SERVERLESS: {"max.message.bytes": (1, 8 * MIB)},
+    TopicProfile.CONFLUENT_CLOUD: {
+        "delete.retention.ms": (0, 60_566_400_000),
+        "max.message.bytes": (1, 8 * MIB),
+        "min.compaction.lag.ms": (0, 1 << 62),
+        "segment.bytes": (50 * MIB, 1 << 30),
+        "segment.ms": (4 * HOUR_MS, 1 << 62),
+        "retention.ms": (HOUR_MS, 1 << 62),
+    },
+    TopicProfile.REDPANDA: {"segment.bytes": (MIB, 1 << 40), "segment.ms": (600_000, 1 << 62)},
+}
+ANYWHERE = {"cleanup.policy", "message.timestamp.type", "max.message.bytes", "retention.bytes", "retention.ms"}
+
+
+@pytest.mark.parametrize("profile", LIMITS)
+def test_a_profile_sets_only_what_its_service_allows(profile: TopicProfile) -> None:
+    """Other settings are left out, values outside of a service's limits are moved to them, and the rest is the same."""
+    standard = topics(Settings()).all()
+    specs = topics(Settings(topic_profile=profile)).all()
+    limits = LIMITS[profile]
+    for ours, spec in zip(standard, specs, strict=True):
+        assert (spec.name, spec.partitions) == (ours.name, ours.partitions)
+        assert set(spec.config) == {name for name in ours.config if name in limits or name in ANYWHERE}
+        for name, value in spec.config.items():
+            low, high = limits.get(name, (0, 0))
+            wanted = ours.config[name]
+            assert value == (str(min(max(int(wanted), low), high)) if high else wanted)
+    assert {spec.replication for spec in specs} == ({1} if profile is TopicProfile.REDPANDA else {3})
+
+
 def test_a_prefix_that_kafka_would_refuse_is_refused_at_once() -> None:
     """The longest prefix leaves space for the longest topic name; one character more is an invalid setting."""
     with pytest.raises(SettingsError):
@@ -86,8 +119,10 @@ def test_changelogs_have_the_names_that_faust_would_give_them(prefix: str) -> No
 
 
 def test_the_longest_request_fits_a_record_of_its_booking() -> None:
-    """A request with the largest accepted number of tokens, in blocks of one token, fits one record."""
-    assert Settings().request_tokens_max * 8 + 4096 <= int(topics(Settings()).router_loads.config["max.message.bytes"])
+    """A request with the largest accepted number of tokens, in blocks of two tokens, fits one record."""
+    assert Settings().request_tokens_max // 2 * 8 + 4096 <= int(
+        topics(Settings()).router_loads.config["max.message.bytes"]
+    )
 
 
 def test_retention_follows_the_settings() -> None:

@@ -26,13 +26,13 @@ worker_metrics:
   config: {cleanup.policy: delete, retention.ms: "600000", segment.ms: "60000"}
 router_loads:
   name: {{ $prefix }}router-loads
-  config: {{ merge (dict "cleanup.policy" "compact,delete" "message.timestamp.type" "LogAppendTime" "retention.ms" (round (mulf $booking 2000) 0 | int64 | toString) "segment.ms" "60000" "min.compaction.lag.ms" "0" "max.message.bytes" "8454144") $compacted | toJson }}
+  config: {{ merge (dict "cleanup.policy" "compact,delete" "message.timestamp.type" "LogAppendTime" "retention.ms" (round (mulf $booking 2000) 0 | int64 | toString) "segment.ms" "60000" "min.compaction.lag.ms" "0" "max.message.bytes" "8388608") $compacted | toJson }}
 kv_control:
   name: {{ $prefix }}kv-control
   config: {cleanup.policy: delete, retention.ms: "600000", segment.ms: "60000"}
 dead_letters:
   name: {{ $prefix }}kv-dead-letters
-  config: {cleanup.policy: delete, retention.ms: "604800000", max.message.bytes: "8454144"}
+  config: {cleanup.policy: delete, retention.ms: "604800000", max.message.bytes: "8388608"}
 router_decisions:
   name: {{ $prefix }}router-decisions
   config:
