@@ -59,6 +59,19 @@ _TOPIC_PREFIX = re.compile(r"[a-zA-Z0-9._-]{0,200}")
 _OBJECTIVE = re.compile(r"[^=\s]{1,253}\s*=\s*-?[0-9]{1,9}")
 
 
+#: Properties of clients that kafka_properties must not have: other settings determine them, or answers would be wrong.
+_SECURITY_PROPERTIES = ("security.", "ssl.", "sasl.", "enable.ssl.", "enable.sasl.")
+_OWN_PROPERTIES = frozenset(
+    {
+        *("bootstrap.servers", "metadata.broker.list", "client.rack", "plugin.library.paths", "message.max.bytes"),
+        *("group.id", "group.instance.id", "group.protocol", "isolation.level", "auto.offset.reset"),
+        *("enable.auto.commit", "auto.commit.enable", "enable.auto.offset.store", "enable.partition.eof"),
+        *("acks", "request.required.acks", "enable.idempotence", "partitioner", "allow.auto.create.topics"),
+        *("transactional.id", "transaction.timeout.ms"),
+    }
+)
+
+
 #: How `kvstreams config` and error messages show the value of a secret.
 MASKED = "set, not shown"
 
@@ -91,6 +104,15 @@ class SaslMechanism(enum.StrEnum):
     OAUTHBEARER = "OAUTHBEARER"
 
 
+class TopicProfile(enum.StrEnum):
+    """The service that runs Kafka, which determines the settings that topics may have (streams.topics)."""
+
+    STANDARD = "standard"
+    MSK_SERVERLESS = "msk-serverless"
+    CONFLUENT_CLOUD = "confluent-cloud"
+    REDPANDA = "redpanda"
+
+
 class KvTransfer(enum.StrEnum):
     """How the KV cache of a prompt gets from the worker that computed it to the one that decodes."""
 
@@ -104,15 +126,6 @@ def _setting(default: Any, text: str, *, low: float | None = None, high: float |
 
 
 def _secret(text: str) -> Any:
-class TopicProfile(enum.StrEnum):
-    """The service that runs Kafka, which determines the settings that topics may have (streams.topics)."""
-
-    STANDARD = "standard"
-    MSK_SERVERLESS = "msk-serverless"
-    CONFLUENT_CLOUD = "confluent-cloud"
-    REDPANDA = "redpanda"
-
-
     """A setting that is no option, since other users see the arguments of a process, and whose value is not shown."""
     return field(default="", repr=False, metadata={"help": text, "secret": True})
 
@@ -139,6 +152,11 @@ class KafkaSettings:
     kafka_oauth_token_file: str = _setting(
         "", "for OAUTHBEARER: file with a token, which is read again before the token expires"
     )
+    kafka_oauth_provider: str = _setting(
+        "",
+        "for OAUTHBEARER: name of a provider of tokens, msk-iam or one of an installed package, instead of "
+        "kafka_oauth_token_file",
+    )
     kafka_oidc_token_url: str = _setting(
         "", "for OAUTHBEARER: token endpoint of an OpenID provider, instead of kafka_oauth_token_file"
     )
@@ -148,6 +166,13 @@ class KafkaSettings:
         "", "file that contains the client secret, instead of kafka_oidc_client_secret"
     )
     kafka_oidc_scope: str = _setting("", "scope that is requested there")
+    kafka_properties: dict[str, str] = field(
+        default_factory=dict,
+        metadata={
+            "help": "further properties of librdkafka for all clients but those of Faust, for example "
+            "socket.keepalive.enable=true (docs/kafka.md)"
+        },
+    )
 
 
 @dataclass(frozen=True)
@@ -159,6 +184,10 @@ class TopicSettings:
     )
     partitions: int = _setting(8, "partitions of every topic; cannot be changed later", low=1, high=1024)
     replication: int = _setting(1, "replicas of every topic; use 3 with three or more brokers", low=1, high=7)
+    topic_profile: TopicProfile = _setting(
+        TopicProfile.STANDARD,
+        f"which settings topics have, by the service that runs Kafka: {', '.join(TopicProfile)} (docs/kafka.md)",
+    )
     retention_ms: int = _setting(3_600_000, "retention of kv-events and cxl-events", low=60_000)
     booking_ttl_s: float = _setting(
         600.0, "a booking that is not freed ends after this time", low=1.0, high=30 * 86_400.0
@@ -184,10 +213,6 @@ class TopicSettings:
     )
     behind_after_ms: int = _setting(
         750, "answers are degraded if a partition's owner lags behind its events by more than this", low=10
-    topic_profile: TopicProfile = _setting(
-        TopicProfile.STANDARD,
-        f"which settings topics have, by the service that runs Kafka: {', '.join(TopicProfile)} (docs/kafka.md)",
-    )
     )
 
     def block_size_of(self, model: str) -> int:
@@ -339,6 +364,11 @@ class ProcessSettings:
         high=65535,
     )
     router_event_threads: int = _setting(4, "threads of a router that read topics", low=1, high=64)
+    router_rack: str = _setting(
+        "",
+        "rack or zone of a router, which then reads from replicas there, if the brokers have a rack-aware replica "
+        "selector (docs/kafka.md)",
+    )
     router_min_initial_workers: int = _setting(
         0, "a starting router is not ready until this many workers are registered", low=0, high=1_000_000
     )
@@ -821,6 +851,11 @@ class Settings(BridgeServerSettings, FrontServerSettings, GatewayServerSettings,
                 raise SettingsError(f"picker_objectives has {item!r}, which is not NAME=PRIORITY")
         for model, size in self.model_block_sizes.items():
             _check_range(f"model_block_sizes of {model}", size, {"low": 1, "high": 4096})
+        for name in self.kafka_properties:
+            if name in _OWN_PROPERTIES or name.startswith(_SECURITY_PROPERTIES):
+                raise SettingsError(
+                    f"kafka_properties has {name!r}, which other settings determine, or on which correctness depends"
+                )
         if not self.kafka.strip():
             raise SettingsError("kafka is empty; give host:port of a broker")
         if not _TOPIC_PREFIX.fullmatch(self.topic_prefix):
@@ -998,7 +1033,7 @@ def _convert(name: str, value: Any, kind: Any, source: str) -> Any:
     if isinstance(value, str):
         if kind is bool:
             parsed = _SWITCH.get(value.lower(), value)
-        elif kind == dict[str, int]:
+        elif kind in (dict[str, int], dict[str, str]):
             parsed = _parse_dict(value)
         elif kind == tuple[float, ...]:
             parsed = [part.strip() for part in value.split(",")]
@@ -1034,6 +1069,8 @@ def _expected_kind(kind: Any) -> str:
         return "on or off"
     if kind == dict[str, int]:
         return "whole numbers by name, for example a=1,b=2"
+    if kind == dict[str, str]:
+        return "texts by name, for example a=x,b=y"
     if kind == tuple[float, ...]:
         return "numbers separated by commas"
     return {"int": "a whole number", "float": "a number", "str": "text"}.get(getattr(kind, "__name__", ""), str(kind))

@@ -22,7 +22,7 @@ from faust.types import TP
 
 from streams.errors import KvStreamsError
 from streams.indexer_agent import Indexer
-from streams.kafka.clients import ensure_topics
+from streams.kafka.clients import client_id, ensure_topics
 from streams.kafka.delivery import App
 from streams.kafka.group_limits import check_session_timeout
 from streams.kafka.log_ends import unreachable
@@ -220,7 +220,7 @@ def create_app(settings: WorkerServerSettings) -> WorkerApp:
         # Faust's own tables are not used (docs/architecture.md), so it has nothing to store.
         store="memory://",
         # Unique per process: an owner that was paused finds itself in its group by this id.
-        broker_client_id=f"{settings.app_id}-{os.uname().nodename}-{os.getpid()}-{uuid.uuid4().hex[:8]}",
+        broker_client_id=f"{client_id(settings)}-{uuid.uuid4().hex[:8]}",
         broker_session_timeout=settings.session_timeout_s,
         # A surviving worker learns from the answer to a heartbeat that partitions must move.
         broker_heartbeat_interval=min(settings.session_timeout_s / 3, HEARTBEAT_S),

@@ -9,11 +9,12 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from aiokafka.coordinator.protocol import ConsumerProtocolMemberAssignment
 from aiokafka.partitioner import murmur2
@@ -28,7 +29,7 @@ from confluent_kafka import (
 )
 from confluent_kafka.admin import AdminClient, ConfigResource, NewTopic  # type: ignore[attr-defined]
 
-from streams.errors import BadRecord, KafkaRefused, KafkaUnreachable, KvStreamsError, TopicMismatch
+from streams.errors import BadRecord, KafkaRefused, KafkaUnreachable, KvStreamsError, SettingsError, TopicMismatch
 from streams.kafka.log_ends import CLIENT_LOGGER, UNREACHED, Ask, watch_of
 from streams.process.waiting import wait_for
 from streams.security.kafka import librdkafka_config
@@ -110,7 +111,25 @@ def _common(settings: ScopeSettings) -> dict[str, Any]:
 
     Raises SettingsError for credentials that cannot be used.
     """
-    return {"bootstrap.servers": settings.kafka, **librdkafka_config(settings)}
+    return {"bootstrap.servers": settings.kafka, "client.id": client_id(settings), **librdkafka_config(settings)}
+
+
+def client_id(settings: TopicSettings) -> str:
+    """How the clients of this process are named in logs and metrics of brokers."""
+    return f"{settings.app_id}-{os.uname().nodename}-{os.getpid()}"
+
+
+_Client = TypeVar("_Client")
+
+
+def _make(kind: Callable[[dict[str, Any]], _Client], settings: ScopeSettings, config: dict[str, Any]) -> _Client:
+    """Make a client. Properties of the settings replace ours; raises SettingsError for one that librdkafka refuses."""
+    try:
+        return kind({**config, **settings.kafka_properties})
+    except KafkaException as exc:
+        if settings.kafka_properties:
+            raise SettingsError(f"kafka_properties cannot be used: {exc.args[0].str()}") from exc
+        raise
 
 
 def _logs(settings: ScopeSettings) -> dict[str, Any]:
@@ -147,7 +166,9 @@ def _most_telling(errors: Sequence[KafkaError]) -> KafkaError:
 
 def producer(settings: ScopeSettings, **overrides: Any) -> Producer:
     """An idempotent producer with acks=all, which partitions keys in the same way as Faust and Java."""
-    return Producer(
+    return _make(
+        Producer,
+        settings,
         {
             **_common(settings),
             "enable.idempotence": True,
@@ -162,7 +183,7 @@ def producer(settings: ScopeSettings, **overrides: Any) -> Producer:
             "message.max.bytes": MESSAGE_BYTES_MAX,
             **_logs(settings),
             **overrides,
-        }
+        },
     )
 
 
@@ -172,7 +193,9 @@ def reader(settings: ScopeSettings, **overrides: Any) -> Consumer:
     auto.offset.reset is `error`: otherwise a saved offset beyond the end of a recreated topic would be taken for that
     topic's end.
     """
-    return Consumer(
+    return _make(
+        Consumer,
+        settings,
         {
             **_common(settings),
             "group.id": f"{settings.app_id}-reader",  # librdkafka requires one even if nothing is committed
@@ -185,7 +208,7 @@ def reader(settings: ScopeSettings, **overrides: Any) -> Consumer:
             "reconnect.backoff.max.ms": 1000,
             **_logs(settings),
             **overrides,
-        }
+        },
     )
 
 
@@ -272,7 +295,7 @@ def admin(
     config: dict[str, Any] = {**_common(settings), **_CREATES_NO_TOPIC, "log_level": 0, **overrides}
     if on_error is not None:
         config["error_cb"] = on_error
-    return AdminClient(config)
+    return _make(AdminClient, settings, config)
 
 
 def describe_topics(settings: ScopeSettings, specs: Iterable[TopicSpec]) -> dict[str, TopicState | None]:
@@ -392,6 +415,13 @@ def check_topic(spec: TopicSpec, state: TopicState) -> None:
         )
 
 
+def _suffices(name: str, has: str | None, wants: str) -> bool:
+    """Whether a topic's setting is as wanted; larger records than wanted do no harm."""
+    if name == "max.message.bytes" and has is not None:
+        return int(has) >= int(wants)
+    return has == wants
+
+
 def topics_missing(missing: Sequence[str]) -> str:
     """What is wrong if a process that creates no topics finds that these are missing; TOPICS_REMEDY is the remedy."""
     return f"{len(missing)} topics of this scope are missing, {missing[0]} among them"
@@ -415,13 +445,6 @@ async def wait_for_topics(settings: ScopeSettings, specs: Iterable[TopicSpec], n
     while missing:
         note(topics_missing(missing))
         if time.monotonic() - logged_s >= MISSING_LOG_S:
-def _suffices(name: str, has: str | None, wants: str) -> bool:
-    """Whether a topic's setting is as wanted; larger records than wanted do no harm."""
-    if name == "max.message.bytes" and has is not None:
-        return int(has) >= int(wants)
-    return has == wants
-
-
             log.warning("not ready: %s. %s", topics_missing(missing), TOPICS_REMEDY)
             logged_s = time.monotonic()
         note(f"{topics_missing(missing)}. {TOPICS_REMEDY}")

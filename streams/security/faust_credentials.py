@@ -25,6 +25,7 @@ from streams.security.kafka import (
     client_secret_of,
     password_of,
 )
+from streams.security.token_providers import token_provider
 from streams.settings import KafkaSettings, SaslMechanism
 
 #: A token of an OpenID provider is replaced after this share of its lifetime, as librdkafka does.
@@ -45,14 +46,32 @@ def faust_credentials(settings: KafkaSettings) -> Any:
     if not security.uses_sasl:
         return None if context is None else faust.SSLCredentials(context)
     if settings.kafka_sasl_mechanism is SaslMechanism.OAUTHBEARER:
-        provider = FileTokens(settings) if settings.kafka_oauth_token_file else OidcTokens(settings)
-        return faust.OAuthCredentials(oauth_cb=provider, ssl_context=context)
+        return faust.OAuthCredentials(oauth_cb=_tokens(settings), ssl_context=context)
     return faust.SASLCredentials(
         username=settings.kafka_sasl_username,
         password=password_of(settings),
         mechanism=settings.kafka_sasl_mechanism.value,
         ssl_context=context,
     )
+
+
+def _tokens(settings: KafkaSettings) -> AbstractTokenProvider:
+    if settings.kafka_oauth_token_file:
+        return FileTokens(settings)
+    return ProviderTokens(settings) if settings.kafka_oauth_provider else OidcTokens(settings)
+
+
+class ProviderTokens(AbstractTokenProvider):  # type: ignore[misc]
+    """Gives Faust's clients tokens of a provider, which other clients use as well."""
+
+    def __init__(self, settings: KafkaSettings) -> None:
+        self._settings = settings
+        self._provider = token_provider(settings.kafka_oauth_provider)
+
+    async def token(self) -> str:
+        """A token; raises what the provider raises."""
+        token, _ = await asyncio.to_thread(self._provider, self._settings)
+        return token
 
 
 class FileTokens(AbstractTokenProvider):  # type: ignore[misc]  # aiokafka ships no types that mypy follows

@@ -16,6 +16,7 @@ from typing import Any
 from streams.errors import SettingsError
 from streams.security.files import read_secret
 from streams.security.tls import reason_of
+from streams.security.token_providers import token_provider
 from streams.settings import KafkaSettings, SaslMechanism
 
 #: A token that does not say when it expires is read from its file again after this time.
@@ -49,6 +50,9 @@ def _sasl_config(settings: KafkaSettings) -> dict[str, Any]:
     if settings.kafka_oauth_token_file:
         file = settings.kafka_oauth_token_file
         return {"oauth_cb": lambda _: dated_token(read_secret("kafka_oauth_token_file", file))}
+    if settings.kafka_oauth_provider:
+        provider = token_provider(settings.kafka_oauth_provider)
+        return {"oauth_cb": lambda _: provider(settings)}
     scope = {"sasl.oauthbearer.scope": settings.kafka_oidc_scope} if settings.kafka_oidc_scope else {}
     return {
         "sasl.oauthbearer.method": "oidc",
@@ -81,17 +85,22 @@ def check_kafka_security(settings: KafkaSettings) -> None:
             raise SettingsError(f"kafka_sasl_username is not set, but kafka_security is {security}")
         _one_of(settings, "kafka_sasl_password", "kafka_sasl_password_file")
         return
-    _one_of(settings, "kafka_oauth_token_file", "kafka_oidc_token_url")
+    _one_of(settings, "kafka_oauth_token_file", "kafka_oauth_provider", "kafka_oidc_token_url")
     if settings.kafka_oidc_token_url:
         if not settings.kafka_oidc_client_id:
             raise SettingsError("kafka_oidc_client_id is not set, but kafka_oidc_token_url is")
         _one_of(settings, "kafka_oidc_client_secret", "kafka_oidc_client_secret_file")
 
 
-def _one_of(settings: KafkaSettings, first: str, second: str) -> None:
-    if bool(getattr(settings, first)) == bool(getattr(settings, second)):
-        given = "both are" if getattr(settings, first) else "none is"
-        raise SettingsError(f"{first} or {second} must be set, and {given}", remedy="Set one of the two")
+def _one_of(settings: KafkaSettings, *names: str) -> None:
+    given = [name for name in names if getattr(settings, name)]
+    if len(given) != 1:
+        raise SettingsError(
+            f"{' or '.join(names)} must be set, and {' and '.join(given)} are"
+            if given
+            else f"{' or '.join(names)} must be set, and none is",
+            remedy="Set one of them",
+        )
 
 
 def password_of(settings: KafkaSettings) -> str:

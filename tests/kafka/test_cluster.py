@@ -29,7 +29,7 @@ from streams.kafka.clients import admin, ensure_topics
 from streams.lab.engines.engine_config import EngineConfig
 from streams.lab.kafka import LocalCluster
 from streams.lab.processes import Children
-from streams.lab.stack import Stack, get_json, held_blocks, known_blocks, wait_workers
+from streams.lab.stack import RouterProcess, Stack, get_json, held_blocks, known_blocks, wait_workers
 from streams.process.waiting import wait_for
 from streams.settings import Settings
 from streams.tables.changelog import read_to_end
@@ -233,6 +233,33 @@ def paused(cluster: LocalCluster, node: int) -> Iterator[None]:
         yield
     finally:
         broker.resume()
+
+
+def test_a_router_reads_from_the_replica_in_its_rack(cluster: LocalCluster, tmp_path: Path, children: Children) -> None:
+    """Its client leaves the leader for the broker in its rack, and answers are exact; other readers stay."""
+    settings = Settings(**cluster.up().settings, topic_prefix="rack-", partitions=1, data_dir=str(tmp_path / "state"))
+    stack = Stack(settings, tmp_path, children)
+    stack.worker(router=False)
+    ensure_topics(settings, topics(settings).all())
+    leader = leader_of(settings, topics(settings).index_changelog.name)
+    nearest = leader % N_BROKERS + 1
+    shown = {"debug": "topic,fetch", "log_level": "7"}
+    router = stack.router("near", router_rack=f"rack-{nearest}", log_level="debug", kafka_properties=shown)
+    leaders = stack.router("far", log_level="debug", kafka_properties=shown)
+    engines = stack.engines(1, CACHE, "m", time_scale=100.0)
+    stack.bridge(engines)
+    wait_workers(router.url, 1)
+    for n in range(20):
+        post(f"{engines[0].url}/v1/completions", {"prompt": list(range(n * 1000, n * 1000 + 160))})
+    wait_for(lambda: known_blocks(router.url) == held_blocks(engines), VISIBLE_TIMEOUT_S, "the engine's blocks")
+    changelog = f"{topics(settings).index_changelog.name} [0]"
+
+    def followed(process: RouterProcess) -> bool:
+        lines = process.child.log_path.read_text().splitlines()
+        return any(changelog in line and "preferred replica" in line for line in lines)
+
+    wait_for(lambda: followed(router), VISIBLE_TIMEOUT_S, "the router to read from the replica in its rack")
+    assert not followed(leaders)
 
 
 @pytest.mark.long_running

@@ -26,6 +26,7 @@ from streams.lab.engines.engine_config import EngineConfig
 from streams.lab.processes import Children
 from streams.lab.stack import Engine, Stack, get_json, held_blocks, known_blocks, wait_workers
 from streams.process.waiting import wait_for
+from streams.security import token_providers
 from streams.security.acls import TOPIC_OPERATIONS, acls_of
 from streams.security.faust_credentials import faust_credentials
 from streams.settings import SaslMechanism, Settings, as_environ
@@ -106,8 +107,10 @@ def round_trip(settings: Settings, topic: str) -> None:
     assert asyncio.run(with_faust()) == value
 
 
-def test_every_mechanism_works_with_every_client(secure: SecureKafka, tmp_path: Path) -> None:
-    """PLAIN, both SCRAMs, and OAUTHBEARER with a file and with a provider, each over TLS with a certificate."""
+def test_every_mechanism_works_with_every_client(
+    secure: SecureKafka, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PLAIN, both SCRAMs, and OAUTHBEARER with a file, a function and an endpoint, over TLS with a certificate."""
     owner = replace(secure.admin, topic_prefix="m-", partitions=1)
     ensure_topics(owner, topics(owner).all())
     topic = topics(owner).workers.name
@@ -120,8 +123,11 @@ def test_every_mechanism_works_with_every_client(secure: SecureKafka, tmp_path: 
     oauth = replace(
         owner, kafka_sasl_username="", kafka_sasl_password_file="", kafka_sasl_mechanism=SaslMechanism.OAUTHBEARER
     )
-    for name in ("file", "oidc"):
+    for name in ("file", "oidc", "function"):
         secure.allow(name, acls)
+    own = unsigned_token("function", 600.0), time.time() + 600.0
+    monkeypatch.setitem(token_providers._BUILT_IN, "own", lambda _: own)
+    round_trip(replace(oauth, kafka_oauth_provider="own"), topic)
     file = tmp_path / "token"
     file.write_text(unsigned_token("file", 600.0))
     round_trip(replace(oauth, kafka_oauth_token_file=str(file)), topic)

@@ -11,7 +11,7 @@ import pytest
 from confluent_kafka import TopicPartition
 from confluent_kafka.admin import AdminClient, NewTopic  # type: ignore[attr-defined]
 
-from streams.errors import KvStreamsError, TopicMismatch
+from streams.errors import KvStreamsError, SettingsError, TopicMismatch
 from streams.kafka import clients
 from streams.kafka.clients import (
     FirstOffset,
@@ -184,3 +184,20 @@ def test_a_watch_reads_some_topics_each_time_and_notices_changes_of_all(scope: S
     finally:
         watch.stop()
         kafka.close()
+
+
+def test_properties_of_clients_are_passed_on(scope: Settings) -> None:
+    """They replace ours, in clients of every kind; one that librdkafka does not have is an error with its reason."""
+    ensure_topics(scope, topics(scope).all())
+    settings = replace(scope, kafka_properties={"linger.ms": "1", "fetch.wait.max.ms": "7", "client.id": "mine"})
+    kafka, consumer = producer(settings), clients.reader(settings)
+    assert topics(scope).workers.name in admin(settings).list_topics(timeout=PATIENCE_S).topics
+    kafka.produce(topics(scope).workers.name, b"v", b"k", 0)
+    assert kafka.flush(PATIENCE_S) == 0
+    clients.assign(consumer, [TopicPartition(topics(scope).workers.name, 0, 0)])
+    assert [message.value() for message in consumer.consume(1, PATIENCE_S)] == [b"v"]
+    consumer.close()
+    wrong = replace(scope, kafka_properties={"no.such": "x"})
+    for make in (producer, clients.reader, admin):
+        with pytest.raises(SettingsError, match=r'kafka_properties cannot be used: .*"no\.such"'):
+            make(wrong)

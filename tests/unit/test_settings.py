@@ -252,6 +252,11 @@ WRONG: list[tuple[str, str, str]] = [
     ("model_block_sizes", '{"llama": 1', "whole numbers by name"),
     ("model_block_sizes", '{"llama": "x"}', "whole numbers by name"),
     ("schema_ids", "kv-events=", "whole numbers by name"),
+    ("kafka_properties", '{"linger.ms": 5}', "texts by name"),
+    *[
+        ("kafka_properties", f"{name}=x", f"kafka_properties has '{name}'")
+        for name in ("bootstrap.servers", "ssl.ca.location", "sasl.password", "acks", "isolation.level", "client.rack")
+    ],
     ("kafka_security", "tls", "not one of plaintext, ssl, sasl_plaintext, sasl_ssl"),
     ("kafka_sasl_mechanism", "SCRAM", "not one of PLAIN, SCRAM-SHA-256, SCRAM-SHA-512, OAUTHBEARER"),
     ("log_level", "loud", "one of debug, info, warning, error"),
@@ -342,6 +347,8 @@ def test_every_number_has_a_range_that_is_tested() -> None:
         ("model_block_sizes", '{"a,b=c": 64}', {"a,b=c": 64}),
         ("model_block_sizes", "", {}),
         ("schema_ids", "kv-events=12", {"kv-events": 12}),
+        ("kafka_properties", "linger.ms=5, debug=fetch", {"linger.ms": "5", "debug": "fetch"}),
+        ("kafka_properties", '{"debug": "fetch,topic"}', {"debug": "fetch,topic"}),
         ("tier_weights", "1, 0.5,0.25 ,0", (1.0, 0.5, 0.25, 0.0)),
         *[("router_mode", str(mode), mode) for mode in RouterMode],
         ("topic_prefix", "", ""),
@@ -392,6 +399,8 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "data_dir": TEXT,
     "model_block_sizes": st.dictionaries(TEXT, st.integers(1, 4096)),
     "schema_ids": st.dictionaries(TEXT, st.integers(0, 1 << 31)),
+    "kafka_properties": st.dictionaries(TEXT.map("x{}".format), TEXT),
+    **dict.fromkeys(("kafka_oauth_provider", "router_rack"), TEXT),
     "host": TEXT,
     **dict.fromkeys(
         (
@@ -409,6 +418,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "kv_load_gb_per_s": st.tuples(*[st.floats(0.0, WEIGHT_MAX)] * 3),
     "router_queue_policy": st.sampled_from(QueuePolicy),
     "front_kv_transfer": st.sampled_from(KvTransfer),
+    "topic_profile": st.sampled_from(TopicProfile),
     "front_cors_origins": TEXT,
     "gateway_access_log": TEXT,
     "picker_objectives": st.lists(st.sampled_from(["a=1", "b = -2"])).map(",".join),
@@ -418,7 +428,6 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "log_level": st.sampled_from(["debug", "info", "warning", "error"]),
 }
 SWITCHES = [setting for setting in SETTINGS if isinstance(getattr(Settings(), setting), bool)]
-    "topic_profile": st.sampled_from(TopicProfile),
 
 ANY_SETTINGS = st.builds(
     Settings,

@@ -46,6 +46,7 @@ def test_a_wheel_is_repeatable_and_has_all_that_a_process_reads(
         "front",
         "gateway",
         "local",
+        "msk",
         "otel",
         "picker",
         "release",

@@ -251,6 +251,9 @@ class Member:
         replication, in_sync = str(self.replication), str(max(1, self.replication - 1))
         return {
             "node.id": str(self.node),
+            # Each broker is in a rack of its own, so that a client can name the one that it wants to read from.
+            "broker.rack": f"rack-{self.node}",
+            "replica.selector.class": "org.apache.kafka.common.replica.RackAwareReplicaSelector",
             "controller.quorum.voters": ",".join(voters),
             "default.replication.factor": replication,
             "min.insync.replicas": in_sync,

@@ -218,8 +218,7 @@ class Feeds:
             if share.interval_s is not None:
                 self._read_in_intervals(share, share.interval_s)
                 return
-            changes: dict[str, Any] = {"fetch.wait.max.ms": _FETCH_WAIT_MS} if share.takes_over else {}
-            consumer = reader(self._settings, **changes)
+            consumer = self._reader({"fetch.wait.max.ms": _FETCH_WAIT_MS} if share.takes_over else {})
             try:
                 if share.takes_over:
                     self._take_over(consumer)
@@ -233,6 +232,15 @@ class Feeds:
         finally:
             if not handed_over:
                 self._over.set()
+
+    def _reader(self, changes: dict[str, Any]) -> Consumer:
+        """A reader that may read from a replica that is not the leader.
+
+        That replica may lack the newest records for half a second. A router notices, as it compares what it has read
+        with the ends that leaders state (TopicWatch). Readers that rely on the end of a partition must not do this.
+        """
+        rack = {"client.rack": self._settings.router_rack} if self._settings.router_rack else {}
+        return reader(self._settings, **rack, **changes)
 
     def _start_of(self, topic: str) -> int:
         return OFFSET_END if topic in self._from_end else OFFSET_BEGINNING
@@ -285,7 +293,7 @@ class Feeds:
             while not self._ended():
                 present_s = interval_s()
                 if present_s not in readers:
-                    readers[present_s] = reader(self._settings, **fetched_in_intervals(present_s))
+                    readers[present_s] = self._reader(fetched_in_intervals(present_s))
                 consumer = readers[present_s]
                 assign(consumer, where)
                 if not self._read_while(consumer, share, present_s, interval_s):

@@ -63,6 +63,7 @@
 {{- with include "kvstreams.kafka" . | fromYaml -}}
 {{- $_ := set $env "kafka" (required "kafka.bootstrapServers: host:port of a broker is required" .bootstrapServers) -}}
 {{- $_ := set $env "kafka_security" .security -}}
+{{- if .properties }}{{ $_ := set $env "kafka_properties" .properties }}{{ end -}}
 {{- if .caSecret.name }}{{ $_ := set $env "kafka_tls_ca" "/etc/kvstreams/kafka-ca/ca.crt" }}{{ end -}}
 {{- if .clientSecret.name -}}
 {{- $_ := set $env "kafka_tls_certificate" "/etc/kvstreams/kafka-client/tls.crt" -}}
@@ -73,6 +74,7 @@
 {{- $_ := set $env "kafka_sasl_mechanism" .mechanism -}}
 {{- if .username }}{{ $_ := set $env "kafka_sasl_username" .username }}{{ end -}}
 {{- if .passwordSecret.name }}{{ $_ := set $env "kafka_sasl_password_file" "/etc/kvstreams/kafka-password/password" }}{{ end -}}
+{{- if .provider }}{{ $_ := set $env "kafka_oauth_provider" .provider }}{{ end -}}
 {{- if .serviceAccountTokenAudience }}{{ $_ := set $env "kafka_oauth_token_file" "/etc/kvstreams/kafka-token/token" }}{{ end -}}
 {{- with .oidc -}}
 {{- if .tokenUrl -}}
