@@ -11,6 +11,7 @@ from streams.process import log
 from streams.process.options import GroupedCommand, GroupedGroup, with_settings
 from streams.process.output import ONE_LINE_WIDTH, console
 from streams.security.acls import TOPIC_OPERATIONS, commands
+from streams.security.as_code import CodeFormat, as_code
 from streams.settings import ENV_PREFIX, AgentSettings, Resolved, Settings, WorkerServerSettings, shown_value
 from streams.topics import topics as scope_topics
 
@@ -40,8 +41,24 @@ def topics() -> None:
 
 @topics.command("create")
 @with_settings
-def topics_create(resolved: Resolved) -> None:
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice([form.value for form in CodeFormat]),
+    help="print the topics, and the least ACLs of a user for each process, as code of this tool, and create nothing",
+)
+@click.option(
+    "--strimzi-cluster",
+    default="my-cluster",
+    show_default=True,
+    metavar="NAME",
+    help="with --format strimzi: name of the Kafka resource",
+)
+def topics_create(resolved: Resolved, form: CodeFormat | None, strimzi_cluster: str) -> None:
     """Create the topics that are missing and check the others. Existing topics are never altered."""
+    if form is not None:
+        click.echo(as_code(CodeFormat(form), resolved.settings, strimzi_cluster), nl=False)
+        return
     from streams.kafka.clients import ensure_topics
 
     states = ensure_topics(resolved.settings, scope_topics(resolved.settings).all())
