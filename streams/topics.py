@@ -91,13 +91,24 @@ _PROFILES: Mapping[TopicProfile, _ProfileRules] = {
     TopicProfile.REDPANDA: _ProfileRules(_EVERYWHERE | {"segment.bytes", "segment.ms"}, {"segment.ms": 600 * 1000}),
 }
 
+#: By the schema of a topic, those of its other records.
+_FURTHER_SCHEMAS: Mapping[str, tuple[str, ...]] = {
+    "workers": ("cordons", "avoidances", "render-parities", "models", "cxl-pools"),
+    "worker-metrics": ("bridge-pulses",),
+    "prefix-index-run": ("prefix-index-progress", "prefix-index-partition"),
+    "cxl-block": ("cxl-owner", "cxl-parked"),
+}
+
 PREFIX_INDEX = "prefix-index"
 CXL_BLOCKS = "cxl-blocks"
 
 
 @dataclass(frozen=True, slots=True)
 class TopicSpec:
-    """One topic. key: what records are keyed by. schema: name of the .avsc file, or None for bytes as received."""
+    """One topic. key: what records are keyed by. schema: name of the .avsc file, or None for bytes as received.
+
+    further_schemas: of its other records.
+    """
 
     name: str
     key: str
@@ -105,6 +116,12 @@ class TopicSpec:
     partitions: int
     replication: int
     config: Mapping[str, str]
+    further_schemas: tuple[str, ...] = ()
+
+    @property
+    def schemas(self) -> tuple[str, ...]:
+        """The schemas of all its records."""
+        return () if self.schema is None else (self.schema, *self.further_schemas)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +162,8 @@ def topics(settings: TopicSettings) -> Topics:
     replication = max(settings.replication, rules.replication_min)
 
     def spec(name: str, key: str, schema: str | None, config: Mapping[str, str]) -> TopicSpec:
-        return TopicSpec(name, key, schema, settings.partitions, replication, rules.allowed(config))
+        further = _FURTHER_SCHEMAS.get(schema or "", ())
+        return TopicSpec(name, key, schema, settings.partitions, replication, rules.allowed(config), further)
 
     prefix = settings.topic_prefix
     decision_bytes = settings.decision_log_bytes_max // settings.partitions

@@ -1,14 +1,15 @@
-"""`kvstreams config`, `topics` and `reset`: the settings of a scope, its topics, and emptying it."""
+"""`kvstreams config`, `topics`, `schemas` and `reset`: a scope's settings, its topics and records, and emptying it."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import fields
 
 import click
 from rich.table import Table
 
 from streams.process import log
-from streams.process.options import GroupedCommand, GroupedGroup, with_settings
+from streams.process.options import GroupedCommand, GroupedGroup, http_urls, with_settings
 from streams.process.output import ONE_LINE_WIDTH, console
 from streams.security.acls import TOPIC_OPERATIONS, commands
 from streams.security.as_code import CodeFormat, as_code
@@ -158,4 +159,45 @@ def empty_scope(settings: AgentSettings, force: bool, *, may_be_new: bool = Fals
     )
 
 
-COMMANDS = (config, topics, reset)
+@click.group(cls=GroupedGroup)
+def schemas() -> None:
+    """Give the schemas of records to a schema registry, or describe them as AsyncAPI."""
+
+
+@schemas.command("register")
+@with_settings
+@click.option(
+    "--url",
+    required=True,
+    callback=http_urls,
+    help="address of a registry with the API of Confluent's, as http://HOST:PORT",
+)
+@click.option("--user", default="", metavar="NAME", help="user name for the registry")
+@click.option("--password-file", default="", metavar="FILE", help="file that contains the password of --user")
+@click.option("--ca", default="", metavar="FILE", help="PEM file with the authorities of the registry's certificate")
+def schemas_register(resolved: Resolved, url: str, user: str, password_file: str, ca: str) -> None:
+    """Register the schemas of the scope's records, and print the setting with their ids.
+
+    A topic's schema has the subject TOPIC-value, and further ones TOPIC-NAMESPACE.RECORD.
+    """
+    from streams.kafka.schema_registry import Registry, register, subjects
+    from streams.security.files import read_secret
+
+    credentials = (user, read_secret("--password-file", password_file)) if user else None
+    registry, ids = Registry(url, credentials, ca), dict[str, int]()
+    for subject in subjects(resolved.settings):
+        ids[subject.schema] = register(registry, subject)
+        click.echo(f"{subject.name}: {subject.schema} has the id {ids[subject.schema]}", err=True)
+    click.echo(f"{ENV_PREFIX}SCHEMA_IDS={','.join(f'{name}={number}' for name, number in ids.items())}")
+
+
+@schemas.command("asyncapi")
+@with_settings
+def schemas_asyncapi(resolved: Resolved) -> None:
+    """Print the scope's topics, their records, and who writes and reads them as an AsyncAPI 3 document."""
+    from streams.kafka.asyncapi import asyncapi
+
+    click.echo(json.dumps(asyncapi(resolved.settings), indent=2))
+
+
+COMMANDS = (config, topics, schemas, reset)

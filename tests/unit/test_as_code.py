@@ -101,7 +101,7 @@ def test_kafkas_own_tools_get_the_topics_and_acls_of_the_scope() -> None:
 def test_the_commands_of_the_page_print_code_and_create_nothing() -> None:
     """There is one for each form. No broker runs at the default address, and they do not ask for one."""
     lines = block_of("docs/kafka.md", "kvstreams topics create --format").splitlines()
-    commands = [shlex.split(line.partition(" > ")[0])[1:] for line in lines]
+    commands = [shlex.split(line)[1:] for line in lines]
     assert {options(" ".join(command))["--format"][0] for command in commands} == set(CodeFormat)
     for command in commands:
         done = CliRunner().invoke(cli, [*command, "--topic-prefix", "x-"])

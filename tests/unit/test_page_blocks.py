@@ -113,7 +113,19 @@ TESTED: dict[str, list[tuple[str, str]]] = {
         ("docs/http.md", '200 {"request_id"'),
     ],
     HERE + "test_prometheus_reads_the_example_of_its_configuration": [("docs/metrics.md", "scrape_configs:")],
-    HERE + "test_settings_of_the_pages_exist": [("docs/security.md", "export")],
+    "unit/test_as_code.py::test_the_commands_of_the_page_print_code_and_create_nothing": [
+        ("docs/kafka.md", "kvstreams topics create --format")
+    ],
+    "unit/test_schema_registry.py::test_the_command_registers_every_schema_and_prints_the_setting": [
+        ("docs/kafka.md", "kvstreams schemas register")
+    ],
+    HERE + "test_settings_of_the_pages_exist": [
+        ("docs/security.md", "export"),
+        ("docs/kafka.md", "export KVSTREAMS_TOPIC_PROFILE"),
+        ("docs/kafka.md", "export KVSTREAMS_KAFKA_PROPERTIES"),
+        ("docs/kafka.md", "export KVSTREAMS_ROUTER_RACK"),
+        ("docs/kafka.md", "pip install 'kvstreams[msk]'"),
+    ],
     HERE + "test_targets_modules_and_files_of_commands_exist": [("CONTRIBUTING.md", "make fast")],
     HERE + "test_the_secret_of_the_chart_has_a_file_of_tokens": [("docs/kubernetes.md", "FRONT=")],
     HERE + "test_the_adapter_of_prometheus_finds_the_metric": [("docs/kubernetes.md", "rules:")],
@@ -257,6 +269,7 @@ def test_settings_of_the_pages_exist() -> None:
     names = {name for block in BLOCKS for name in re.findall(r"\bKVSTREAMS_[A-Z_]+", block.code)}
     assert unknown_variables(dict.fromkeys(names, "")) == {}
     assert "KVSTREAMS_KAFKA_TLS_CA" in block_of("docs/security.md", "export")
+    assert "KVSTREAMS_KAFKA_OAUTH_PROVIDER" in block_of("docs/kafka.md", "pip install")
 
 
 def test_the_engines_of_the_pages_are_understood(tmp_path: Path) -> None:
