@@ -8,7 +8,7 @@ LOCAL := .venv/.installed-local
 INSTALLED := .venv/.installed
 RELEASE := .venv/.installed-release
 
-.PHONY: demo test test-all nightly up docs release pictures lint fast warm soak chaos replicas migrations trust picker-kills real conformance witness fuzz-events fuzz-picker bench bench-stream bench-http calibrate clean
+.PHONY: demo test test-all nightly older-kafka up docs release pictures lint fast warm soak chaos replicas migrations trust picker-kills real conformance witness fuzz-events fuzz-picker bench bench-stream bench-http calibrate clean
 
 demo: $(LOCAL)
 	$(BIN)/kvstreams demo
@@ -27,7 +27,7 @@ test-all: lint warm $(RELEASE)
 	$(call pytest)
 
 # Every test, and what takes hours. It fails as long as tests are listed that passed only alone.
-nightly: test-all real trust chaos replicas soak migrations fuzz-picker picker-kills
+nightly: test-all older-kafka real trust chaos replicas soak migrations fuzz-picker picker-kills
 	$(BIN)/python -m tests.rerun --listed
 
 # Up to five tests that fail next to others are run once more alone, and listed. Failures of former runs do not count.
@@ -81,6 +81,12 @@ chaos: warm
 replicas: warm
 	$(BIN)/python -m tests.replicas --mode kv
 	$(BIN)/python -m tests.replicas --mode expected-time
+
+# The tests on Kafka, and the programs that kill workers and engines, on the oldest Kafka that they run on.
+older-kafka: warm
+	KVSTREAMS_TEST_KAFKA_VERSION=4.1.1 $(BIN)/pytest tests/kafka tests/trust
+	KVSTREAMS_TEST_KAFKA_VERSION=4.1.1 $(BIN)/python -m tests.chaos
+	KVSTREAMS_TEST_KAFKA_VERSION=4.1.1 $(BIN)/python -m tests.engine_restarts
 
 # 1,000 streams whose engines are killed, stall or refuse at random, with real processes: about ten minutes.
 migrations: warm

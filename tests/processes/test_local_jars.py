@@ -16,7 +16,7 @@ import trustme
 
 from streams.errors import LocalKafkaError
 from streams.lab.kafka import jars
-from streams.lab.kafka.jars import KAFKA_VERSION, Jar, ensure_jars, file_lock, pinned_jars
+from streams.lab.kafka.jars import Jar, ensure_jars, file_lock, pinned_jars
 
 CONTENTS = {"alpha": b"first " * 500, "beta": b"second", "gamma": b"third"}
 
@@ -47,12 +47,14 @@ def no_jgo(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "jgo.maven", None)
 
 
-def test_the_pins_are_read() -> None:
-    """kafka-jars.txt pins the broker and what it needs, each by version, size and digest."""
-    pins = pinned_jars()
+@pytest.mark.parametrize("file", sorted(jars._PINS.parent.glob("kafka-jars-*.txt")), ids=lambda file: file.stem)
+def test_the_pins_are_read(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each file pins the broker of its name and what it needs, each by version, size and digest."""
+    monkeypatch.setattr(jars, "_PINS", file)
+    pins = pinned_jars.__wrapped__()
     assert {jar.artifact for jar in pins} >= {"kafka_2.13", "kafka-clients", "log4j-slf4j-impl"}
     assert all(jar.size_bytes > 0 and len(jar.sha256) == 64 for jar in pins)
-    assert [jar.version for jar in pins if jar.artifact == "kafka_2.13"] == [KAFKA_VERSION]
+    assert [f"kafka-jars-{jar.version}" for jar in pins if jar.artifact == "kafka_2.13"] == [file.stem]
 
 
 def test_a_full_cache_needs_neither_jgo_nor_the_network(cache: Path, no_jgo: None) -> None:

@@ -202,6 +202,9 @@ logger.broker.level = warn
 # A few lines that show when the broker started, answered and stopped.
 logger.lifecycle.name = kafka.server.BrokerLifecycleManager
 logger.lifecycle.level = info
+# The same, as Kafka 4.4 names it.
+logger.lifecycle44.name = org.apache.kafka.server.BrokerLifecycleManager
+logger.lifecycle44.level = info
 # At INFO it logs what a secure broker refuses to a user.
 logger.authorizer.name = kafka.authorizer.logger
 logger.authorizer.level = ${{sys:kvstreams.authorizer.level}}
@@ -579,7 +582,6 @@ class LocalKafka:
             "broker.heartbeat.interval.ms": str(BROKER_HEARTBEAT_MS),
             # By default, the first consumer of a group waits 3 s for others to join.
             "group.initial.rebalance.delay.ms": "0",
-            "group.coordinator.rebalance.protocols": "classic,consumer",
             # A topic that is created because of a typo, or by a consumer, has one partition and the wrong settings. All
             # topics are created explicitly, as well as Faust's own, which it creates through the admin interface.
             "auto.create.topics.enable": "false",
@@ -926,7 +928,7 @@ def _escaped(text: str, also_plain: str) -> str:
 
 
 def _version_numbers(version: str) -> tuple[int, ...]:
-    """Return (4, 1, 1) for "4.1.1", to compare versions. Raises ValueError."""
+    """Return (4, 4, 0) for "4.4.0", to compare versions. Raises ValueError."""
     return tuple(int(number) for number in version.split("."))
 
 

@@ -1,4 +1,4 @@
-"""Kafka's jars: pinned in kafka-jars.txt, kept in the user's Maven cache, downloaded there through jgo when missing.
+"""Kafka's jars: pinned for each version, kept in the user's Maven cache, downloaded there through jgo when missing.
 
 What lives here: the pins, the location of the cache, downloading and verifying, and the lock between processes. What
 must not: an address of a registry (jgo knows its own), or anything about running the broker. The cache belongs to the
@@ -42,7 +42,13 @@ LOCK_POLL_S = 0.05
 # requests' own exceptions are OSErrors as well. These numbers mean that the disk is at fault and not the network.
 _DISK_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS})
 
-_PINS = Path(__file__).with_name("kafka-jars.txt")
+#: The newest Kafka whose jars are pinned.
+NEWEST = "4.4.0"
+
+#: For tests and demos on an older one, whose jars are pinned as well.
+VERSION_ENV = "KVSTREAMS_TEST_KAFKA_VERSION"
+
+_PINS = Path(__file__).with_name(f"kafka-jars-{os.environ.get(VERSION_ENV, NEWEST)}.txt")
 _LOCK_NAME = ".kvstreams.lock"
 _STAGING_NAME = ".kvstreams-staging"
 
@@ -69,7 +75,7 @@ class Jar:
 
 @functools.cache
 def pinned_jars() -> tuple[Jar, ...]:
-    """Read kafka-jars.txt: one `group:artifact:version size sha256` per line; `#` begins a comment."""
+    """Read the file of pins: one `group:artifact:version size sha256` per line; `#` begins a comment."""
     jars = []
     for line in _PINS.read_text(encoding="ascii").splitlines():
         if line and not line.startswith("#"):
@@ -79,7 +85,7 @@ def pinned_jars() -> tuple[Jar, ...]:
     return tuple(jars)
 
 
-#: The version of the broker that is pinned.
+#: The version of the broker that is started.
 KAFKA_VERSION = next(jar.version for jar in pinned_jars() if jar.artifact == "kafka_2.13")
 
 
