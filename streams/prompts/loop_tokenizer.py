@@ -34,8 +34,8 @@ OBJECTS_MAX = 128
 ENCODED_CHARACTERS_MAX = 1024
 
 #: If the prompts of a model take more processor time than this on average, its template or its tokenizer is slow. They
-#: then go to the processes for SLOW_PAUSE_S. Prompts of 200 tokens that nobody has sent before take 0.3 ms, and twice as
-#: much when the process has just started, or shares its core.
+#: then go to the processes for SLOW_PAUSE_S. Prompts of 200 tokens that nobody has sent before take 0.3 ms, and twice
+#: as much when the process has just started, or shares its core.
 SLOW_S = 0.002
 SLOW_PAUSE_S = 60.0
 
