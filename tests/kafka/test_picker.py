@@ -566,7 +566,7 @@ def picked(fleet: Fleet, found: Answered) -> bool:
 
 @pytest.mark.long_running
 def test_a_picker_that_is_killed_leaves_bookings_that_end(fleet: Fleet) -> None:
-    """Others count them until their TTL."""
+    """Others count them until they are over by their forecasts, or by their TTL."""
     picker = fleet.stack.picker("dies", picker_ends_stream=False)
     wait_workers(picker.router.url, 2)
     other = Api(fleet.stays.router.url)
