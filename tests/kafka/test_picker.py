@@ -278,7 +278,8 @@ def ends_unseen(fleet: Fleet, max_tokens: int) -> None:
     before = metrics(api)[name]
     with gateway(fleet.ends.picks) as client:
         assert client.ask({**COMPLETION, "max_tokens": max_tokens}).status is grpc.StatusCode.OK
-    until(lambda: metrics(api)[name] == before + 1, "the assumed end")
+    # The end of an earlier one, which no longer counts as load, may be counted a second later.
+    until(lambda: metrics(api)[name] > before, "the assumed end")
     fleet.until_quiet()
 
 
