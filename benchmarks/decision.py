@@ -12,7 +12,7 @@ import gc
 import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from streams import __version__
 from streams.core.bridge_pulses import BridgePulse
 from streams.core.engine_metrics import MetricsReport, WorkerMetrics
 from streams.core.hashing import pack_hashes, request_hashes
-from streams.core.ids import DpRank, RankId, WorkerId
+from streams.core.ids import DpRank, RankId, Tier, WorkerId
 from streams.core.index.tree_fold import TreeRunFold
 from streams.core.loads.bookings import ActiveLoads, Booking, BookingId, BookingPhase
 from streams.core.reducer.ordering import Health, Progress
@@ -184,9 +184,12 @@ def measure(samples: Samples, case: str, fleet: Fleet, n_decisions: int, repeats
 
 
 class RouterFleet:
-    """A Router without Kafka whose ranks hold prompts, are exact and report metrics; records are folded directly."""
+    """A Router without Kafka whose ranks hold prompts, are exact and report metrics; records are folded directly.
 
-    def __init__(self, n_ranks: int, n_tokens: int, **changes: object) -> None:
+    tiers: each rank holds its first prompt in the first of them, its second one in the second, and so on.
+    """
+
+    def __init__(self, n_ranks: int, n_tokens: int, tiers: Sequence[Tier] = (Tier.DEVICE,), **changes: object) -> None:
         self.rng = np.random.default_rng(SEED)
         self.n_tokens = n_tokens
         tolerant = {"behind_after_ms": 60_000, "stale_after_ms": 60_000}  # of a busy machine
@@ -201,7 +204,7 @@ class RouterFleet:
             records = []
             for number in range(N_HELD // 8):
                 self.prompts.append(self.prompt())
-                records += self._held(worker_id, self.prompts[-1], number)
+                records += self._held(worker_id, self.prompts[-1], number, tiers[number % len(tiers)])
             assert not self.router.view.fold_index_batch(records)
         self.prove()
 
@@ -234,11 +237,11 @@ class RouterFleet:
         worker = Worker(WorkerId(worker_id), url, "m", BLOCK_SIZE, lease=lease, events_endpoint="tcp://engine:5557")
         self.router.view.fold_worker(worker_key(worker.worker_id), encode_worker(worker))
 
-    def _held(self, worker_id: int, prompt: bytes, number: int) -> list[tuple[bytes, bytes | None]]:
+    def _held(self, worker_id: int, prompt: bytes, number: int, tier: Tier) -> list[tuple[bytes, bytes | None]]:
         rank = RankId(WorkerId(worker_id), DpRank(0))
         local, _ = request_hashes(prompt, BLOCK_SIZE)
         records: list[tuple[bytes, bytes | None]] = [
-            (RUN_KEY.pack(run.key), encode_run(run)) for run in runs_of_chain(rank, local)
+            (RUN_KEY.pack(run.key), encode_run(run)) for run in runs_of_chain(rank, local, tier=tier)
         ]
         records.append((PROGRESS_KEY.pack(rank), encode_progress(_progress(rank, number))))
         return records
@@ -286,7 +289,7 @@ ASKED = (
 def measure_answers(samples: Samples, n_ranks: int, n_tokens: int, n_decisions: int, repeats: int) -> None:
     """Measure whole answers: route, book, assess trust, write JSON. Each booking is freed between the measurements."""
     for asked in ASKED:
-        fleet = RouterFleet(n_ranks, n_tokens, **asked.settings)
+        fleet = RouterFleet(n_ranks, n_tokens, (Tier.DEVICE,), **asked.settings)
         prompts = [
             fleet.prompts[int(fleet.rng.integers(len(fleet.prompts)))] if number % 2 else fleet.prompt()
             for number in range(n_decisions)

@@ -21,6 +21,7 @@ State: when each bridge was heard from.
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import dataclass
 
 from streams.core.ids import WorkerId
@@ -46,6 +47,7 @@ FED_MAX = 4096
 FORGET_AFTER_MS = 60_000
 
 _NEVER_MS = -(2**62)
+_NO_WORKERS: frozenset[WorkerId] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,10 +102,10 @@ class BridgePulses:
         heard_ms = self._heard_ms.get(bridge)
         return -1 if heard_ms is None else heard_ms + self._silent_after_ms + 1
 
-    def feeds(self, bridge: str, worker_id: WorkerId) -> bool:
-        """Whether a bridge passes on the events of a worker whose lease it holds, according to its last pulse."""
+    def not_fed(self, bridge: str, worker_ids: Set[WorkerId]) -> Set[WorkerId]:
+        """Of the workers whose leases a bridge holds, those whose events it does not pass on by its last pulse."""
         fed = self._fed.get(bridge)
-        return fed is None or worker_id in fed
+        return _NO_WORKERS if fed is None else worker_ids - fed
 
     def _forget(self, now_ms: int) -> None:
         for name in [name for name, heard_ms in self._heard_ms.items() if now_ms - heard_ms > FORGET_AFTER_MS]:

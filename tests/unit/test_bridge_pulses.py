@@ -156,7 +156,7 @@ def test_a_pulse_lists_a_limited_number_of_workers() -> None:
     pulses.note(BridgePulse("a", 1, (WorkerId(1),)), 0)
     with pytest.raises(BadRecord, match="at most"):
         pulses.note(BridgePulse("a", 2, tuple(map(WorkerId, range(FED_MAX + 1)))), 0)
-    assert pulses.feeds("a", WorkerId(1)) and not pulses.feeds("a", WorkerId(2))
+    assert pulses.not_fed("a", {WorkerId(1), WorkerId(2)}) == {WorkerId(2)}
 
 
 def test_a_renewed_lease_changes_nothing_and_a_moved_one_counts_at_once() -> None:

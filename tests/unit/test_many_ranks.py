@@ -19,8 +19,11 @@ from streams.core.hashing import pack_hashes
 from streams.core.ids import DpRank, Epoch, Incarnation, RankId, WorkerId
 from streams.core.index.interface import PrefixScores
 from streams.core.loads.bookings import ActiveLoads, Booking, BookingId
+from streams.core.loads.load_table import ROWS_FIRST
 from streams.core.reducer.ordering import Health, Progress
+from streams.core.routing import busy
 from streams.core.routing.busy import BusyThresholds, ReportedBlocks, idle_ranks, reported_blocks
+from streams.core.routing.candidate_columns import ColumnsCache
 from streams.core.routing.decision import Chooser
 from streams.core.routing.eligibility import (
     EligibleRanks,
@@ -387,11 +390,16 @@ def test_only_a_lease_may_change_without_a_new_list_of_ranks() -> None:
 # --- busy ranks ---------------------------------------------------------------------------------------------------
 
 
-@given(seed=st.integers(0, 2**32 - 1))
+@given(seed=st.integers(0, 2**32 - 1), rows_max=st.sampled_from([12, 40, busy._ROWS_MAX]))
 @settings(max_examples=150, deadline=None)
-def test_busy_thresholds_over_columns_leave_the_same_ranks(seed: int) -> None:
-    """Reports that come, change and end leave the ranks that a look at each rank leaves."""
-    rng = random.Random(seed)
+def test_busy_thresholds_over_columns_leave_the_same_ranks(seed: int, rows_max: int) -> None:
+    """Reports that come, change and end leave the ranks that a look at each rank leaves, also above a limit of rows."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(busy, "_ROWS_MAX", rows_max)
+        _compare_busy(random.Random(seed))
+
+
+def _compare_busy(rng: random.Random) -> None:
     totals = [None, 0, 10, 20]
     workers = {
         WorkerId(number): Worker(WorkerId(number), "http://w", "m", 16, kv_total_blocks=rng.choice([None, 10, 20]))
@@ -474,6 +482,25 @@ def test_a_choice_among_a_selection_is_that_among_its_ranks(seed: int, mode: Rou
             only = columns.only(each)
             assert (only is not None) == (each in tuple(selected))
             assert only is None or (tuple(only.ranks), only.rows.tolist()) == ((each,), loads.rows_of([each]).tolist())
+
+
+@given(seed=st.integers(0, 2**32 - 1))
+@settings(max_examples=20, deadline=None)
+def test_rows_of_a_fleet_follow_the_bookings(seed: int) -> None:
+    """Whichever ranks get a row or lose it, as rows are reused and their table grows, a decision has all rows."""
+    rng = random.Random(seed)
+    loads, columns = ActiveLoads(60_000), ColumnsCache()
+    fleet = tuple(rank(worker_id) for worker_id in range(1, 400))
+    active: list[BookingId] = []
+    for number in range(600):
+        if active and rng.random() < (0.3 if number < 400 else 0.7):
+            loads.free(active.pop(rng.randrange(len(active))), number)
+        else:
+            active.append(BookingId(str(number), "r", number))
+            loads.add(active[-1], Booking(rng.choice(fleet), "m", 0, b"", 0, 1), number)
+        if rng.random() < 0.2:
+            assert columns.of(fleet, loads).rows.tolist() == loads.rows_of(fleet).tolist()
+    assert loads.table.shape[1] > ROWS_FIRST
 
 
 # --- over HTTP ----------------------------------------------------------------------------------------------------

@@ -46,9 +46,10 @@ class Candidates:
         passes a new list.
         """
         if rank_ids is not self._rank_ids or len(rank_ids) != self._n_numbered:
-            known, n = list(rank_ids), len(self.ranks)
-            self._positions = np.array([self.position.get(rank, n) for rank in known], dtype=np.int64)
-            self._rank_ids, self._n_numbered = rank_ids, len(known)
+            first, n = self._n_numbered if rank_ids is self._rank_ids else 0, len(self.ranks)
+            new = np.array([self.position.get(rank, n) for rank in rank_ids[first:]], dtype=np.int64)
+            self._positions = np.concatenate([self._positions[:first], new])
+            self._rank_ids, self._n_numbered = rank_ids, len(self._positions)
         return self._positions
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import enum
 import itertools
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -470,6 +470,10 @@ class ActiveLoads:
     def rows_of(self, ranks: Iterable[RankId]) -> Int64Array:
         """Return the rows of these ranks' loads, int64[n], for `columns`."""
         return self._ranks.rows_of(ranks)
+
+    def rows_given(self, since: int) -> Sequence[tuple[RankId, int]] | None:
+        """The ranks that got a row after `numbering` was `since`; None if other ranks may have lost theirs."""
+        return self._ranks.rows_given(since)
 
     def columns(self, rows: Int64Array, sequence: bytes) -> LoadColumns:
         """Loads of the ranks at these rows, as if a request joined each of them. sequence: the request's, packed."""

@@ -1,4 +1,4 @@
-"""When bookings are due to be looked at, by clock.
+"""When bookings, or reports of engines, are due to be looked at, by clock.
 
 What lives here: the order in which they become due. What must not: whether a booking ends then (bookings), and those
 that have ended already (ended_bookings).
@@ -35,7 +35,7 @@ class _Clock(Generic[_K]):
 
 
 class Expiries(Generic[_K]):
-    """When each of the bookings that have a time is to be looked at: never later than it expires."""
+    """When each of the bookings, or reports, that have a time is to be looked at: never later than it expires."""
 
     def __init__(self) -> None:
         self._clocks: dict[int, _Clock[_K]] = {}

@@ -5,7 +5,7 @@ What lives here: which rank has which row, and the sums. What must not: bookings
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -52,14 +52,16 @@ class LoadTable:
     """Loads by row: PREFILL tokens, DECODE blocks, REQUESTS, and how many of the blocks are OUTPUT.
 
     Row 0 stands for all ranks without bookings and is always zero. numbering: rows returned by `rows_of` are valid as
-    long as this number does not change. times: when ranks will have computed their prompts, by the same rows.
+    long as this number does not change; `rows_given` says which ones have changed. times: when ranks will have computed
+    their prompts, by the same rows.
     """
 
     def __init__(self) -> None:
         self.times = RankTimes(ROWS_FIRST)
         self.numbering = 0
         self._rows: dict[RankId, int] = {}
-        self._has_gaps = False  # whether a row between the taken ones may be free
+        self._free: list[int] = []  # rows between the taken ones, the lowest one at the end
+        self._given: list[tuple[RankId, int]] = []  # rows that were given to ranks, the newest one at the end
         self._set_table(np.zeros((4, ROWS_FIRST), dtype=np.int64))
 
     @property
@@ -83,6 +85,11 @@ class LoadTable:
     def rows_of(self, ranks: Iterable[RankId]) -> Int64Array:
         """Return the rows of these ranks' loads, int64[n]."""
         return np.array([self._rows.get(rank, 0) for rank in ranks], dtype=np.int64)
+
+    def rows_given(self, since: int) -> Sequence[tuple[RankId, int]] | None:
+        """The ranks that got a row after `numbering` was `since`; None if other ranks may have lost theirs."""
+        n_given = self.numbering - since
+        return None if n_given > len(self._given) else self._given[len(self._given) - n_given :]
 
     def add(self, row: int, prefill_tokens: int, prompt_blocks: int, output_blocks: int, requests: int) -> None:
         """Add to a rank's load; negative numbers lower it. prompt_blocks: those that it did not have."""
@@ -160,22 +167,19 @@ class LoadTable:
 
     def _new_row(self, rank: RankId) -> int:
         """Give a rank a row. When all are taken, those of ranks without bookings, active or recent, are reused."""
-        self.numbering += 1  # the rank had row 0
         if len(self._rows) + 1 >= self._n_rows:
             bookings = self._table[REQUESTS] + self.times.table[RECENT_TOKENS]
             idle = [other for other, row in self._rows.items() if not bookings[row]]
-            for other in idle:
-                del self._rows[other]
             if idle:
-                self._has_gaps = True
+                self._free = sorted((self._rows.pop(other) for other in idle), reverse=True)
+                self._given.clear()
+                self.numbering += 1
             if len(self._rows) * 2 >= self._n_rows:
                 self._set_table(np.concatenate([self._table, np.zeros_like(self._table)], axis=1))
                 self.times.grow(self._n_rows)
-        row = len(self._rows) + 1
-        if self._has_gaps:
-            taken = set(self._rows.values())
-            row = next(number for number in range(1, self._n_rows) if number not in taken)
-            self._has_gaps = max(taken, default=0) > len(taken)
+        row = self._free.pop() if self._free else len(self._rows) + 1
         self._rows[rank] = row
+        self._given.append((rank, row))
+        self.numbering += 1
         self.times.clear_row(row)
         return row

@@ -21,7 +21,8 @@ from streams.core.workers import Worker
 
 _ROWS_FIRST = 64
 
-#: Ranks that have a row. Beyond this limit those without a report lose theirs; twice as many as reports are kept.
+#: Ranks that have a row, those that were asked for. Beyond this limit those without a report lose theirs; twice as many
+#: as reports are kept.
 _ROWS_MAX = 131_072
 
 
@@ -102,7 +103,7 @@ class ReportedBlocks:
 
     def __init__(self, workers: Mapping[WorkerId, Worker]) -> None:
         self._workers = workers
-        self._rows: dict[RankId, int] = {}  # row 0 is for ranks without a report and is always zero
+        self._rows: dict[RankId, int] = {}  # row 0 is for ranks that have none and is always zero
         self._numbering = 0  # changes when a row may belong to another rank
         self._reported = np.zeros((2, _ROWS_FIRST), dtype=np.int64)  # blocks in total, and active ones
         # By tuple of ranks: the numbering, the row of each rank, and the registry's number of its blocks.
@@ -110,7 +111,8 @@ class ReportedBlocks:
 
     def note(self, rank: RankId, metrics: WorkerMetrics) -> None:
         """An engine has reported."""
-        row = self._rows.get(rank) or self._new_row(rank)
+        self._make_room(1)
+        row = self._row_of(rank)
         self._reported[0, row] = metrics.kv_total_blocks
         self._reported[1, row] = metrics.kv_active_blocks
 
@@ -123,7 +125,8 @@ class ReportedBlocks:
         base, positions = base_of(ranks)
         known = self._columns.get(base) if isinstance(base, tuple) else None
         if known is None or known[0] != self._numbering:
-            rows = np.array([self._rows.get(rank, 0) for rank in base], dtype=np.int64)
+            self._make_room(len(base))
+            rows = np.array([self._row_of(rank) for rank in base], dtype=np.int64)
             registered = reported_blocks(base, self._workers, {}).total
             known = (self._numbering, rows, registered)
             if isinstance(base, tuple):
@@ -132,16 +135,24 @@ class ReportedBlocks:
         total, active = self._reported.take(rows, axis=1)
         return BlocksInUse(np.where(registered > 0, registered, total), active)
 
-    def _new_row(self, rank: RankId) -> int:
-        self._numbering += 1  # the rank had row 0
-        if len(self._rows) >= _ROWS_MAX:
-            self._rows = {known: row for known, row in self._rows.items() if self._reported[:, row].any()}
-            kept = self._reported.take([0, *self._rows.values()], axis=1)
-            self._rows = {known: row for row, known in enumerate(self._rows, start=1)}
-            self._reported[:] = 0
-            self._reported[:, : kept.shape[1]] = kept
-        row = len(self._rows) + 1
-        if row >= self._reported.shape[1]:
-            self._reported = np.concatenate([self._reported, np.zeros_like(self._reported)], axis=1)
-        self._rows[rank] = row
+    def _make_room(self, n: int) -> None:
+        """Take the rows of ranks without a report, if n more ranks could exceed the limit."""
+        if len(self._rows) + n <= _ROWS_MAX:
+            return
+        rows = {rank: row for rank, row in self._rows.items() if self._reported[:, row].any()}
+        if len(rows) == len(self._rows):
+            return
+        self._numbering += 1
+        kept = self._reported.take([0, *rows.values()], axis=1)
+        self._rows = {rank: row for row, rank in enumerate(rows, start=1)}
+        self._reported[:] = 0
+        self._reported[:, : kept.shape[1]] = kept
+
+    def _row_of(self, rank: RankId) -> int:
+        """The row of a rank, which gets one if it has none: its first report must not change the columns of others."""
+        row = self._rows.get(rank)
+        if row is None:
+            row = self._rows[rank] = len(self._rows) + 1
+            if row >= self._reported.shape[1]:
+                self._reported = np.concatenate([self._reported, np.zeros_like(self._reported)], axis=1)
         return row

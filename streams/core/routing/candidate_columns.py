@@ -22,7 +22,7 @@ from streams.core.routing.identity_cache import IdentityCache
 class CandidateColumns:
     """The positions of n candidates.
 
-    rows: int64[n], the candidates' rows in `loads`; valid as long as `loads.numbering` equals `numbering`.
+    rows: int64[n], the candidates' rows in `loads` as of `numbering`; `update` brings them up to date.
     """
 
     __slots__ = ("_cpu_workers", "_on_cpu", "candidates", "loads", "numbering", "rows")
@@ -34,6 +34,22 @@ class CandidateColumns:
         self.rows = np.empty(0, dtype=np.int64)
         self._cpu_workers: Set[WorkerId] | None = None
         self._on_cpu = np.empty(0, dtype=np.bool_)
+
+    def update(self) -> None:
+        """Look up the rows of candidates that have got one since the last call; all of them only if some were taken."""
+        loads, position = self.loads, self.candidates.position
+        if self.numbering == loads.numbering:
+            return
+        given = None if self.numbering < 0 else loads.rows_given(self.numbering)
+        self.numbering = loads.numbering
+        if given is None:
+            self.rows = loads.rows_of(self.candidates.ranks)
+            return
+        rows = [(at, row) for rank, row in given if (at := position.get(rank)) is not None]
+        if rows:
+            self.rows = self.rows.copy()  # decisions that were made before keep theirs
+            for at, row in rows:
+                self.rows[at] = row
 
     def on_cpu(self, cpu_workers: Set[WorkerId]) -> npt.NDArray[np.bool_]:
         """Whether each candidate belongs to one of these workers; the same set as before costs nothing."""
@@ -83,6 +99,5 @@ class ColumnsCache:
             base = CandidateColumns(Candidates(ranks_of_base), loads)
             if isinstance(ranks_of_base, tuple):  # the contents of a list may change
                 self._columns.put(ranks_of_base, base)
-        if base.numbering != loads.numbering:
-            base.numbering, base.rows = loads.numbering, loads.rows_of(ranks_of_base)
+        base.update()
         return SelectedColumns(ranks, base, positions, base.rows if positions is None else base.rows[positions])

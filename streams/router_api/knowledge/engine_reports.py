@@ -14,6 +14,7 @@ from dataclasses import replace
 from streams.core.bridge_pulses import BridgePulses
 from streams.core.engine_metrics import MetricsReport, WorkerMetrics, with_registered
 from streams.core.ids import RankId, WorkerId
+from streams.core.loads.expiries import Expiries
 from streams.core.routing.busy import BlocksInUse, ReportedBlocks
 from streams.core.routing.request import FleetState
 from streams.core.workers import CPU_CLASS, Worker
@@ -26,6 +27,9 @@ REPORTS_MAX = 65_536
 
 #: Later than any time that a clock returns.
 _NEVER_MS = 1 << 62
+
+#: The only clock of the reports.
+_CLOCK = 0
 
 
 class EngineReports:
@@ -48,14 +52,14 @@ class EngineReports:
         self._now_ms = now_ms
         self._lock = threading.Lock()
         self._reports: dict[RankId, tuple[MetricsReport, int]] = {}  # with the time until which each one is valid
-        self._first_end_ms = _NEVER_MS
+        self._ends: Expiries[RankId] = Expiries()  # of the reports, on one clock
         self._metrics: dict[RankId, WorkerMetrics] = {}  # with totals from the registry where engines report none
         self._cpu_workers: frozenset[WorkerId] | None = None  # None until it is needed again
         self._fleet: FleetState | None = None
         self._blocks = ReportedBlocks(workers)
         self._pulses = BridgePulses(silent_after_ms)
         # The workers that each bridge feeds, and the bridge of each of these; None until needed after a change.
-        self._fed_by: dict[str, list[WorkerId]] | None = None
+        self._fed_by: dict[str, set[WorkerId]] | None = None
         self._bridge_of: dict[WorkerId, str] = {}
         self._bridge_silent: frozenset[WorkerId] = frozenset()
         self._bridge_silent_until_ms = -1  # when a bridge that is not silent may have become silent
@@ -75,7 +79,8 @@ class EngineReports:
                 self._expire(now_ms)
                 if len(self._reports) >= REPORTS_MAX:
                     raise BadRecord("over_capacity", f"reports of {REPORTS_MAX} ranks are already kept")
-            self._first_end_ms = min(self._first_end_ms, until_ms)
+            self._ends.discard(report.rank, _CLOCK)
+            self._ends.schedule(report.rank, _CLOCK, until_ms)
             self._reports[report.rank] = (report, until_ms)
             self._note_metrics(report)
 
@@ -103,20 +108,19 @@ class EngineReports:
                     silent.update(worker_ids)
                 else:
                     next_ms = min(next_ms, silent_from_ms)
-                    feeds = self._pulses.feeds
-                    silent.update(worker_id for worker_id in worker_ids if not feeds(bridge, worker_id))
+                    silent.update(self._pulses.not_fed(bridge, worker_ids))
             if silent != self._bridge_silent:
                 self._bridge_silent = frozenset(silent)
             self._bridge_silent_until_ms = next_ms
             return self._bridge_silent
 
-    def _workers_by_bridge(self) -> dict[str, list[WorkerId]]:
+    def _workers_by_bridge(self) -> dict[str, set[WorkerId]]:
         if self._fed_by is None:
             self._fed_by = {}
             workers = self._workers.copy().values()  # in one step, since the view may change the registry meanwhile
             self._bridge_of = {worker.worker_id: worker.lease.bridge for worker in workers if worker.lease is not None}
             for worker_id, bridge in self._bridge_of.items():
-                self._fed_by.setdefault(bridge, []).append(worker_id)
+                self._fed_by.setdefault(bridge, set()).add(worker_id)
         return self._fed_by
 
     def lease_changed(self, worker: Worker) -> None:
@@ -191,13 +195,11 @@ class EngineReports:
 
     def _forget(self, rank: RankId) -> None:
         del self._reports[rank], self._metrics[rank]
+        self._ends.discard(rank, _CLOCK)
         self._blocks.forget(rank)
         self._fleet = None
 
     def _expire(self, now_ms: int) -> None:
-        """Drop reports that are no longer valid, and note when the next one ends."""
-        if now_ms < self._first_end_ms:
-            return
-        for rank in [rank for rank, (_, until_ms) in self._reports.items() if until_ms <= now_ms]:
+        """Drop reports that are no longer valid."""
+        for rank in self._ends.take_due(_CLOCK, now_ms):
             self._forget(rank)
-        self._first_end_ms = min((until_ms for _, until_ms in self._reports.values()), default=_NEVER_MS)

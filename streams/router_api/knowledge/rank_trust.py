@@ -67,10 +67,11 @@ class RankColumns:
     """What an assessment needs of n ranks.
 
     places: int64[n], the place of each rank in the columns of all ranks, valid while their numbering is `numbering`.
-    partitions: int64[n]; distinct: each partition once. codes: uint8[n], what each rank's own records and its bridge
-    say about its trust, as of `version` and `bridge_silent`. first: position of the first rank whose code is a reason,
-    NOWHERE if there is none. approximate: the greatest code that is not a reason. incomplete: positions of ranks that
-    may lack records, in order, as of `n_incomplete`. position: of each rank, created when it is needed.
+    worker_ids: uint64[n]. partitions: int64[n]; distinct: each partition once. codes: uint8[n], what each rank's own
+    records and its bridge say about its trust, as of `version` and `bridge_silent`. first: position of the first rank
+    whose code is a reason, NOWHERE if there is none. approximate: the greatest code that is not a reason. incomplete:
+    positions of ranks that may lack records, in order, as of `n_incomplete`. position: of each rank, created when it is
+    needed.
     """
 
     __slots__ = (
@@ -87,11 +88,13 @@ class RankColumns:
         "places",
         "ranks",
         "version",
+        "worker_ids",
     )
 
     def __init__(self, ranks: Sequence[RankId], numbering: int, places: Int64Array, partitions: Int64Array) -> None:
         self.ranks = ranks
         self.numbering = numbering
+        self.worker_ids = np.array([rank.worker_id for rank in ranks], dtype=np.uint64)
         self.places = places
         self.partitions = partitions
         self.distinct: list[int] = np.unique(partitions).tolist()
@@ -313,7 +316,7 @@ class RankTrust:
         """Copy the ranks' numbers, and add to them which bridges are silent."""
         codes = self._codes[columns.places]
         if bridge_silent:
-            silent = np.array([rank.worker_id in bridge_silent for rank in columns.ranks], dtype=np.bool_)
+            silent = np.isin(columns.worker_ids, np.fromiter(bridge_silent, np.uint64, len(bridge_silent)))
             silent &= self._leased[columns.places]  # without a lease, no bridge feeds the rank
             silent &= codes < FIRST_REASON
             codes[silent] = _CODES[DegradedReason.BRIDGE_SILENT]
