@@ -31,6 +31,7 @@ from streams.settings import AgentSettings
 from streams.tables.index_reducer import BAD_TABLE_RECORD
 from streams.tables.partition import PARTITION_COUNTS, TablePartition
 from streams.tables.reducer import PartitionPlan, SourceRecord
+from streams.tables.standby import Standby
 from streams.tables.wiring import PartitionWiring
 from streams.topics import TopicSpec, topics
 
@@ -43,6 +44,9 @@ REALIGN_EVERY_S = (0.5, 30.0)
 #: Acknowledgements of all partitions are passed to Faust together, at most once in this time. They only decide where a
 #: new group starts, and passing each on alone would wake up Faust's loop for every transaction.
 ACKNOWLEDGE_EVERY_S = 0.05
+
+#: The task that looks for new topics; there is one at a time.
+_REFRESH = "refresh topics"
 
 #: The keys that `Indexer.verdict_counts` always has.
 _VERDICT_COUNTS = (*(verdict.value for verdict in Verdict), BAD_TABLE_RECORD, *MAINTENANCE_COUNTS)
@@ -67,6 +71,7 @@ class Indexer:
         self._plan = plan
         self._armed = on_effect
         self._partitions: dict[int, TablePartition] = {}
+        self._standbys: dict[int, Standby] = {}
         self._paused: set[int] = set()
         self._realigning: set[TP] = set()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -74,7 +79,6 @@ class Indexer:
         self._turn = threading.Lock()
         self._applied: list[Any] = []  # Faust's events that are to be acknowledged
         self._applied_lock = threading.Lock()
-        self._refreshing = asyncio.Lock()
         self._watch: TopicWatch | None = None
         self._ids: dict[str, str] = {}  # of the sources, as last read; a deleted source keeps its id
         self._recreated: dict[str, str] = {}  # by source, the id that was logged last
@@ -111,14 +115,21 @@ class Indexer:
         """How far the table of each partition that this process owns is behind its sources."""
         return {partition: table.lag() for partition, table in sorted(self._partitions.copy().items())}
 
+    def standbys(self) -> Mapping[int, bool]:
+        """The partitions that this process follows as a standby, and whether each is up to date."""
+        return {partition: standby.is_current for partition, standby in sorted(self._standbys.copy().items())}
+
     def not_ready(self) -> str | None:
         """Return why events are not applied yet, or None. A worker without partitions is ready: others have them."""
         if self._loop is None:
             return "Kafka has not assigned partitions to this worker yet"
         if self.sources_missing:
             return f"topics of this scope were deleted: {', '.join(self.sources_missing)}"
-        opening = [n for n, table in self._partitions.copy().items() if table.next_offset(self._source.name) is None]
-        return f"partitions are being opened: {sorted(opening)}" if opening else None
+        opening = self._opening()
+        return f"partitions are being opened: {opening}" if opening else None
+
+    def _opening(self) -> list[int]:
+        return sorted(n for n, table in self._partitions.copy().items() if table.next_offset(self._source.name) is None)
 
     async def run(self, stream: Any) -> None:
         """Run the agent's loop.
@@ -134,18 +145,33 @@ class Indexer:
                 log.exception("%s [%d] up to %d was not fed", message.topic, message.partition, message.offset)
 
     async def assigned(self, partitions: set[TP]) -> None:
-        """Open new partitions, resume those that were ours before, release the rest. Faust calls `revoked` first."""
+        """Open new partitions, resume those that were ours before, release the rest. Faust calls `revoked` first.
+
+        Faust's assignor also says which partitions this worker follows as a standby. It makes a standby the owner
+        before any other worker.
+        """
         self._loop = asyncio.get_running_loop()
         mine = {tp.partition for tp in partitions if tp.topic == self._source.name}
-        await self._stop([self._partitions.pop(partition) for partition in sorted(self._partitions.keys() - mine)])
+        assigned = self._app.assignor.assigned_standbys()
+        followed = {tp.partition for tp in assigned if tp.topic == self._source.name} - mine
+        unneeded = [self._standbys.pop(partition) for partition in sorted(self._standbys.keys() - mine - followed)]
+        await asyncio.gather(
+            self._stop([self._partitions.pop(partition) for partition in sorted(self._partitions.keys() - mine)]),
+            *(asyncio.to_thread(standby.stop) for standby in unneeded),
+        )
         for partition in sorted(mine):
             if partition in self._partitions:
                 self._partitions[partition].resume()
             else:
-                table = TablePartition(partition, self._wire(partition), self._counts[partition])
+                standby = self._standbys.pop(partition, None)
+                table = TablePartition(partition, self._wire(partition), self._counts[partition], standby)
                 self._partitions[partition] = table
                 table.start()
-        log.info("partitions assigned: %s", sorted(mine))
+        for partition in sorted(followed - self._standbys.keys()):
+            standby = Standby(partition, self._wire(partition), lambda: not self._opening())
+            self._standbys[partition] = standby
+            standby.start()
+        log.info("partitions assigned: %s, as a standby: %s", sorted(mine), sorted(followed))
 
     async def revoked(self, partitions: set[TP]) -> None:
         """Finish the running batches of revoked partitions; those that return with `assigned` stay open.
@@ -167,7 +193,8 @@ class Indexer:
         if self._watch is not None:
             await asyncio.to_thread(self._watch.stop)
         tables, self._partitions = list(self._partitions.values()), {}
-        await self._stop(tables)
+        standbys, self._standbys = list(self._standbys.values()), {}
+        await asyncio.gather(self._stop(tables), *(asyncio.to_thread(standby.stop) for standby in standbys))
         self._acknowledge_all()
 
     async def watch(self) -> None:
@@ -237,17 +264,16 @@ class Indexer:
     def _notice_topics(self, reading: TopicReading) -> None:
         """Make Faust's consumer look for sources that exist and are unknown to it: it takes minutes by itself."""
         consumer = self._app.consumer
-        if any(name in reading.ids and not consumer.topic_partitions(name) for name in self._ids):
-            self._tasks.add(task := asyncio.get_running_loop().create_task(self._refresh_topics()))
+        unknown = any(name in reading.ids and not consumer.topic_partitions(name) for name in self._ids)
+        if unknown and all(task.get_name() != _REFRESH for task in self._tasks):
+            self._tasks.add(task := asyncio.get_running_loop().create_task(self._refresh_topics(), name=_REFRESH))
             task.add_done_callback(self._tasks.discard)
 
     async def _refresh_topics(self) -> None:
-        if not self._refreshing.locked():
-            async with self._refreshing:
-                try:
-                    await self._app.consumer.refresh_topics()
-                except Exception as exc:  # the next reading tries again
-                    log.info("Faust's consumer did not look for new topics: %s", exc)
+        try:
+            await self._app.consumer.refresh_topics()
+        except Exception as exc:  # the next reading tries again
+            log.info("Faust's consumer did not look for new topics: %s", exc)
 
     def _feed(self, event: Any) -> None:
         """Offer the records of one event (delivery.RecordsMessage) to their partition."""
@@ -293,7 +319,12 @@ class Indexer:
             next_offset = table.next_offset(topic) if table else None
             if table is None or next_offset is None:
                 return
-            offsets = await asyncio.to_thread(first_offset, self._settings, topic, partition, next_offset)
+            # Records that Faust fetched before the seek are still in its queues; one of them would move Faust's own
+            # position again.
+            offsets, _ = await asyncio.gather(
+                asyncio.to_thread(first_offset, self._settings, topic, partition, next_offset),
+                asyncio.sleep(REALIGN_EVERY_S[0] / 2),
+            )
             first = offsets.end if offsets.first is None else offsets.first
             if first > next_offset:
                 lost = offsets.low > next_offset
@@ -303,9 +334,6 @@ class Indexer:
                     *(topic, partition, next_offset, first - 1),
                 )
                 table.skip_to(topic, next_offset, first, lost)
-            # Records that Faust fetched before the seek are still in its queues; one of them would move Faust's own
-            # position again.
-            await asyncio.sleep(REALIGN_EVERY_S[0] / 2)
             if self._partitions.get(partition) is table:
                 next_offset = table.next_offset(topic)
                 if next_offset is not None:

@@ -246,6 +246,12 @@ class TableSettings:
     queue_bytes_high: int = _setting(
         64 * 1024 * 1024, "bytes of records that may wait for one partition before its source is paused", low=1
     )
+    table_standbys: int = _setting(
+        1,
+        "number of other workers that keep each partition's tables up to date, so that one of them can take over",
+        low=0,
+        high=8,
+    )
     rocksdb_cache_mb: int = _setting(8, "size of the block cache of one partition's RocksDB, in MiB", low=1)
     worker_grace_s: float = _setting(
         300.0,

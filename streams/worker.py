@@ -70,6 +70,7 @@ class WorkerProcess:
         self._router: Router | None = None
         self._processes: ProcessGroup | None = None  # with router_process
         self._running_processes: asyncio.Task[None] | None = None
+        self._watching: asyncio.Task[None] | None = None
         self._background: list[asyncio.Task[None]] = []
 
     async def prepare(self) -> None:
@@ -133,7 +134,7 @@ class WorkerProcess:
     async def start(self) -> None:
         """Start what runs next to Faust, once Faust has started."""
         exempt_from_collection()
-        self._background.append(asyncio.create_task(self.indexer.watch()))
+        self._watching = asyncio.create_task(self.indexer.watch())
         if self._running_processes is not None:
             self._background.append(asyncio.create_task(self._end_without(self._running_processes)))
         router, api = self._router, self._api
@@ -166,7 +167,15 @@ class WorkerProcess:
                 await running
 
     async def stop(self) -> None:
-        """Stop everything, before Faust stops."""
+        """Stop everything, before Faust stops.
+
+        The partitions come first, and this worker leaves the group at once: their standbys take over while routers here
+        still finish their requests.
+        """
+        if self._watching is not None:
+            await _cancel(self._watching)
+        await self.indexer.close()
+        await self._app.consumer.stop()
         await self._end_processes()
         router, server, api = self._router, self._server, self._api
         if api is not None and router is not None:
@@ -174,12 +183,15 @@ class WorkerProcess:
         elif api is not None and server is not None:
             await api.run(server.close)
         for task in self._background:
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
-        await self.indexer.close()
+            await _cancel(task)
         if api is not None:
             await api.stop()
+
+
+async def _cancel(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
 
 
 class FaustWorker(faust.Worker):  # type: ignore[misc]
@@ -217,8 +229,10 @@ def create_app(settings: WorkerServerSettings) -> WorkerApp:
         broker=";".join(f"kafka://{address.strip()}" for address in settings.kafka.split(",")),
         broker_credentials=faust_credentials(settings),
         datadir=str(Path(settings.data_dir).absolute() / "faust"),
-        # Faust's own tables are not used (docs/architecture.md), so it has nothing to store.
+        # Faust's own tables are not used (docs/architecture.md), so it has nothing to store. Its assignor knows which
+        # workers follow a partition.
         store="memory://",
+        table_standby_replicas=settings.table_standbys,
         # Unique per process: an owner that was paused finds itself in its group by this id.
         broker_client_id=f"{client_id(settings)}-{uuid.uuid4().hex[:8]}",
         broker_session_timeout=settings.session_timeout_s,

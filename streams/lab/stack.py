@@ -207,9 +207,14 @@ class Stack:
         return self._start(name, arguments, as_environ(self.settings))
 
     def worker(self, name: str = "worker", router: bool = True, env: Mapping[str, str] | None = None) -> RouterProcess:
-        """Start a Faust worker, with or without a router in its process."""
+        """Start a Faust worker, with a router in its process, or with its health and metrics alone at its url."""
+        port = free_port()
         settings = replace(
-            self.settings, router=router, port=free_port(), data_dir=str(self.directory / "state" / name)
+            self.settings,
+            router=router,
+            port=port,
+            metrics_port=self.settings.metrics_port or (0 if router else port),
+            data_dir=str(self.directory / "state" / name),
         )
         child = self._start(
             name,

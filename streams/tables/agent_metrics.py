@@ -24,6 +24,7 @@ REFUSAL_REASONS_MAX = 64
 
 _OUTCOME_PREFIX = "cxl_"
 _REFUSED_PREFIX = "cxl_refused_"
+_STANDBY_STATES = (("current", True), ("loading", False))
 
 
 class AgentCounts(Protocol):
@@ -41,6 +42,10 @@ class AgentCounts(Protocol):
         """The lag of each partition that this process owns."""
         ...
 
+    def standbys(self) -> Mapping[int, bool]:
+        """The partitions that this process follows as a standby, and whether each is up to date."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class AgentSnapshot:
@@ -49,6 +54,7 @@ class AgentSnapshot:
     verdicts: Mapping[str, int]
     partitions: Mapping[str, int]
     lags: Mapping[int, Lag]
+    standbys: Mapping[int, bool]
 
     def refused(self) -> dict[str, int]:
         """Refused transitions by reason."""
@@ -65,6 +71,13 @@ AGENT_METRICS: tuple[Metric[AgentSnapshot], ...] = (
         "kvstreams_agent_partitions",
         "Partitions that this worker owns",
         lambda now: len(now.lags),
+    ),
+    gauge(
+        "kvstreams_agent_standby_partitions",
+        "Partitions of other workers that this worker follows: its copy is up to date (`current`), or is still being "
+        "read (`loading`)",
+        lambda now: {state: sum(1 for each in now.standbys.values() if each is at) for state, at in _STANDBY_STATES},
+        Label("state", tuple(state for state, _ in _STANDBY_STATES)),
     ),
     gauge(
         "kvstreams_agent_lag_seconds",
@@ -119,6 +132,11 @@ AGENT_METRICS: tuple[Metric[AgentSnapshot], ...] = (
         lambda now: now.partitions["reopened"],
     ),
     counter(
+        "kvstreams_agent_takeovers_total",
+        "Partitions that this worker took over from another with the tables that it had in memory as their standby",
+        lambda now: now.partitions["taken_over"],
+    ),
+    counter(
         "kvstreams_agent_bad_table_records_total",
         "Rows of a changelog that could not be read when a partition was opened",
         lambda now: now.verdicts["bad_table_record"],
@@ -138,6 +156,8 @@ def agent_registry(indexer: AgentCounts) -> MetricsRegistry[AgentSnapshot]:
     """The registry of an agent."""
 
     def snapshot() -> AgentSnapshot:
-        return AgentSnapshot(indexer.verdict_counts(), indexer.partition_counts(), indexer.partition_lags())
+        return AgentSnapshot(
+            indexer.verdict_counts(), indexer.partition_counts(), indexer.partition_lags(), indexer.standbys()
+        )
 
     return MetricsRegistry(AGENT_METRICS, snapshot)

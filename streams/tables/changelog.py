@@ -1,16 +1,16 @@
-"""Reading one partition of a changelog, committed records only, from an offset to its end.
+"""Reading one partition of a changelog, committed records only, from an offset to its end, or behind its owner.
 
-What lives here: the read loop and its errors. What must not: what a record means.
+What lives here: the read loops and their errors. What must not: what a record means.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from confluent_kafka import OFFSET_BEGINNING, KafkaError, KafkaException, Message, TopicPartition
 
 from streams.errors import OffsetLost, TableError
-from streams.kafka.clients import Record, as_record, assign, consume, reader
+from streams.kafka.clients import Record, as_record, assign, consume, fetched_in_intervals, reader
 from streams.settings import ScopeSettings
 
 #: Records passed on at a time.
@@ -23,6 +23,13 @@ READ_STALL_S = 30.0
 END_WAIT_MS = 5
 
 _POLL_S = 0.5
+
+#: How often a standby fetches. Its new owner reads as much when it takes over, which is less than it costs to read each
+#: transaction by itself.
+FOLLOW_EVERY_S = 0.25
+
+#: How long a standby may take to notice that it is to stop.
+_FOLLOW_POLL_S = 0.05
 
 
 def read_to_end(
@@ -45,39 +52,99 @@ def read_messages(
     start: int | None,
     on_messages: Callable[[list[Message]], None],
 ) -> int:
-    """Read from `start` (None is the beginning) to the partition's end; returns the offset after it.
+    """Read one topic as read_all does; returns the offset after its end."""
+    return read_all(settings, {topic: start}, partition, on_messages)[topic]
 
-    The consumer reports the end; counting records does not find it, since transaction markers have offsets too. Raises
-    OffsetLost if the offset is not in the log, TableError if nothing arrives for READ_STALL_S.
+
+def read_all(
+    settings: ScopeSettings,
+    start: Mapping[str, int | None],
+    partition: int,
+    on_messages: Callable[[list[Message]], None],
+) -> dict[str, int]:
+    """Read topics, each from an offset (None is the beginning), to their ends; returns the offsets after these.
+
+    The consumer reports an end; counting records does not find it, since transaction markers have offsets too. Raises
+    OffsetLost if an offset is not in its log, TableError if nothing arrives for READ_STALL_S.
     """
+    names = ", ".join(start)
     consumer = reader(settings, **{"fetch.wait.max.ms": END_WAIT_MS})
     try:
-        assign(consumer, [TopicPartition(topic, partition, OFFSET_BEGINNING if start is None else start)])
+        assign(
+            consumer,
+            [
+                TopicPartition(topic, partition, OFFSET_BEGINNING if offset is None else offset)
+                for topic, offset in start.items()
+            ],
+        )
         silent_s = 0.0
-        while True:
+        ends: dict[str, int] = {}
+        while len(ends) < len(start):
             messages = consume(consumer, READ_BATCH_RECORDS, _POLL_S)
             silent_s = 0.0 if messages else silent_s + _POLL_S
             if silent_s > READ_STALL_S:
-                raise TableError(f"{topic} [{partition}] sent nothing for {READ_STALL_S:g} s")
-            errors = [message for message in messages if message.error() is not None]
-            records = [message for message in messages if message.error() is None] if errors else messages
+                raise TableError(f"{names} [{partition}] sent nothing for {READ_STALL_S:g} s")
+            records, errors = _split(messages)
             if records:
                 on_messages(records)
-            for message in errors:
-                error = message.error()
-                assert error is not None
+                for message in records:
+                    ends.pop(message.topic() or "", None)  # more was appended
+            for error, topic, offset in errors:
                 if error.code() == KafkaError._PARTITION_EOF:
-                    end = message.offset()
-                    assert end is not None
-                    return end
-                if error.code() in (KafkaError._AUTO_OFFSET_RESET, KafkaError.OFFSET_OUT_OF_RANGE):
-                    raise OffsetLost(f"{topic} [{partition}] has no offset {start}")
-                if not error.retriable() and error.code() not in _TRANSIENT_ERRORS:
-                    raise TableError(f"{topic} [{partition}] cannot be read: {error.str()}")
+                    ends[topic] = offset
+                else:
+                    _check(error, topic or names, partition, start.get(topic))
+        return ends
     except KafkaException as exc:
-        raise TableError(f"{topic} [{partition}] cannot be read: {exc.args[0].str()}") from exc
+        raise TableError(f"{names} [{partition}] cannot be read: {exc.args[0].str()}") from exc
     finally:
         consumer.close()
+
+
+def follow_messages(
+    settings: ScopeSettings,
+    start: Mapping[str, int],
+    partition: int,
+    on_messages: Callable[[list[Message]], None],
+    until: Callable[[], bool],
+) -> None:
+    """Read topics from offsets on, until `until`. Raises OffsetLost if an offset is not in the log."""
+    names = ", ".join(start)
+    consumer = reader(settings, **fetched_in_intervals(FOLLOW_EVERY_S))
+    try:
+        assign(consumer, [TopicPartition(topic, partition, offset) for topic, offset in start.items()])
+        while not until():
+            records, errors = _split(consume(consumer, READ_BATCH_RECORDS, _FOLLOW_POLL_S))
+            if records:
+                on_messages(records)
+            for error, topic, offset in errors:
+                if error.code() != KafkaError._PARTITION_EOF:
+                    _check(error, topic or names, partition, offset)
+    except KafkaException as exc:
+        raise TableError(f"{names} [{partition}] cannot be read: {exc.args[0].str()}") from exc
+    finally:
+        consumer.close()
+
+
+def _split(messages: list[Message]) -> tuple[list[Message], list[tuple[KafkaError, str, int]]]:
+    """Separate records from errors, each with its topic and offset; "" and -1 for none."""
+    errors = [message for message in messages if message.error() is not None]
+    if not errors:
+        return messages, []
+    found = []
+    for message in errors:
+        error, offset = message.error(), message.offset()
+        assert error is not None
+        found.append((error, message.topic() or "", -1 if offset is None else offset))
+    return [message for message in messages if message.error() is None], found
+
+
+def _check(error: KafkaError, topic: str, partition: int, offset: int | None) -> None:
+    """Raise for an error from which the client does not recover by itself."""
+    if error.code() in (KafkaError._AUTO_OFFSET_RESET, KafkaError.OFFSET_OUT_OF_RANGE):
+        raise OffsetLost(f"{topic} [{partition}] has no offset {offset}")
+    if not error.retriable() and error.code() not in _TRANSIENT_ERRORS:
+        raise TableError(f"{topic} [{partition}] cannot be read: {error.str()}")
 
 
 #: Errors while a broker restarts; the client recovers by itself.

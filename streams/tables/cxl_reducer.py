@@ -111,6 +111,18 @@ class PartitionReducer:
                 log.warning("%s: a record is skipped: %s", table.name, exc)
         self.pooled.load(blocks, owners, parked)
 
+    def follow(self, table: TableSpec, changes: Sequence[Change]) -> None:
+        """Take in rows of the index's table; those of pooled blocks, of which there are few, wait for `resume`."""
+        if table != self._table:
+            self.index.follow(table, changes)
+
+    def resume(self, table: TableSpec, items: Iterator[tuple[bytes, bytes]]) -> bool:
+        """Become what `load` makes; the index's table comes first."""
+        if table != self._table:
+            return self.index.resume(table, items)
+        self.load(table, items)
+        return True
+
     def decode(self, records: Sequence[SourceRecord]) -> Sequence[Decoded]:
         """Effect 1: decode each record, or return why it cannot be decoded."""
         if all(record.topic != self._cxl_topic for record in records):

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import assert_never
 
 from streams.core.events import BEFORE_FIRST, EngineBatch, EngineEvents, Heartbeat, RestatementChunk, WorkerRemoved
-from streams.core.ids import Incarnation, RankId
+from streams.core.ids import Epoch, Incarnation, RankId
 from streams.core.reducer.holdings import Holdings
 from streams.core.reducer.maintenance import RankMaintenance
 from streams.core.reducer.ordering import Progress, Verdict
@@ -79,20 +79,54 @@ class IndexReducer:
 
     def load(self, table: TableSpec, items: Iterator[tuple[bytes, bytes]]) -> None:
         """Start from the rows of the table, in order of their keys: parked chunks, progress, runs."""
+        progress, parked, run = self._read_ranks(table, items)
+        self.holdings.load(progress, (), parked)
+        runs = [] if run is None else [run]
+        n_strays = 0
+        for row in items:
+            runs.append(row)
+            if len(runs) == LOAD_RECORDS:
+                n_strays += self._load_runs(table, runs)
+                runs.clear()
+        n_strays += self._load_runs(table, runs)
+        if n_strays:
+            log.warning("%s: skipped %d runs of ranks that have no progress row", table.name, n_strays)
+
+    def follow(self, table: TableSpec, changes: Sequence[Change]) -> None:
+        """Take in the runs that the table's owner has written; of progress, only the epochs."""
+        epochs: dict[RankId, Epoch | None] = {}
+        runs: list[Change] = []
+        for key, value in dict(changes).items():  # the last value of each key
+            if key.startswith(RUN_KEY.prefix):
+                runs.append((key, value))
+            elif key.startswith(PROGRESS_KEY.prefix):
+                try:
+                    rank = PROGRESS_KEY.parse(key)
+                    epochs[rank] = None if value is None else decode_progress(key, value).epoch
+                except BadRecord as exc:
+                    self._skip(table, exc)
+        for bad in self._runs.follow(epochs, runs):
+            self._skip(table, bad)
+
+    def resume(self, table: TableSpec, items: Iterator[tuple[bytes, bytes]]) -> bool:
+        """Take in parked chunks and progress; the runs are there. False if they are not what progress says."""
+        progress, parked, _ = self._read_ranks(table, items)
+        self.holdings.progress = {each.rank: each for each in progress}
+        self.holdings.parking.load(parked)
+        self._runs.end_following()
+        return all(self._runs.epoch(each.rank) == each.epoch for each in progress) and all(
+            self._runs.n_blocks(each.rank) == each.n_blocks for each in progress
+        )
+
+    def _read_ranks(
+        self, table: TableSpec, items: Iterator[tuple[bytes, bytes]]
+    ) -> tuple[list[Progress], list[tuple[ChunkKey, EngineBatch, int]], tuple[bytes, bytes] | None]:
+        """Read the rows before the first run; returns progress, parked chunks, and the first run if there is one."""
         progress: list[Progress] = []
         parked: list[tuple[ChunkKey, EngineBatch, int]] = []
-        runs: list[tuple[bytes, bytes]] = []
-        n_strays, has_ranks = 0, False
         for key, value in items:
             if key.startswith(RUN_KEY.prefix):
-                if not has_ranks:
-                    self.holdings.load(progress, (), parked)
-                    has_ranks = True
-                runs.append((key, value))
-                if len(runs) == LOAD_RECORDS:
-                    n_strays += self._load_runs(table, runs)
-                    runs.clear()
-                continue
+                return progress, parked, (key, value)
             try:
                 if key.startswith(PROGRESS_KEY.prefix):
                     progress.append(decode_progress(key, value))
@@ -102,11 +136,7 @@ class IndexReducer:
                     raise BadRecord("bad_key", f"{key.hex()} is not a key of this table")
             except BadRecord as exc:
                 self._skip(table, exc)
-        if not has_ranks:
-            self.holdings.load(progress, (), parked)
-        n_strays += self._load_runs(table, runs)
-        if n_strays:
-            log.warning("%s: skipped %d runs of ranks that have no progress row", table.name, n_strays)
+        return progress, parked, None
 
     def _load_runs(self, table: TableSpec, runs: list[tuple[bytes, bytes]]) -> int:
         n_strays, bad = self._runs.load_records(runs)

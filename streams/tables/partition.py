@@ -44,6 +44,7 @@ from streams.tables.pacing import PARTITION_RECORD_EVERY_S, Pacer, interval_s
 from streams.tables.records import PARTITION_KEY, PartitionRecord, SourceProgress, encode_partition
 from streams.tables.reducer import Reducer, SourceRecord
 from streams.tables.source_queue import SourceQueue
+from streams.tables.standby import Standby
 from streams.tables.transactions import TransactionWriter
 from streams.tables.wiring import PartitionWiring
 
@@ -67,8 +68,9 @@ STOP_TIMEOUT_S = 15.0
 
 #: Keys of `TablePartition.counts`, all counted since the process started: records that were processed, duplicates
 #: included (`applied`); those of them that became dead letters (`dead_letters`); committed transactions
-#: (`transactions`); failures after which the partition was opened again (`reopened`).
-PARTITION_COUNTS = ("applied", "dead_letters", "transactions", "reopened")
+#: (`transactions`); failures after which the partition was opened again (`reopened`); partitions that were opened with
+#: what their standby had in memory (`taken_over`).
+PARTITION_COUNTS = ("applied", "dead_letters", "transactions", "reopened", "taken_over")
 
 
 class TablePartition:
@@ -78,8 +80,17 @@ class TablePartition:
     partition's own thread.
     """
 
-    def __init__(self, partition: int, wiring: PartitionWiring, counts: Counter[str] | None = None) -> None:
-        """counts: what earlier owners of this partition in this process have counted, to continue from."""
+    def __init__(
+        self,
+        partition: int,
+        wiring: PartitionWiring,
+        counts: Counter[str] | None = None,
+        standby: Standby | None = None,
+    ) -> None:
+        """counts: what earlier owners of this partition in this process have counted, to continue from.
+
+        standby: of this partition in this process, whose copy it takes over.
+        """
         self.partition = partition
         self._wiring = wiring
         self._lock = threading.Condition()  # guards the queue, the sources and the thread's state
@@ -93,13 +104,14 @@ class TablePartition:
         # cost more than taking them.
         self._pacing = False
         self._batch: list[SourceRecord] = []
+        self._standby = standby  # until its copy is taken over
         self._tables: OpenedTables | None = None
         self._writer = TransactionWriter(partition, wiring)
         self._pacer = Pacer()
         self._written_at = 0.0
         self._flushed_at = 0.0
-        self._failing: tuple[str, int] | None = None  # topic and offset of the record that made the reducer fail last
-        self._n_failures = 0
+        # Of the record that made the reducer fail last: topic and offset, and how often it did.
+        self._failing: tuple[tuple[str, int], int] | None = None
         self._counts: Counter[str] = Counter() if counts is None else counts
         self._thread = threading.Thread(target=self._run, name=f"table-{partition}", daemon=True)
 
@@ -116,6 +128,8 @@ class TablePartition:
         self._thread.join(STOP_TIMEOUT_S)
         if self._thread.is_alive():
             log.error("partition %d did not stop within %g s", self.partition, STOP_TIMEOUT_S)
+        elif self._standby is not None:
+            self._standby.stop()
 
     def suspend(self) -> bool:
         """Finish the running batch and write nothing more until `resume`.
@@ -304,8 +318,16 @@ class TablePartition:
     def _open(self) -> None:
         # The writer fences earlier owners, so the changelog cannot grow without us. The folder is ours too from here
         # on, since the partition's previous thread in this process has been stopped.
+        if self._standby is not None:
+            self._standby.ask_to_end()
         self._writer.open()
-        self._tables = tables = open_tables(self.partition, self._wiring, self._writer, self._check_needed)
+        copy = self._standby.release() if self._standby is not None else None
+        self._standby = None
+        followed = copy.reducer if copy is not None else None
+        self._tables = tables = open_tables(self.partition, self._wiring, self._writer, self._check_needed, copy)
+        if tables.reducer is followed:
+            self._counts["taken_over"] += 1
+            log.info("partition %d is taken over from its standby", self.partition)
         for topic in tables.recreated:
             self._wiring.source_recreated(topic, tables.sources[topic].topic_id)
         with self._lock:
@@ -429,15 +451,16 @@ class TablePartition:
 
     def _apply(self, reducer: Reducer[Any], record: SourceRecord, decoded: Any) -> None:
         """Pass a record to the reducer; one that always makes it fail becomes a dead letter, so that others proceed."""
-        if self._failing == (record.topic, record.offset) and self._n_failures >= REDUCER_FAILURES_MAX:
-            raise BadRecord("internal_error", f"applying it failed {self._n_failures} times")
+        where = (record.topic, record.offset)
+        n_failures = self._failing[1] if self._failing is not None and self._failing[0] == where else 0
+        if n_failures >= REDUCER_FAILURES_MAX:
+            raise BadRecord("internal_error", f"applying it failed {n_failures} times")
         try:
             reducer.apply(record, decoded)
         except BadRecord:
             raise
         except Exception:
-            self._n_failures = self._n_failures + 1 if self._failing == (record.topic, record.offset) else 1
-            self._failing = (record.topic, record.offset)
+            self._failing = (where, n_failures + 1)
             raise
 
     def _partition_record(self) -> PartitionRecord:

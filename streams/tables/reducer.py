@@ -52,6 +52,15 @@ class Reducer(Protocol[Decoded]):
     def load(self, table: TableSpec, items: Iterator[tuple[bytes, bytes]]) -> None:
         """Start from the rows of a table; the partition record is not among the items."""
 
+    def follow(self, table: TableSpec, changes: Sequence[Change]) -> None:
+        """Take in rows of a loaded table that its owner has written since, None for a deleted one.
+
+        What is small or rare may be left out until `resume`.
+        """
+
+    def resume(self, table: TableSpec, items: Iterator[tuple[bytes, bytes]]) -> bool:
+        """Become what `load` of these rows makes, after `follow`; returns False if that takes a new reducer."""
+
     def decode(self, records: Sequence[SourceRecord]) -> Sequence[Decoded]:
         """Carry out effect 1 for many records; returns one value per record, which `apply` takes."""
 

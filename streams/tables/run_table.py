@@ -18,10 +18,17 @@ import numpy as np
 
 from streams.core.events import KvEvent, RestatedRun
 from streams.core.hashing import sequence_hashes
-from streams.core.ids import Epoch, RankId, SequenceHash
+from streams.core.ids import U64_MASK, Epoch, Incarnation, RankId, SequenceHash
 from streams.core.index.arenas import Arena
 from streams.core.reducer.kernels import layout
-from streams.core.reducer.kernels.changes import apply_rows, end_rank, next_stale, reserve_blocks, restate_run
+from streams.core.reducer.kernels.changes import (
+    add_stale,
+    apply_rows,
+    end_rank,
+    next_stale,
+    reserve_blocks,
+    restate_run,
+)
 from streams.core.reducer.kernels.maps import move_entries
 from streams.core.reducer.run_store import Applied
 from streams.core.runs import Run
@@ -30,6 +37,7 @@ from streams.tables.event_decoding import label_words, rows_of
 from streams.tables.kernels.runs import (
     KEY_BYTES,
     RECORD_BYTES_MAX,
+    drop_records,
     encode_dirty,
     encode_emptied,
     encode_stale,
@@ -88,6 +96,7 @@ class RunTable:
         self._out = np.empty(_RECORDS_PER_CALL * RECORD_BYTES_MAX, dtype=np.uint8)
         self._ends = np.empty(_RECORDS_PER_CALL + 1, dtype=np.int64)
         self._header = frame_header("prefix-index-run")
+        self._stale: set[bytes] = set()  # while following: keys of rows whose epoch has ended
 
     # -- RunStore ---------------------------------------------------------------------------------------------
 
@@ -233,6 +242,67 @@ class RunTable:
                 bad.append((position, exc))
         return n_strays, bad
 
+    # -- following another owner ------------------------------------------------------------------------------
+
+    def follow(self, epochs: Mapping[RankId, Epoch | None], records: Sequence[Change]) -> list[BadRecord]:
+        """Take in rows that another owner has written since they were loaded: one row for each key, in any order.
+
+        epochs: of the ranks whose progress is among the rows, None for one that was deleted. Returns the errors of bad
+        records.
+        """
+        for rank, epoch in epochs.items():
+            if self.epoch(rank) != epoch:
+                self.end(rank, epoch or _NO_EPOCH)
+        for key, value in self._drop(records):
+            # Compaction has removed the progress record that was written before it, and a later one follows.
+            try:
+                run = decode_run(key, value)
+            except BadRecord:
+                continue  # it is reported below
+            known = self.epoch(run.key.rank)
+            if known is None or known < run.epoch:
+                self.end(run.key.rank, run.epoch)
+        written = [(key, value) for key, value in records if value is not None]
+        bad = [exc for _, exc in self.load_records(written)[1]]
+        # The owner writes its pending tombstones in an order of its own, so they are kept by key.
+        while n_keys := encode_stale(self._at, self._out.ctypes.data, _RECORDS_PER_CALL):
+            self._stale.update(key for key, _ in self._tombstones(n_keys))
+        self._move_stale()
+        self._stale.difference_update(key for key, value in records if value is None)
+        return bad
+
+    def end_following(self) -> None:
+        """Become the owner, which has to write the tombstones that are still pending."""
+        for key in self._stale:
+            rank, tier, first = RUN_KEY.parse(key)
+            add_stale(self._at, self._number(rank) << 2 | tier, np.uint64(first).view(np.int64).item())
+        self._stale.clear()
+
+    def epoch(self, rank: RankId) -> Epoch | None:
+        """Return a rank's epoch; None for an unknown rank."""
+        number = self._numbers.get(rank)
+        if number is None:
+            return None
+        incarnation, generation = self._ranks[number, layout.RANK_INCARNATION : layout.RANK_GENERATION + 1].tolist()
+        return Epoch(Incarnation(incarnation & U64_MASK), generation)
+
+    def _drop(self, records: Sequence[Change]) -> list[tuple[bytes, bytes]]:
+        """Drop the runs with these keys; return the records of unknown ranks, or of newer epochs than their rank's."""
+        data, lengths = join(records)
+        newer = np.zeros(len(records), dtype=np.int64)
+        n_newer = drop_records(
+            self._at,
+            address_of(data),
+            lengths.ctypes.data,
+            len(records),
+            len(self._numbers),
+            *self._header,
+            newer.ctypes.data,
+        )
+        if not n_newer:
+            return []
+        return [(records[at][0], records[at][1] or b"") for at in np.flatnonzero(newer).tolist()]
+
     # -- inside -----------------------------------------------------------------------------------------------
 
     def _number(self, rank: RankId) -> int:
@@ -281,3 +351,5 @@ class RunTable:
 
 
 _NOTHING_FOUND = Applied()
+#: Before every epoch.
+_NO_EPOCH = Epoch(Incarnation(0), 0)

@@ -108,6 +108,12 @@ class PartitionStore:
         raw = self._db.get(_position_key(table))
         return None if raw is None else ChangelogPosition(**json.loads(raw))
 
+    def get(self, table: TableSpec, key: bytes) -> bytes | None:
+        """Read one row."""
+        value = self._db.get(bytes([table.store_id]) + key)
+        assert value is None or isinstance(value, bytes)  # raw mode has no other types
+        return value
+
     def items(self, table: TableSpec) -> Iterator[tuple[bytes, bytes]]:
         """Yield every row of a table, in order of keys; raises if the files cannot be read."""
         prefix = bytes([table.store_id])

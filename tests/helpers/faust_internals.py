@@ -96,6 +96,13 @@ _AGENT = (
     Internal(_DRIVER, "Consumer.resume_partitions", "resumes them", ("tps",)),
     Internal(_DRIVER, "Consumer.highwater", "where a source ends", ("tp",)),
     Internal(_DRIVER, "Consumer.topic_partitions", "whether the consumer knows a topic", ("topic",)),
+    Internal("faust", "App.assignor", "Faust's assignor"),
+    Internal(
+        "faust.assignor.partition_assignor",
+        "PartitionAssignor.assigned_standbys",
+        "the partitions that this worker follows",
+        (),
+    ),
 )
 
 #: How the App starts, and what it leaves out (streams/worker.py, streams/kafka/delivery.py).
@@ -109,6 +116,7 @@ _START = (
     Internal("faust.types.settings", "Settings.Topic", "the setting through which our Topic is used"),
     Internal("faust", "Topic.get_topic_name", "overridden: a topic of ours consists of several", ()),
     Internal("faust", "Topic.topics", "their names"),
+    Internal(_DRIVER, "Consumer.stop", "leaves the group before Faust stops", ()),
 )
 
 #: What Kafka's protocols define and no public function of a client computes (streams/kafka/clients.py).

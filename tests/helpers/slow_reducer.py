@@ -21,6 +21,12 @@ class Slow:
     def load(self, table: TableSpec, items: Iterator[tuple[bytes, bytes]]) -> None:
         pass
 
+    def follow(self, *_: object) -> None:
+        pass
+
+    def resume(self, *_: object) -> bool:
+        return False
+
     def take_refused(self) -> list[tuple[SourceRecord, BadRecord]]:
         return []
 

@@ -42,6 +42,12 @@ class Thirds:
     def load(self, table: TableSpec, items: Iterator[tuple[bytes, bytes]]) -> None:  # noqa: ARG002 - the signature
         self.loaded.extend(value for _, value in items)
 
+    def follow(self, table: TableSpec, changes: Sequence[Change]) -> None:  # noqa: ARG002 - the signature
+        self.loaded.extend(value for key, value in changes if key.startswith(b"K") and value is not None)
+
+    def resume(self, *_: object) -> bool:
+        return True
+
     def take_refused(self) -> list[tuple[SourceRecord, BadRecord]]:
         return []
 

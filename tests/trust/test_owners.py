@@ -29,7 +29,7 @@ from streams.lab.stack import RouterProcess, Stack, get_json
 from streams.process.waiting import wait_for
 from streams.settings import Settings
 from streams.topics import TopicSpec, topics
-from tests.helpers.api import Api
+from tests.helpers.api import Api, metrics
 from tests.helpers.broker import BreakableKafka
 from tests.helpers.trust import PATIENCE_S, WATCH_EVERY_S, Sample
 
@@ -50,6 +50,9 @@ BACKLOG_BATCHES = (10_000, 100_000)
 
 #: Watching goes on for this long after answers are exact again.
 AFTERWARDS_S = 0.5
+
+_FOLLOWED = "kvstreams_agent_standby_partitions/current"
+_TAKEN_OVER = "kvstreams_agent_takeovers_total"
 
 _numbers = itertools.count(1)
 
@@ -230,14 +233,18 @@ def test_a_broker_that_was_away_makes_answers_degraded_until_everything_is_deliv
 
 
 def test_no_answer_is_exact_and_old_while_partitions_move(rig: Rig, long_form: bool) -> None:
-    """A second worker joins, takes partitions, and is killed; the first one takes them back."""
+    """A second worker joins, takes partitions, and is killed; the first one, their standby, takes them back."""
     with rig.watching() as watched:
         second = rig.stack.worker("second", router=False)
         wait_for(lambda: "is open" in second.child.log_path.read_text(), PATIENCE_S, "a partition to move")
+        first = Api(rig.worker.url)
+        wait_for(lambda: metrics(first)[_FOLLOWED] > 0, PATIENCE_S, "the first one to follow that partition")
+        n_before = metrics(first)[_TAKEN_OVER]
         time.sleep(1.0 + FAULT_S[long_form] / 4)
         second.child.kill()
         time.sleep(rig.stack.settings.session_timeout_s)
     assert watched.samples
+    assert metrics(first)[_TAKEN_OVER] > n_before
 
 
 def ready(process: RouterProcess) -> tuple[bool, list[str]]:

@@ -47,7 +47,7 @@ PACKAGES = (
     Packages(
         faust_internals.INTERNALS,
         roots=frozenset({"aiokafka", "faust", "mode"}),
-        objects=("consumer", "_thread", "_client"),
+        objects=("consumer", "assignor", "_thread", "_client"),
         documented=frozenset({"faust.types.TP"}),
     ),
     Packages(

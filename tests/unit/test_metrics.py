@@ -210,6 +210,7 @@ class Counts:
         verdicts += [f"cxl_{outcome}" for outcome in TransitionOutcome] + ["cxl_refused_no_pool", "cxl_refused_bad_key"]
         self.verdicts = {name: 100 + n for n, name in enumerate(verdicts)}
         self.partitions = {name: 1000 + n for n, name in enumerate(PARTITION_COUNTS)}
+        self.followed: dict[int, bool] = {}
 
     def verdict_counts(self) -> Mapping[str, int]:
         return self.verdicts
@@ -220,12 +221,18 @@ class Counts:
     def partition_lags(self) -> Mapping[int, Lag]:
         return {}
 
+    def standbys(self) -> Mapping[int, bool]:
+        return self.followed
+
 
 def test_every_total_of_an_agent_is_served() -> None:
     """Each number that an indexer counts is on the page of its process, exactly once."""
     counts = Counts()
+    counts.followed = {1: True, 2: True, 3: False}
     found = samples(agent_registry(counts))
     assert found.pop("kvstreams_agent_partitions") == 0.0
+    assert found.pop("kvstreams_agent_standby_partitions/current") == 2.0
+    assert found.pop("kvstreams_agent_standby_partitions/loading") == 1.0
     assert sorted(found.values()) == sorted(map(float, (*counts.verdicts.values(), *counts.partitions.values())))
     assert found["kvstreams_agent_transitions_refused_total/no_pool"] == counts.verdicts["cxl_refused_no_pool"]
     assert found["kvstreams_agent_verdicts_total/gap"] == counts.verdicts["gap"]

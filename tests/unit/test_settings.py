@@ -123,6 +123,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "batch_records_max": (1, NUMBER_MAX),
     "queue_records_high": (1, NUMBER_MAX),
     "queue_bytes_high": (1, NUMBER_MAX),
+    "table_standbys": (0, 8),
     "rocksdb_cache_mb": (1, NUMBER_MAX),
     "retention_ms": (60_000, NUMBER_MAX),
     "decision_log_share": (0.0, 1.0),

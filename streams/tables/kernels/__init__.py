@@ -7,6 +7,7 @@ DECODING = ("runs.decode_records", "runs.decode_labels")
 #: Events decoded, and run records loaded and encoded: what an agent does.
 STORING = (
     "runs.load_records",
+    "runs.drop_records",
     "runs.encode_dirty",
     "events.decode_batches",
     "runs.encode_stale",

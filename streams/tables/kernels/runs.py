@@ -31,8 +31,9 @@ from streams.core.kernels.memory import copy_words, load, load_byte, shift_right
 from streams.core.kernels.words import get, put
 from streams.core.kernels.xxh3 import chain_step, load_u32, load_u64, store_u64, swap_bytes
 from streams.core.reducer.kernels import layout
-from streams.core.reducer.kernels.changes import add_stale, adopt_run, next_stale, set_labels
-from streams.core.reducer.kernels.spans import capacity_of, locals_at, run_at
+from streams.core.reducer.kernels.changes import add_stale, adopt_run, free_run, next_stale, set_labels
+from streams.core.reducer.kernels.maps import delete_slot, tag_in
+from streams.core.reducer.kernels.spans import capacity_of, engine_at, locals_at, run_at
 from streams.core.runs import RUN_BLOCKS_MAX
 from streams.tables.kernels.avro import HEADER_BYTES, read_long, store_byte, write_long
 from streams.tables.records import RUN_KEY
@@ -49,6 +50,7 @@ RECORD_BYTES_MAX = 2048
 LABEL_ROW_WORDS = 2 + layout.LABEL_WORDS
 _LABEL_ROW_BYTES = LABEL_ROW_WORDS * 8
 _SIGN = -(1 << 63)
+_ID_MASK = (1 << 32) - 1
 
 
 # -- reading -------------------------------------------------------------------------------------------------
@@ -256,6 +258,90 @@ def decode_labels(data: int, n_bytes: int, table: int, first: int, last: int, ou
     return n_rows
 
 
+@inlined
+def _find_rank(context: int, key: int, n_ranks: int, last: int) -> int:
+    """Return the number of a key's rank, -1 for an unknown one. last: that of the key before; -1 for none."""
+    worker = signed(swap_bytes(load_u64(key + 1)))
+    dp_rank = shift_right(signed(swap_bytes(load_u32(key + 9))), 32)
+    ranks = get(context, layout.RANKS)
+    if last >= 0:
+        words = ranks + last * (layout.RANK_WORDS * 8)
+        if load(words + layout.RANK_WORKER * 8) == worker and load(words + layout.RANK_DP * 8) == dp_rank:
+            return last
+    for rank in range(n_ranks):
+        words = ranks + rank * (layout.RANK_WORDS * 8)
+        if load(words + layout.RANK_WORKER * 8) == worker and load(words + layout.RANK_DP * 8) == dp_rank:
+            return rank
+    return -1
+
+
+@inlined
+def _drop_run(context: int, column: int, first: int) -> None:
+    """Drop the run that begins with this block, if there is one. No record of it needs to be written."""
+    table = get(context, layout.BY_SEQUENCE + layout.MAP_ADDRESS)
+    mask = get(context, layout.BY_SEQUENCE + layout.MAP_MASK)
+    tag = tag_in(context, column, first)
+    position = tag & mask
+    entry = load(table + (position << 3))
+    while entry != 0:
+        slot = (entry & _ID_MASK) - 1
+        line = run_at(context, slot >> layout.SLOT_SHIFT)
+        # Not the first entry with this block: while rows are read one by one, another run may have it, too.
+        if (
+            shift_right(entry, 32) == tag
+            and slot & layout.OFFSET_MASK == 0
+            and load(line + layout.RUN_COLUMN * 8) == column
+            and load(line + layout.RUN_FIRST * 8) == first
+        ):
+            present, held = load(line + layout.RUN_PRESENT * 8), 0
+            for offset in range(load(line + layout.RUN_SHAPE * 8) & layout.LENGTH_MASK):
+                if (present >> offset) & 1:
+                    tag = tag_in(context, column, load(engine_at(context, line, offset)))
+                    delete_slot(context, layout.BY_ENGINE, tag, slot + offset)
+                    held += 1
+            counter = get(context, layout.COLUMNS) + (column * layout.COLUMN_WORDS + layout.COLUMN_HELD) * 8
+            store(counter, load(counter) - held)
+            free_run(context, slot >> layout.SLOT_SHIFT)
+            return
+        position = (position + 1) & mask
+        entry = load(table + (position << 3))
+
+
+@kernel()
+def drop_records(
+    context: int, data: int, lengths: int, n_records: int, n_ranks: int, header: int, header_end: int, newer: int
+) -> int:
+    """Drop the runs that records replace or delete; returns the number of records of unknown ranks or newer epochs.
+
+    data, lengths: as in decode_records. newer: address of one int64 per record, set to 1 for these records.
+    """
+    key, rank, n_newer = data, -1, 0
+    for record in range(n_records):
+        n_key, n_value = load(lengths + (record << 4)), load(lengths + (record << 4) + 8)
+        value = key + n_key
+        end = value + max(n_value, 0)
+        if n_key == KEY_BYTES and load_byte(key) == _PREFIX and load_byte(key + 13) <= _TIER_MAX:
+            rank = _find_rank(context, key, n_ranks, rank)
+            is_newer = rank < 0
+            if rank >= 0:
+                _drop_run(context, (rank << 2) | load_byte(key + 13), signed(swap_bytes(load_u64(key + 14))))
+                if n_value >= HEADER_BYTES:
+                    incarnation, cursor = read_long(value + HEADER_BYTES, end)
+                    generation, cursor = read_long(cursor, end)
+                    words = get(context, layout.RANKS) + rank * (layout.RANK_WORDS * 8)
+                    current = load(words + layout.RANK_INCARNATION * 8)
+                    # Incarnations are unsigned.
+                    is_newer = cursor <= end and (
+                        (incarnation ^ _SIGN) > (current ^ _SIGN)
+                        or (incarnation == current and generation > load(words + layout.RANK_GENERATION * 8))
+                    )
+            if is_newer and n_value >= 0:
+                store(newer + (record << 3), 1)
+                n_newer += 1
+        key = end
+    return n_newer
+
+
 @kernel()
 def load_records(
     context: int, data: int, lengths: int, n_records: int, n_ranks: int, header: int, header_end: int, scratch: int
@@ -274,22 +360,9 @@ def load_records(
         end = value + n_value
         fate = 2
         if n_key == KEY_BYTES and load_byte(key) == _PREFIX and load_byte(key + 13) <= _TIER_MAX:
-            worker = signed(swap_bytes(load_u64(key + 1)))
-            dp_rank = shift_right(signed(swap_bytes(load_u32(key + 9))), 32)
             first = signed(swap_bytes(load_u64(key + 14)))
             # Records are in order of their keys, so those of one rank are adjacent.
-            words = ranks + rank * (layout.RANK_WORDS * 8)
-            if (
-                rank < 0
-                or load(words + layout.RANK_WORKER * 8) != worker
-                or load(words + layout.RANK_DP * 8) != dp_rank
-            ):
-                rank = -1
-                for known_rank in range(n_ranks):
-                    words = ranks + known_rank * (layout.RANK_WORDS * 8)
-                    if load(words + layout.RANK_WORKER * 8) == worker and load(words + layout.RANK_DP * 8) == dp_rank:
-                        rank = known_rank
-                        break
+            rank = _find_rank(context, key, n_ranks, rank)
             if _begins_with(value, n_value, header, header_end):
                 n_blocks, incarnation, generation, start, parent, has_parent, present, local, labels = _parse_run(
                     value + HEADER_BYTES, end, first
