@@ -33,7 +33,6 @@ TIMES_WRITTEN = 2
 #: The first id of the workers whose caches are in the changelog; others publish during the measurement.
 FIRST_SETTLED = 100_001
 
-
 _CURRENT = re.compile(r"standby of partition (\d+) is up to date")
 
 
@@ -82,6 +81,7 @@ def main(
             n for p in moving for rank, n in written.n_blocks.items() if partition_of(rank.worker_id, partitions) == p
         )
         memory = psutil.Process(survivor.child.pid).memory_info().rss
+        disk = sum(path.stat().st_size for path in Path(survivor.settings.data_dir).rglob("*") if path.is_file())
         published = mixed(fleet.engines, int(rate * (session_s + 25.0)), random.Random(1))
         sender = threading.Thread(target=fleet.send, args=(published, rate))
         sender.start()
@@ -104,6 +104,7 @@ def main(
         add(case, "partitions that moved", "", OURS, float(len(moving)))
         add(case, "blocks on them", "", OURS, float(on_them))
         add(case, "memory of the survivor before", "MB", OURS, memory / 1e6)
+        add(case, "disk of the survivor before", "MB", OURS, disk / 1e6)
         add(case, "from SIGKILL until the group has reassigned", "s", OURS, assigned)
         add(case, "from then until all partitions are open", "s", OURS, moved - assigned)
         add(case, "from then until all ranks are exact", "s", OURS, exact - assigned)

@@ -22,6 +22,7 @@ from streams.tables.pacing import PARTITION_RECORD_EVERY_S, TRANSACTIONS_PER_SEC
 from streams.tables.partition import TablePartition
 from streams.tables.records import PARTITION_KEY, Change, decode_partition
 from streams.tables.reducer import Outgoing, SourceRecord
+from streams.tables.standby import Standby
 from streams.tables.store import PartitionStore, TableSpec
 from streams.tables.transactions import INIT_TIMEOUT_S, commit_until_answered, produce, table_producer
 from streams.tables.wiring import PartitionWiring
@@ -83,39 +84,47 @@ class Opened:
     partitions_open: int = 1
     turn: threading.Lock = field(default_factory=threading.Lock)
     on_effect: Callable[[int], None] | None = None
+    now_ms: int = 0
 
     def make_reducer(self) -> Thirds:
         self.reducers.append(Thirds(prefix_index_table(self.settings)))
         return self.reducers[-1]
 
-    def open(self) -> TablePartition:
-        partition = self.start()
+    def open(self, standby: Standby | None = None) -> TablePartition:
+        partition = self.start(standby)
         assert self.ready.wait(VISIBLE_TIMEOUT_S)
         return partition
 
-    def start(self) -> TablePartition:
-        names, table = topics(self.settings), prefix_index_table(self.settings)
-        partition = TablePartition(
-            0,
-            PartitionWiring(
-                settings=self.settings,
-                tables=(table,),
-                sources=(names.kv_events,),
-                dead_letters=names.dead_letters,
-                owner="a test",
-                make_reducer=self.make_reducer,
-                acknowledge=self.acknowledged.extend,
-                drained=lambda _: None,
-                opened=lambda *_: self.ready.set(),
-                is_ours=lambda _: True,
-                on_effect=self.on_effect,
-                now_ms=lambda: 0,
-                partitions_open=lambda: self.partitions_open,
-                turn=self.turn,
-            ),
-        )
+    def start(self, standby: Standby | None = None) -> TablePartition:
+        partition = TablePartition(0, self.wiring(), standby=standby)
         partition.start()
         return partition
+
+    def follow(self) -> Standby:
+        """Follow the partition as another process does, and wait until the copy is up to date."""
+        standby = Standby(0, self.wiring(), lambda: True)
+        standby.start()
+        wait_for(lambda: standby.is_current, VISIBLE_TIMEOUT_S, "a standby that is up to date")
+        return standby
+
+    def wiring(self) -> PartitionWiring:
+        names = topics(self.settings)
+        return PartitionWiring(
+            settings=self.settings,
+            tables=(prefix_index_table(self.settings),),
+            sources=(names.kv_events,),
+            dead_letters=names.dead_letters,
+            owner="a test",
+            make_reducer=self.make_reducer,
+            acknowledge=self.acknowledged.extend,
+            drained=lambda _: None,
+            opened=lambda *_: self.ready.set(),
+            is_ours=lambda _: True,
+            on_effect=self.on_effect,
+            now_ms=lambda: self.now_ms,
+            partitions_open=lambda: self.partitions_open,
+            turn=self.turn,
+        )
 
     def transactions(self) -> list[tuple[int, list[bytes]]]:
         """Return the applied offset of each transaction that wrote values, and these values."""
@@ -139,6 +148,12 @@ class Opened:
 def opened(scope: Settings) -> Opened:
     ensure_topics(scope, topics(scope).all())
     return Opened(scope)
+
+
+@pytest.fixture
+def other(opened: Opened, tmp_path: Path) -> Opened:
+    """Another process, with a folder of its own."""
+    return Opened(replace(opened.settings, data_dir=str(tmp_path / "other")))
 
 
 def records(settings: Settings, first: int, last: int) -> list[SourceRecord]:
@@ -292,6 +307,60 @@ def test_records_queued_after_a_failed_batch_are_requested_again_before_a_skippe
     finally:
         proceed.set()
         partition.stop()
+
+
+@pytest.mark.first_ring
+def test_a_standby_becomes_the_owner_with_what_it_has_in_memory(opened: Opened, other: Opened) -> None:
+    """It follows what the owner writes, and continues after the owner's last record without loading the table."""
+    first = opened.open()
+    try:
+        assert first.offer(records(opened.settings, 0, 2)) is None
+        wait_for(lambda: len(opened.acknowledged) == 3, VISIBLE_TIMEOUT_S, "three acknowledgements")
+        standby = other.follow()
+        assert first.offer(records(opened.settings, 3, 5)) is None
+        wait_for(lambda: other.reducers[0].loaded[3:] == [b"3", b"4", b"5"], VISIBLE_TIMEOUT_S, "what the owner writes")
+        assert first.offer(records(opened.settings, 6, 6)) is None
+        wait_for(lambda: len(opened.acknowledged) == 7, VISIBLE_TIMEOUT_S, "seven acknowledgements")
+        assert first.suspend()  # as a process that is paused
+        second = other.open(standby)
+        try:
+            assert second.next_offset(topics(opened.settings).kv_events.name) == 7
+            assert [reducer.loaded for reducer in other.reducers] == [[b"%d" % n for n in range(7)]]
+            assert second.counts()["taken_over"] == 1
+            assert second.offer(records(opened.settings, 7, 7)) is None
+            wait_for(lambda: other.acknowledged == [7], VISIBLE_TIMEOUT_S, "an acknowledgement")
+        finally:
+            second.stop()
+    finally:
+        first.stop()
+    assert opened.transactions()[-1] == (7, [b"7"])
+
+
+@pytest.mark.parametrize("fault", ["paused", "recreated"])
+def test_a_standby_whose_copy_cannot_be_continued_reads_the_changelog_from_its_start(
+    opened: Opened, other: Opened, fault: str
+) -> None:
+    """It was paused for so long that tombstones may be gone, or the changelog is another one."""
+    first = opened.open()
+    try:
+        assert first.offer(records(opened.settings, 0, 2)) is None
+        wait_for(lambda: len(opened.acknowledged) == 3, VISIBLE_TIMEOUT_S, "three acknowledgements")
+        standby = other.follow()
+        assert first.suspend()
+        if fault == "paused":
+            other.now_ms = 365 * 86_400_000
+        else:
+            recreate_changelog(opened.settings)
+        second = other.open(standby)
+        try:
+            left = 3 if fault == "paused" else 0
+            assert second.next_offset(topics(opened.settings).kv_events.name) == left
+            assert len(other.reducers) >= 2
+            assert other.reducers[-1].loaded == [b"0", b"1", b"2"][:left]
+        finally:
+            second.stop()
+    finally:
+        first.stop()
 
 
 def test_a_partition_that_is_stopped_while_it_is_opened_reads_no_further(opened: Opened) -> None:
