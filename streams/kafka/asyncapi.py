@@ -48,7 +48,7 @@ def asyncapi(settings: ScopeSettings) -> dict[str, Any]:
             for number, address in enumerate(settings.kafka.split(","), 1)
         },
         "channels": {field: _channel(spec) for field, spec in fields.items()},
-        "operations": dict(_operations(fields)),
+        "operations": dict(_operations()),
         "components": {
             "messages": {schema: _message(schema) for spec in specs.all() for schema in spec.schemas}
             | {_AS_RECEIVED: {"contentType": "application/octet-stream", "summary": "Bytes as they were received"}}
@@ -77,12 +77,12 @@ def _channel(spec: TopicSpec) -> dict[str, Any]:
     }
 
 
-def _operations(fields: dict[str, TopicSpec]) -> Iterator[tuple[str, dict[str, Any]]]:
+def _operations() -> Iterator[tuple[str, dict[str, Any]]]:
     """Each topic that a process reads or writes. Processes are the application, so reading is receiving."""
     for process in _PROCESSES:
         for field, operations in TOPIC_OPERATIONS[process].items():
             for operation, action in (("Write", "send"), ("Read", "receive")):
-                if operation in operations and field in fields:
+                if operation in operations:
                     name = f"{process}-{'writes' if action == 'send' else 'reads'}-{field}"
                     yield name, {"action": action, "channel": {"$ref": f"#/channels/{field}"}}
 

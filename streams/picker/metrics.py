@@ -99,7 +99,7 @@ PICKER_METRICS: tuple[Metric[PickerParts], ...] = (
     gauge(
         "kvstreams_picker_streams",
         "Streams of gateways that are open.",
-        lambda parts: parts.service.counts.open_streams,
+        lambda parts: len(parts.service.streams),
     ),
     counter(
         "kvstreams_picker_broken_streams_total",

@@ -44,7 +44,6 @@ class ServingCounts:
     """What a picker counts of its streams. body_bytes: of the bodies that it has now."""
 
     streams: int = 0
-    open_streams: int = 0
     broken_streams: int = 0
     body_bytes: int = 0
     pick_seconds: Distribution = field(default_factory=lambda: Distribution(*_SECONDS))
@@ -74,7 +73,6 @@ class ExtProc:
             call.finish(Status.UNAVAILABLE, NOT_READY)
             return None
         self.counts.streams += 1
-        self.counts.open_streams += 1
         stream = ProcessStream(self, call)
         self.streams.add(stream)
         if self._is_leaving:
@@ -131,7 +129,6 @@ class ProcessStream:
 
     def ended(self) -> None:
         """The stream is over, in whatever way. A pick that is being made goes on, so that its booking is ended."""
-        self._service.counts.open_streams -= 1
         self._service.streams.discard(self)
         self._deadline.cancel()
         self._end()

@@ -353,8 +353,9 @@ class FuzzedPicker:
 
     def assert_nothing_is_left(self) -> None:
         """Check that no stream, body or pick is left, and no booking whose end is not assumed; later there is none."""
-        counts, lifetimes = self.service.counts, self.lifetimes
-        assert (counts.open_streams, counts.body_bytes, len(self.service.picking), len(lifetimes._running)) == (0,) * 4
+        service, lifetimes = self.service, self.lifetimes
+        held = len(service.streams), service.counts.body_bytes, len(service.picking), len(lifetimes._running)
+        assert held == (0,) * 4
         assert self.n_bookings() == lifetimes.n_open
         with patch("streams.picker.lifetimes.monotonic_ms", lambda: 1e15):
             lifetimes.tick()
@@ -375,7 +376,7 @@ async def fuzz(fuzzer: StreamFuzzer, n_streams: int, *, ends_stream: bool) -> Co
             left = [n_streams]
             try:
                 await asyncio.gather(*(_send(server, fuzzer, left, outcomes) for _ in range(_CONNECTIONS)))
-                await until(lambda: not (picker.service.counts.open_streams or picker.service.picking))
+                await until(lambda: not (picker.service.streams or picker.service.picking))
             finally:
                 ticking.cancel()
                 await asyncio.wait([ticking])

@@ -519,28 +519,28 @@ def rank_has_lost_events(well: DoctorsFleet) -> Iterator[Sick]:
         yield Sick(well.settings, {"degraded_events_lost"}, ["workers 5", "replay socket"], order)
 
 
+def router_counts(well: DoctorsFleet, page: bytes, code: str, words: list[str]) -> Iterator[Sick]:
+    """A router whose metrics page has these lines."""
+    with HttpDouble(router_pages(metrics=page)) as http:
+        yield Sick(well.settings, {code}, words, Order(routers=(http.url,), skip=ROUTERS_ALONE))
+
+
 @fault
 def prompts_never_match(well: DoctorsFleet) -> Iterator[Sick]:
     page = b'kvstreams_unmatched_prompts{model="m"} 240.0\n'
-    with HttpDouble(router_pages(metrics=page)) as http:
-        order = Order(routers=(http.url,), skip=ROUTERS_ALONE)
-        yield Sick(well.settings, {"unmatched_prompts"}, ["240 prompts of m", "chat template"], order)
+    return router_counts(well, page, "unmatched_prompts", ["240 prompts of m", "chat template"])
 
 
 @fault
 def gateway_asks_too_early(well: DoctorsFleet) -> Iterator[Sick]:
     page = b'kvstreams_picker_calls_total{status="ok"} 9.0\nkvstreams_picker_calls_total{status="unavailable"} 3.0\n'
-    with HttpDouble(router_pages(metrics=page)) as http:
-        order = Order(routers=(http.url,), skip=ROUTERS_ALONE)
-        yield Sick(well.settings, {"picker_asked_early"}, ["asked 3 times", "gRPC health"], order)
+    return router_counts(well, page, "picker_asked_early", ["asked 3 times", "gRPC health"])
 
 
 @fault
 def gateway_breaks_the_protocol(well: DoctorsFleet) -> Iterator[Sick]:
     page = b"kvstreams_picker_broken_streams_total 4.0\n"
-    with HttpDouble(router_pages(metrics=page)) as http:
-        order = Order(routers=(http.url,), skip=ROUTERS_ALONE)
-        yield Sick(well.settings, {"gateway_breaks_ext_proc"}, ["4 streams", "ext_proc filter"], order)
+    return router_counts(well, page, "gateway_breaks_ext_proc", ["4 streams", "ext_proc filter"])
 
 
 @fault
@@ -579,9 +579,7 @@ def memory_is_low(well: DoctorsFleet) -> Iterator[Sick]:
 @fault
 def index_is_over_its_limit(well: DoctorsFleet) -> Iterator[Sick]:
     page = b"kvstreams_records_over_capacity_total 7\n"
-    with HttpDouble(router_pages(metrics=page)) as http:
-        order = Order(routers=(http.url,), skip=ROUTERS_ALONE)
-        yield Sick(well.settings, {"over_capacity"}, ["7 records of the index"], order)
+    return router_counts(well, page, "over_capacity", ["7 records of the index"])
 
 
 @fault

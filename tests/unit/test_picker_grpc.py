@@ -443,15 +443,20 @@ async def test_health_is_answered_by_name(new_loop: object) -> None:
         assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
+def _watch(channel: grpc.aio.Channel) -> Any:
+    """Begin to watch the readiness."""
+    watch = channel.unary_stream(
+        WATCH, health_pb2.HealthCheckRequest.SerializeToString, health_pb2.HealthCheckResponse.FromString
+    )
+    return watch(health_pb2.HealthCheckRequest(service="readiness"))
+
+
 async def test_a_watch_reports_changes(new_loop: object) -> None:
     """Watch reports the status at once, each change, and a name that does not exist yet."""
     statuses = _Statuses()
     health = Health(statuses.get)
     async with running(service=health) as server, _channel(server) as channel:
-        watch = channel.unary_stream(
-            WATCH, health_pb2.HealthCheckRequest.SerializeToString, health_pb2.HealthCheckResponse.FromString
-        )
-        call = watch(health_pb2.HealthCheckRequest(service="readiness"))
+        call = _watch(channel)
         assert (await call.read()).status == ServingStatus.SERVICE_UNKNOWN
         statuses["readiness"] = ServingStatus.SERVING
         assert (await call.read()).status == ServingStatus.SERVING  # found by the timer
@@ -467,14 +472,11 @@ async def test_a_server_that_stops_ends_the_watches(new_loop: object) -> None:
     statuses = _Statuses({"readiness": ServingStatus.SERVING})
     health = Health(statuses.get)
     async with running(service=health) as server, _channel(server) as channel:
-        watch = channel.unary_stream(
-            WATCH, health_pb2.HealthCheckRequest.SerializeToString, health_pb2.HealthCheckResponse.FromString
-        )
-        call = watch(health_pb2.HealthCheckRequest(service="readiness"))
+        call = _watch(channel)
         assert (await call.read()).status == ServingStatus.SERVING
         statuses["readiness"] = ServingStatus.NOT_SERVING
         health.leave()
-        for each in (call, watch(health_pb2.HealthCheckRequest(service="readiness"))):
+        for each in (call, _watch(channel)):
             assert (await each.read()).status == ServingStatus.NOT_SERVING
             assert await each.read() is grpc.aio.EOF
             assert await each.code() is grpc.StatusCode.OK
