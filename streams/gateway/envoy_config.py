@@ -228,6 +228,7 @@ _PICKING = "kvstreams.picking"
 #: of `picker_details`.
 _LOGGED = {
     "time": "%START_TIME%",
+    "request_id": "%REQ(X-REQUEST-ID)%",
     "method": "%REQ(:METHOD)%",
     "path": "%REQ(:PATH)%",
     "status": "%RESPONSE_CODE%",

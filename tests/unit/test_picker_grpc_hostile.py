@@ -304,6 +304,21 @@ async def test_streams_that_are_reset_at_once_have_a_limit() -> None:
         await still_answers(server)
 
 
+async def test_streams_that_are_reset_after_their_answer_have_none() -> None:
+    """As Envoy does it with each request that an engine answers quickly."""
+    async with running() as server, raw_client(server) as client:
+        client.begin()
+        for _ in range(RAPID_RESETS_BURST + 500):
+            stream_id = client.open()
+            client.message(stream_id, b"picked?")
+            await client.event(h2.events.DataReceived, stream_id)
+            client.h2.reset_stream(stream_id)
+            client.flush()
+            client.events.clear()
+        await until(lambda: server.server.tally.reset_calls == RAPID_RESETS_BURST + 500)
+        assert not server.server.tally.connections_ended[Reason.RAPID_RESETS]
+
+
 async def test_a_peer_that_ignores_goaway_is_cut_off() -> None:
     """Streams after the last GOAWAY are refused, and too many of them end the connection with its open calls."""
     async with running() as server, raw_client(server) as client:

@@ -182,13 +182,13 @@ class CallTable:
             self._failed(call)
 
     def was_reset(self, stream_id: int) -> bool:
-        """The peer reset a stream; returns whether it did so at once after opening it."""
+        """The peer reset a stream; returns whether it did so at once after opening it, and before its answer began."""
         call = self.calls.get(stream_id)
         if call is None:
             return False
-        was_open = call.is_open
+        was_unanswered = call.is_open and not call.has_headers
         self._lose(call)
-        return was_open and self.now_s - call.opened_s < RAPID_S
+        return was_unanswered and self.now_s - call.opened_s < RAPID_S
 
     def written(self) -> None:
         """What h2 had to send was written. More of what waits may follow."""

@@ -57,8 +57,9 @@ PROGRESS_FRAMES = 4
 #: DATA frames with less do not allow for more: a peer that opens its window byte by byte would earn what it spends.
 PROGRESS_BYTES = 256
 
-#: Streams that the peer resets within RAPID_S of opening them and before their answer. A gateway whose clients all
-#: leave at once resets hundreds. Beyond this the connection accepts no further streams; those that are open go on,
+#: Streams that the peer resets within RAPID_S of opening them and before their answer begins. Envoy resets each stream
+#: at the end of its request, so that resets after an answer say nothing. A gateway whose clients all leave at once
+#: resets hundreds of others. Beyond this the connection accepts no further streams; those that are open go on,
 #: because a gateway's connection also has requests of clients that did nothing wrong.
 RAPID_S = 0.1
 RAPID_RESETS_BURST = 1_000
