@@ -258,6 +258,12 @@ class OffsetLost(TableError):
     """A log does not contain the offset that a reader needs: it starts later, or ends earlier."""
 
 
+class OutsideWindow(KvStreamsError):
+    """The topics do not have everything since the moment that is to be replayed; `detail.earliest` is the earliest."""
+
+    code = "outside_window"
+
+
 class LocalKafkaError(KvStreamsError):
     """The Kafka for one machine could not be downloaded, started or stopped."""
 

@@ -51,6 +51,9 @@ _TESTS_PREFIX = "KVSTREAMS_TEST_"
 #: and ranks with infinite costs cannot be compared.
 WEIGHT_MAX = 1e6
 
+#: Kafka keeps for a week since when a topic keeps its history (replay.window).
+HISTORY_WINDOW_S_MAX = 7 * 86_400.0
+
 #: Kafka and Avro take our numbers as signed 64-bit integers.
 NUMBER_MAX = (1 << 63) - 1
 
@@ -191,6 +194,12 @@ class TopicSettings:
     retention_ms: int = _setting(3_600_000, "retention of kv-events and cxl-events", low=60_000)
     booking_ttl_s: float = _setting(
         600.0, "a booking that is not freed ends after this time", low=1.0, high=30 * 86_400.0
+    )
+    history_window_s: float = _setting(
+        0.0,
+        "for so long, topics keep every record that `kvstreams replay --until` needs; costs disk and recovery time",
+        low=0.0,
+        high=HISTORY_WINDOW_S_MAX,
     )
     decision_log_retention_ms: int = _setting(86_400_000, "retention of router-decisions", low=60_000)
     decision_log_bytes_max: int = _setting(

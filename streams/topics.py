@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from streams.core.engine_metrics import METRICS_TTL_MS_MAX
+from streams.errors import SettingsError
 from streams.settings import TopicProfile, TopicSettings
 
 #: TopicSettings that make compaction run soon. Kafka's defaults (segments of 1 GiB, 7 days, half of the log dirty)
@@ -20,9 +21,17 @@ _COMPACTED = {
     "segment.bytes": str(64 * 1024 * 1024),
     "segment.ms": str(10 * 60 * 1000),
     "min.cleanable.dirty.ratio": "0.2",
-    "min.compaction.lag.ms": str(60 * 1000),
     "delete.retention.ms": str(24 * 3600 * 1000),
 }
+COMPACTION_LAG = "min.compaction.lag.ms"
+RETENTION = "retention.ms"
+_COMPACTION_LAG_MS_MIN = 60 * 1000
+
+#: What superseded records take at the design load, 1,000 event records and 1,000 bookings per second: 85 GB for an
+#: hour, without replicas, which a router or a worker without a local copy reads in 18 minutes.
+HISTORY_BYTES_PER_S = 85 * 1000**3 // 3600
+HISTORY_READ_BYTES_PER_S = 80 * 1000**2
+
 #: A partition owner repeats a request that is not answered, so older requests need not be kept.
 _CONTROL_RETENTION_MS = 10 * 60 * 1000
 _DEAD_LETTER_RETENTION_MS = 7 * 24 * 3600 * 1000
@@ -108,6 +117,7 @@ class TopicSpec:
     """One topic. key: what records are keyed by. schema: name of the .avsc file, or None for bytes as received.
 
     further_schemas: of its other records.
+    history: names of the settings that keep the records of `history_window_s`. A broker may have greater numbers.
     """
 
     name: str
@@ -117,6 +127,7 @@ class TopicSpec:
     replication: int
     config: Mapping[str, str]
     further_schemas: tuple[str, ...] = ()
+    history: frozenset[str] = frozenset()
 
     @property
     def schemas(self) -> tuple[str, ...]:
@@ -154,17 +165,29 @@ class Topics:
             self.cxl_changelog,
         )
 
+    def with_history(self) -> tuple[TopicSpec, ...]:
+        """The topics that keep every record for `history_window_s`."""
+        return tuple(spec for spec in self.all() if spec.history)
+
 
 def topics(settings: TopicSettings) -> Topics:
-    """The topics of the scope that the settings describe."""
-
+    """The topics of the scope that the settings describe. Raises SettingsError for a window that they cannot keep."""
     rules = _PROFILES[settings.topic_profile]
     replication = max(settings.replication, rules.replication_min)
+    keeps_history = COMPACTION_LAG in rules.allowed({COMPACTION_LAG: "0"})
+    if settings.history_window_s and not keeps_history:
+        raise SettingsError(
+            f"with topic_profile {settings.topic_profile.value}, topics cannot keep their history",
+            remedy="Set history_window_s to 0",
+        )
 
-    def spec(name: str, key: str, schema: str | None, config: Mapping[str, str]) -> TopicSpec:
+    def spec(name: str, key: str, schema: str | None, config: Mapping[str, str], *history: str) -> TopicSpec:
         further = _FURTHER_SCHEMAS.get(schema or "", ())
-        return TopicSpec(name, key, schema, settings.partitions, replication, rules.allowed(config), further)
+        kept = frozenset(history) if keeps_history else frozenset[str]()
+        return TopicSpec(name, key, schema, settings.partitions, replication, rules.allowed(config), further, kept)
 
+    window_ms = round(settings.history_window_s * 1000)
+    compacted = {**_COMPACTED, COMPACTION_LAG: str(max(_COMPACTION_LAG_MS_MIN, window_ms))}
     prefix = settings.topic_prefix
     decision_bytes = settings.decision_log_bytes_max // settings.partitions
     return Topics(
@@ -189,14 +212,20 @@ def topics(settings: TopicSettings) -> Topics:
             "worker id, ASCII decimal; avoid/, cordon/ or render/ and a worker id; model/ and a model; pool/ and a "
             "pool",
             "workers",
-            _COMPACTED,
+            compacted,
+            COMPACTION_LAG,
         ),
         worker_metrics=spec(
             f"{prefix}worker-metrics",
             "worker id, ASCII decimal; bridge/ and a bridge's name",
             "worker-metrics",
             # Routers start reading at its end, since only the newest record of a rank is of use to them.
-            {"cleanup.policy": "delete", "retention.ms": str(METRICS_TTL_MS_MAX), "segment.ms": str(60 * 1000)},
+            {
+                "cleanup.policy": "delete",
+                RETENTION: str(METRICS_TTL_MS_MAX + window_ms),
+                "segment.ms": str(60 * 1000),
+            },
+            RETENTION,
         ),
         router_loads=spec(
             f"{prefix}router-loads",
@@ -208,12 +237,14 @@ def topics(settings: TopicSettings) -> Topics:
                 # Bookings expire by append time, so that all routers use one clock: the broker's.
                 "message.timestamp.type": "LogAppendTime",
                 # Twice the TTL: a starting router must see the `add` of every booking that may still be active.
-                "retention.ms": str(round(settings.booking_ttl_s * 2 * 1000)),
+                RETENTION: str(round(settings.booking_ttl_s * 2 * 1000) + window_ms),
                 "segment.ms": str(60 * 1000),
-                "min.compaction.lag.ms": "0",
+                COMPACTION_LAG: str(window_ms),
                 # 8 bytes per block, so that the longest request accepted fits unless blocks have a single token.
                 "max.message.bytes": str(MESSAGE_BYTES_MAX),
             },
+            COMPACTION_LAG,
+            RETENTION,
         ),
         kv_control=spec(
             f"{prefix}kv-control",
@@ -250,12 +281,14 @@ def topics(settings: TopicSettings) -> Topics:
             "run, progress or partition key, big-endian",
             "prefix-index-run",
             # The default limit of brokers and clients is 1 MB.
-            {**_COMPACTED, "max.message.bytes": str(PARKED_CHUNK_BYTES_MAX + 64 * 1024)},
+            {**compacted, "max.message.bytes": str(PARKED_CHUNK_BYTES_MAX + 64 * 1024)},
+            COMPACTION_LAG,
         ),
         cxl_changelog=spec(
             f"{settings.app_id}-{CXL_BLOCKS}-changelog",
             "block, owner or parked transition, big-endian",
             "cxl-block",
-            _COMPACTED,
+            compacted,
+            COMPACTION_LAG,
         ),
     )

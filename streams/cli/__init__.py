@@ -13,9 +13,10 @@ import signal
 import click
 
 from streams import __version__
-from streams.cli import cxl, decisions, doctor, front, gateway, metrics, picker, scope, serving, top
+from streams.cli import cxl, decisions, doctor, front, gateway, metrics, picker, replay, scope, serving, top
 from streams.errors import KvStreamsError
-from streams.lab.commands import compare, demo, kafka, plan, replay, sim, simulate
+from streams.lab.commands import compare, demo, kafka, plan, sim, simulate
+from streams.lab.commands import replay as replay_decisions
 from streams.process.options import ESSENTIAL, GroupedGroup
 from streams.settings import unknown_variables
 
@@ -45,6 +46,7 @@ for _module in (
     compare,
     decisions,
     plan,
+    replay_decisions,
     replay,
     metrics,
     doctor,

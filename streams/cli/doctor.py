@@ -70,6 +70,12 @@ class _OwnStatus(GroupedCommand):
     metavar="MODEL=PATH",
     help="files of a model's tokenizer, as for `kvstreams front`; each engine's /tokenize is compared with them",
 )
+@click.option(
+    "--verify",
+    "verifies",
+    is_flag=True,
+    help="compare what each router has with one partition of the tables, the registry and the bookings in the topics",
+)
 @click.option("--skip", multiple=True, type=click.Choice(_GROUPS), help="a group of checks to leave out")
 @click.option(
     "--watch",
@@ -87,6 +93,7 @@ def doctor(
     token_file: Path | None,
     engine_key_file: Path | None,
     probe: bool,
+    verifies: bool,
     tokenizers: tuple[str, ...],
     skip: tuple[str, ...],
     watch_s: float | None,
@@ -116,6 +123,7 @@ def doctor(
         tokenizers=by_model,
         skip=frozenset(map(findings.Group, skip)),
         watch_s=watch_s,
+        verify=resolved.settings if verifies else None,
     )
     warming.warm(warming.HASHING)
     report = examine(resolved.settings, order)

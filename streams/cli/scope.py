@@ -9,11 +9,12 @@ import click
 from rich.table import Table
 
 from streams.process import log
-from streams.process.options import GroupedCommand, GroupedGroup, http_urls, with_settings
+from streams.process.options import GroupedCommand, GroupedGroup, duration_s, http_urls, with_settings
 from streams.process.output import ONE_LINE_WIDTH, console
 from streams.security.acls import TOPIC_OPERATIONS, commands
 from streams.security.as_code import CodeFormat, as_code
 from streams.settings import ENV_PREFIX, AgentSettings, Resolved, Settings, WorkerServerSettings, shown_value
+from streams.topics import HISTORY_BYTES_PER_S, HISTORY_READ_BYTES_PER_S
 from streams.topics import topics as scope_topics
 
 
@@ -33,6 +34,9 @@ def config(resolved: Resolved) -> None:
             str(setting.metadata["help"]),
         )
     console(ONE_LINE_WIDTH).print(table)
+    window_s = resolved.settings.history_window_s
+    if window_s:
+        click.echo(f"history_window_s: {history_cost(window_s)}", err=True)
 
 
 @click.group(cls=GroupedGroup)
@@ -102,6 +106,24 @@ def topics_describe(resolved: Resolved) -> None:
         raise SystemExit(1)
 
 
+@topics.command("window")
+@with_settings
+@click.argument("duration")
+def topics_window(resolved: Resolved, duration: str) -> None:
+    """Let the existing topics keep every record for DURATION, for example 1h, so that `kvstreams replay --until` can go
+    back that far.
+
+    What was compacted before is lost, so the history begins now. Processes need not be restarted.
+    """
+    from streams.replay.window import set_window
+
+    seconds = duration_s(duration)
+    for state in set_window(resolved.settings, seconds):
+        click.echo(f"{state.name}: " + " ".join(f"{key}={value}" for key, value in sorted(state.config.items())))
+    if seconds:
+        click.echo(history_cost(seconds))
+
+
 @topics.command("acls")
 @with_settings
 @click.option("--principal", required=True, metavar="User:NAME", help="the user that the process is for Kafka")
@@ -113,6 +135,17 @@ def topics_acls(resolved: Resolved, principal: str, process: str) -> None:
     """
     for line in commands(process, resolved.settings, principal):
         click.echo(line)
+
+
+def history_cost(window_s: float) -> str:
+    """What a window costs, in words."""
+    gigabytes = window_s * HISTORY_BYTES_PER_S / 1000**3
+    minutes = window_s * HISTORY_BYTES_PER_S / HISTORY_READ_BYTES_PER_S / 60
+    return (
+        f"at 1,000 event records and 1,000 bookings per second, a window of {window_s:g} s keeps up to {gigabytes:.1f} "
+        "GB of superseded records, times the replication, "
+        f"which take a starting router {minutes:.1f} minutes more to read"
+    )
 
 
 @click.command(cls=GroupedCommand)

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import http.client
 import signal
-import ssl
 import sys
 import threading
-import urllib.error
-import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,7 +22,7 @@ from rich.text import Text
 from streams.errors import KvStreamsError, ProcessError
 from streams.process.options import GroupedCommand, http_urls
 from streams.process.output import console
-from streams.security.tls import UNTRUSTED_REMEDY, why_no_connection
+from streams.process.router_calls import router_json
 
 #: A router answers GET /live within milliseconds.
 TIMEOUT_S = 5.0
@@ -96,35 +92,10 @@ COMMANDS = (top,)
 
 def read_live(url: str, token: str | None) -> dict[str, Any]:
     """Read GET /live. Raises ProcessError if no router answers as one should."""
-    headers = {} if token is None else {"Authorization": f"Bearer {token}"}
-    try:
-        request = urllib.request.Request(f"{url.rstrip('/')}/live", headers=headers)
-        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as response:
-            answer = orjson.loads(response.read())
-    except urllib.error.HTTPError as exc:
-        with exc:
-            raise ProcessError(
-                f"the router at {url} answers GET /live with {exc.code}: {_message(exc.read())}",
-                remedy="--token-file names a file with a token that has the right `read`" * (exc.code in (401, 403)),
-            ) from exc
-    except (OSError, ValueError, http.client.HTTPException) as exc:
-        reason = getattr(exc, "reason", None) or exc
-        remedy = "Give its URL as an argument"
-        if isinstance(reason, ssl.SSLError):
-            remedy = UNTRUSTED_REMEDY if isinstance(reason, ssl.SSLCertVerificationError) else remedy
-            reason = why_no_connection(reason)
-        raise ProcessError(f"no router answers at {url}: {reason}", remedy=remedy) from exc
+    answer = router_json(url, "/live", token, TIMEOUT_S)
     if not isinstance(answer, dict) or not {"router", "samples", "partitions", "workers"} <= answer.keys():
         raise ProcessError(f"what answers at {url} is no router of kvstreams")
     return answer
-
-
-def _message(body: bytes) -> str:
-    """The message of an error in the shape of all errors."""
-    try:
-        return str(orjson.loads(body)["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return "no reason is given"
 
 
 def shown(url: str, live: Mapping[str, Any], problem: str = "") -> Group:

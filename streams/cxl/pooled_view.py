@@ -127,6 +127,16 @@ class PooledView:
             for (owner, _), row in rows.items():
                 yield self._block(sequence, owner, row)
 
+    def rows(self) -> Iterator[tuple[SequenceHash, RankId, str, BlockRow]]:
+        """Iterate over all rows as the log has them: block, owner, pool and row."""
+        for sequence, rows in self._rows.items():
+            for (owner, pool_id), row in rows.items():
+                yield sequence, owner, pool_id, row
+
+    def owners(self) -> dict[RankId, OwnerRow]:
+        """The rows of all owners."""
+        return dict(self._owners)
+
     def blocks_of(self, sequence: SequenceHash) -> list[PooledBlock]:
         """Return the rows of one block, of all owners and pools, ordered by owner."""
         rows = self._rows.get(sequence, {})

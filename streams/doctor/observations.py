@@ -91,6 +91,16 @@ class KafkaSeen:
 
 
 @dataclass(frozen=True, slots=True)
+class StateSeen:
+    """A router's state, compared with the topics in one partition of the tables. error: why it was not compared."""
+
+    url: str
+    partition: int
+    error: KvStreamsError | None
+    differences: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class SocketSeen:
     """A ZMQ socket. error: why it cannot be used, or None. n_messages: received while the doctor watched."""
 
@@ -197,7 +207,7 @@ class Observations:
     """Everything that was read.
 
     settings: those of the scope. kafka: None if it was skipped. pages: of processes other than the routers.
-    tokenizer_models: models that --tokenizer names.
+    tokenizer_models: models that --tokenizer names. states: with --verify, of the routers.
     """
 
     settings: AgentSettings
@@ -206,3 +216,4 @@ class Observations:
     routers: tuple[RouterSeen, ...] = ()
     pages: tuple[PageSeen, ...] = ()
     tokenizer_models: tuple[str, ...] = ()
+    states: tuple[StateSeen, ...] = ()

@@ -17,13 +17,14 @@ from streams.doctor.checks import engines, index, kafka, processes, registry, ro
 from streams.doctor.engine_reading import read_engines
 from streams.doctor.findings import DoctorReport, Finding, Group
 from streams.doctor.kafka_reading import read_kafka
-from streams.doctor.observations import EngineSeen, KafkaSeen, Observations
+from streams.doctor.observations import EngineSeen, KafkaSeen, Observations, StateSeen
 from streams.doctor.probe import probe_engines
 from streams.doctor.router_reading import read_pages, read_routers
+from streams.doctor.state_reading import read_states
 from streams.doctor.tokenizer_reading import read_files, read_tokenizers
 from streams.errors import SchemasIncompatible
 from streams.kafka.schema_compatibility import check_schemas
-from streams.settings import AgentSettings
+from streams.settings import AgentSettings, RouterServerSettings
 
 #: Every check by its group, in the order of the report: what others follow from comes first.
 CHECKS: Sequence[tuple[Group, Callable[[Observations], Iterable[Finding]]]] = (
@@ -39,6 +40,7 @@ CHECKS: Sequence[tuple[Group, Callable[[Observations], Iterable[Finding]]]] = (
     (Group.TOKENIZERS, engines.check_tokenizers),
     (Group.PROBE, engines.check_probe),
     (Group.ROUTERS, routers.check_routers),
+    (Group.ROUTERS, routers.check_states),
     (Group.CLOCKS, processes.check_clocks),
     (Group.MEMORY, processes.check_memory),
     (Group.VERSIONS, processes.check_versions),
@@ -64,7 +66,8 @@ class Order:
 
     tokenizers: paths of tokenizers by model, "" for all others. token: for routers and pages. engine_key: for the
     engines. probe: whether to send each engine a prompt. skip: groups to leave out. watch_s: the longest watch of the
-    logs, None for as long as silence needs to show.
+    logs, None for as long as silence needs to show. verify: the routers' settings, to compare their states with the
+    topics; None does not.
     """
 
     routers: tuple[str, ...] = ()
@@ -75,6 +78,7 @@ class Order:
     probe: bool = False
     skip: frozenset[Group] = frozenset()
     watch_s: float | None = None
+    verify: RouterServerSettings | None = None
 
     @property
     def groups(self) -> tuple[Group, ...]:
@@ -120,7 +124,10 @@ async def _read(settings: AgentSettings, order: Order) -> Observations:
             answering = [router.url for router in found_routers if router.workers]
             found_engines = await probe_engines(http, found_engines, answering, key, token)
     models = tuple(sorted(filter(None, order.tokenizers)))
-    return Observations(settings, found_kafka, found_engines, found_routers, found_pages, models)
+    states: tuple[StateSeen, ...] = ()
+    if order.verify is not None and Group.ROUTERS in groups:
+        states = await asyncio.to_thread(read_states, order.verify, order.routers, order.token)
+    return Observations(settings, found_kafka, found_engines, found_routers, found_pages, models, states)
 
 
 async def _read_kafka(settings: AgentSettings, order: Order) -> KafkaSeen:

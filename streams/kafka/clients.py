@@ -403,22 +403,24 @@ def check_topic(spec: TopicSpec, state: TopicState) -> None:
     other = {
         key: (state.config.get(key), value)
         for key, value in spec.config.items()
-        if not _suffices(key, state.config.get(key), value)
+        if not _suffices(spec, key, state.config.get(key))
     }
     if other:
         differences = "; ".join(f"{key} is {has}, not {wants}" for key, (has, wants) in sorted(other.items()))
         changes = ",".join(f"{key}=[{wants}]" for key, (_, wants) in sorted(other.items()))
+        remedy = f"kafka-configs --alter --entity-type topics --entity-name {spec.name} --add-config '{changes}', "
+        if other.keys() <= spec.history:
+            remedy = "`kvstreams topics window` with history_window_s as the duration keeps the history, "
         raise TopicMismatch(
-            f"topic {spec.name} has other settings: {differences}",
-            remedy=f"kafka-configs --alter --entity-type topics --entity-name {spec.name} --add-config '{changes}', "
-            "or take another topic_prefix",
+            f"topic {spec.name} has other settings: {differences}", remedy=f"{remedy}or take another topic_prefix"
         )
 
 
-def _suffices(name: str, has: str | None, wants: str) -> bool:
-    """Whether a topic's setting is as wanted; larger records than wanted do no harm."""
-    if name == "max.message.bytes" and has is not None:
-        return int(has) >= int(wants)
+def _suffices(spec: TopicSpec, name: str, has: str | None) -> bool:
+    """Whether a topic's setting is as wanted. Larger records and a longer history do no harm; -1 is for ever."""
+    wants = spec.config[name]
+    if has is not None and (name == "max.message.bytes" or name in spec.history):
+        return int(has) >= int(wants) or int(has) == -1
     return has == wants
 
 

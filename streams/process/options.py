@@ -12,7 +12,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection
 from dataclasses import fields
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
+from datetime import time as time_of_day
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -51,8 +52,9 @@ _WITH_OR_WITHOUT_VALUE = "enable_local_indexer"
 
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 _AGO = re.compile(r"(\d+(?:\.\d+)?)([smhd])")
+_TIME_OF_DAY = re.compile(r"\d{2}:\d{2}(:\d{2}(\.\d+)?)?")
 #: Help of an option that is read by `time_ms`.
-SINCE_HELP = "how far back, for example 90s, 15m, 1h or 2d, or a time such as 2026-01-31T14:00 (UTC)"
+SINCE_HELP = "how far back, for example 90s, 15m, 1h or 2d, or a time such as 2026-01-31T14:00 or 14:00 (UTC)"
 
 #: Prefix of the parameters that carry settings: an option of a command may have a setting's name.
 _SETTING_PARAM = "setting_"
@@ -159,13 +161,28 @@ def key_and_value(text: str) -> tuple[str, str]:
     return key, value
 
 
+def duration_s(text: str) -> float:
+    """Read a duration such as 90s or 1h; raises SettingsError."""
+    found = _AGO.fullmatch(text)
+    if found is None:
+        raise SettingsError(f"{text!r} is not a duration such as 90s, 15m, 1h or 2d")
+    return float(found[1]) * _UNITS_S[found[2]]
+
+
 def time_ms(text: str, now_ms: int) -> int:
-    """Read a time of the past, as a duration or as ISO 8601; raises SettingsError."""
-    ago = _AGO.fullmatch(text)
-    if ago is not None:
-        return now_ms - round(float(ago[1]) * _UNITS_S[ago[2]] * 1000.0)
+    """Read a time of the past, as a duration or as ISO 8601; raises SettingsError.
+
+    A time without a date is the last one: of today, or of yesterday.
+    """
+    if _AGO.fullmatch(text):
+        return now_ms - round(duration_s(text) * 1000.0)
     try:
-        time = datetime.fromisoformat(text)
+        if _TIME_OF_DAY.fullmatch(text):
+            now = datetime.fromtimestamp(now_ms / 1000.0, UTC)
+            time = datetime.combine(now.date(), time_of_day.fromisoformat(text), UTC)
+            time -= timedelta(days=int(time > now))
+        else:
+            time = datetime.fromisoformat(text)
     except ValueError as exc:
         raise SettingsError(f"{text!r} is neither a duration such as 15m nor a time such as 2026-01-31T14:00") from exc
     return round((time if time.tzinfo else time.replace(tzinfo=UTC)).timestamp() * 1000.0)

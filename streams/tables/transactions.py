@@ -58,6 +58,7 @@ class TransactionWriter:
         # By source, the offset of the last record that this writer wrote there itself (an expiry), and when its
         # transaction had been committed, monotonic, in ms.
         self._last_in_source: dict[str, tuple[int, int]] = {}
+        self._written_at_ms = 0  # the time of the last transaction's rows
 
     def open(self) -> None:
         """Create the producer and fence every older one, so that only this one can write the changelogs from now on."""
@@ -92,6 +93,9 @@ class TransactionWriter:
                 first[record.topic] = min(first.get(record.topic, record.offset), record.offset)
                 last[record.topic] = max(last.get(record.topic, -1), record.offset)
 
+        # All rows of a transaction have one time, and no row an earlier one than those before it. So a time divides the
+        # logs of both tables between the same two transactions (replay.cuts).
+        self._written_at_ms = at_ms = max(self._wiring.now_ms(), self._written_at_ms)
         kafka.begin_transaction()
         # Only the offsets of the first and the last record of each changelog are needed, and a callback costs more than
         # a record. A record that is not delivered makes the commit fail, with or without a callback.
@@ -99,7 +103,7 @@ class TransactionWriter:
             topic = table.changelog_topic
             for callback, some in ((delivered, records[:1]), (None, records[1:-1]), (delivered, records[1:][-1:])):
                 for key, value in some:
-                    produce(kafka, topic, self._partition, key, value, callback)
+                    produce(kafka, topic, self._partition, key, value, callback, at_ms=at_ms)
         for out in outgoing:
             produce(kafka, out.topic, self._partition, out.key, out.value, delivered)
         for source_record, exc in dead:
@@ -205,11 +209,12 @@ def produce(
     value: bytes | None,
     on_delivery: Callable[[KafkaError | None, Message], None] | None,
     headers: list[tuple[str, str | bytes | None]] | None = None,
+    at_ms: int = 0,
 ) -> None:
-    """Pass a record to the client, and wait while the client's own queue is full."""
+    """Pass a record to the client, and wait while the client's own queue is full. at_ms: its time; 0 is now."""
     while True:
         try:
-            kafka.produce(topic, value, key, partition, on_delivery, headers=headers)
+            kafka.produce(topic, value, key, partition, on_delivery, timestamp=at_ms, headers=headers)
             return
         except BufferError:
             kafka.poll(0.1)  # the queue empties as the broker answers

@@ -30,7 +30,7 @@ from streams.lab.engines.held_chains import runs_of_chain
 from streams.lab.kafka.ports import free_port
 from streams.lab.stack import READY_TIMEOUT_S, is_ready
 from streams.process.waiting import wait_for
-from streams.router_api.processes.server import serve
+from streams.router_api.processes.server import Door, serve
 from streams.settings import Settings
 from streams.tables.records import (
     PARTITION_KEY,
@@ -165,12 +165,15 @@ class Api:
 
 
 @contextmanager
-def served(settings: Settings) -> Iterator[Api]:
-    """A router inside this process, on a free port: ready when the block begins, stopped when it ends."""
+def served(settings: Settings, door: Door | None = None) -> Iterator[Api]:
+    """A router inside this process, on a free port: ready when the block begins, stopped when it ends.
+
+    door: gets the router.
+    """
     own = replace(settings, port=free_port())
     ensure_topics(own, topics(own).all())
     loop = asyncio.new_event_loop()
-    task = loop.create_task(serve(own))
+    task = loop.create_task(serve(own, door=door))
 
     def run() -> None:
         try:

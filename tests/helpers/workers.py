@@ -66,8 +66,8 @@ def recreate_changelog(settings: Settings) -> str:
     return ids[-1]
 
 
-def changelog(settings: Settings, partition: int) -> dict[bytes, bytes]:
-    """Return the last value of each key in a changelog."""
+def changelog(settings: Settings, partition: int, topic: str | None = None) -> dict[bytes, bytes]:
+    """Return the last value of each key in a changelog, by default that of the index."""
     found: dict[bytes, bytes] = {}
 
     def fold(records: list[Record]) -> None:
@@ -77,5 +77,5 @@ def changelog(settings: Settings, partition: int) -> dict[bytes, bytes]:
             else:
                 found[record.key] = record.value
 
-    read_to_end(settings, topics(settings).index_changelog.name, partition, None, fold)
+    read_to_end(settings, topic or topics(settings).index_changelog.name, partition, None, fold)
     return found

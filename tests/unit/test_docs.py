@@ -103,9 +103,11 @@ def test_commands_in_shell_blocks_are_valid() -> None:
             if language not in ("sh", "bash"):
                 continue
             for line in re.findall(r"^kvstreams ([^#\n]*)", code.replace("\\\n", ""), re.MULTILINE):
-                words = shlex.split(line.partition("||")[0].rstrip().removesuffix("&"))
+                words = shlex.split(re.split(r" \|\|| > ", line)[0].rstrip().removesuffix("&"))
                 # Whether a file exists is up to the reader.
-                words = [str(ROOT / "LICENSE") if word.endswith((".jsonl", ".token")) else word for word in words]
+                words = [
+                    str(ROOT / "LICENSE") if word.endswith((".json", ".jsonl", ".token")) else word for word in words
+                ]
                 parse_command(words)
                 n_lines += 1
     assert n_lines > 50

@@ -65,6 +65,16 @@ TESTED: dict[str, list[tuple[str, str]]] = {
     "kafka/test_pasted_docs.py::test_the_examples_of_the_api_pasted_in_order_into_one_shell_work": [
         ("docs/own-fleet.md", "X-Kvstreams-Worker")
     ],
+    "kafka/test_replay.py::test_the_commands_of_the_page_run_one_after_the_other": [
+        ("docs/replay.md", "kvstreams replay\n"),
+        ("docs/replay.md", "kvstreams replay --until 15m"),
+        ("docs/replay.md", "kvstreams replay --verify"),
+        ("docs/replay.md", "kvstreams replay --until 14:03"),
+        ("docs/replay.md", "kvstreams topics window"),
+    ],
+    "kafka/test_verify.py::test_each_single_fault_of_a_router_is_found_and_nothing_else": [
+        ("docs/replay.md", "rank 7/0")
+    ],
     "kafka/test_up.py::test_everything_runs_on_a_kafka_that_was_started_before_and_leaves_it_running": [
         ("docs/first-request.md", "curl"),
         ("docs/first-request.md", '{"request_id"'),

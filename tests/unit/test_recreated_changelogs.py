@@ -49,7 +49,7 @@ class Rig:
         """Pass in a reading; nothing was appended to the sources."""
         self.clock.now_ms += READ_EVERY_MS
         ends = dict.fromkeys(((name, PARTITION) for name in (*SOURCES, POOLED)), 1)
-        self.readiness._note_reading(TopicReading(self.clock.now_ms, dict(self.ids), (), ends))
+        self.readiness.note_reading(TopicReading(self.clock.now_ms, dict(self.ids), (), ends))
 
     def begin_again(self) -> None:
         """Do what the feeds do between the end of their threads and the start of new ones."""

@@ -19,6 +19,7 @@ from streams.core.routing.selection import RouterMode
 from streams.errors import SettingsError
 from streams.settings import (
     CONFIG_FILE_DEFAULT,
+    HISTORY_WINDOW_S_MAX,
     NUMBER_MAX,
     SECRETS,
     SESSION_FIELDS,
@@ -49,6 +50,7 @@ SETTINGS = [setting.name for setting in fields(Settings)]
 #: Every setting with a range: its lowest and its highest value.
 RANGES: dict[str, tuple[float, float]] = {
     "partitions": (1, 1024),
+    "history_window_s": (0.0, HISTORY_WINDOW_S_MAX),
     "replication": (1, 7),
     "block_size": (1, 4096),
     "port": (0, 65535),

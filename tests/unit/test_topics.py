@@ -87,6 +87,28 @@ LIMITS: dict[TopicProfile, dict[str, tuple[int, int]]] = {
 ANYWHERE = {"cleanup.policy", "message.timestamp.type", "max.message.bytes", "retention.bytes", "retention.ms"}
 
 
+@pytest.mark.parametrize("profile", TopicProfile)
+def test_a_profile_keeps_a_window_of_history_or_refuses_the_setting(profile: TopicProfile) -> None:
+    """Without min.compaction.lag.ms, superseded records are lost, whatever the setting says."""
+    if profile in (TopicProfile.MSK_SERVERLESS, TopicProfile.REDPANDA):
+        assert topics(Settings(topic_profile=profile)).with_history() == ()
+        with pytest.raises(SettingsError, match="cannot keep their history"):
+            topics(Settings(topic_profile=profile, history_window_s=60.0))
+        return
+    short, long = (topics(Settings(topic_profile=profile, history_window_s=window_s)) for window_s in (0.0, 7200.0))
+    for before, after in zip(short.all(), long.all(), strict=True):
+        grown = {name for name in before.config if int_of(after.config[name]) > int_of(before.config[name])}
+        assert grown == after.history
+    names = {spec.name for spec in long.with_history()}
+    kept = (long.workers, long.worker_metrics, long.router_loads, long.index_changelog, long.cxl_changelog)
+    assert names == {spec.name for spec in kept}
+
+
+def int_of(value: str) -> int:
+    """A setting as a number; 0 for one that is not."""
+    return int(value) if value.lstrip("-").isdigit() else 0
+
+
 @pytest.mark.parametrize("profile", LIMITS)
 def test_a_profile_sets_only_what_its_service_allows(profile: TopicProfile) -> None:
     """Other settings are left out, values outside of a service's limits are moved to them, and the rest is the same."""

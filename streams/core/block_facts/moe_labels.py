@@ -14,7 +14,7 @@ State: a router's labels.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Iterable, Set
+from collections.abc import Hashable, Iterable, Iterator, Set
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -104,6 +104,13 @@ class LabelIndex:
     def ranks(self) -> list[tuple[RankId, Epoch]]:
         """Return the ranks that have labels, and the epoch of these labels."""
         return [(rank, rank_labels.epoch) for rank, rank_labels in self._ranks.items()]
+
+    def members(self) -> Iterator[tuple[RankId, int, MoeLabels]]:
+        """Iterate over every label with its rank and its block's sequence hash, in no particular order."""
+        facts = self._facts.facts
+        for rank, labelled in self._records.values():
+            for block, number in labelled:
+                yield rank, block, facts[number].labels
 
     @property
     def incomplete(self) -> Set[RankId]:

@@ -413,6 +413,14 @@ class ActiveLoads:
         state = self._states.get(booking_id)
         return None if state is None else state.booking
 
+    def logged_bookings(self) -> list[tuple[BookingId, Booking, bool]]:
+        """Every active booking of which the log has a record, and whether its prefill-complete was reported."""
+        return [
+            (booking_id, state.booking, state.prefilled)
+            for booking_id, state in self._states.items()
+            if state.booking is not None and state.expires_ms is not None
+        ]
+
     def is_prefilled(self, booking_id: BookingId) -> bool:
         """Whether prefill-complete was reported for an active booking."""
         state = self._states.get(booking_id)

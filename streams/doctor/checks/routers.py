@@ -52,6 +52,30 @@ def check_routers(seen: Observations) -> Iterator[Finding]:
             )
 
 
+def check_states(seen: Observations) -> Iterator[Finding]:
+    """With --verify: every router has what the topics have."""
+    for state in seen.states:
+        subject = f"router {state.url}"
+        if state.error is not None:
+            yield Finding(
+                Group.ROUTERS,
+                "state_unverified",
+                subject,
+                f"it cannot be compared with the topics: {state.error.message}",
+                state.error.remedy or "`kvstreams replay --verify URL` with its settings says more",
+            )
+        elif state.differences:
+            yield Finding(
+                Group.ROUTERS,
+                "state_differs",
+                subject,
+                f"it has not what the topics have of partition {state.partition}, the registry or the bookings: "
+                f"{len(state.differences)} differences, for example {state.differences[0]}",
+                "`kvstreams replay --verify URL` lists them with the records concerned. Restart the router, so that it "
+                "reads the topics again, and report the difference as a fault",
+            )
+
+
 def _one(router: RouterSeen) -> Iterator[Finding]:
     subject = f"router {router.url}"
     if router.error is not None:

@@ -24,6 +24,7 @@ from streams.policy_plugins import find_policy
 from streams.router_api.deciding.decision_recorder import DecisionRecorder
 from streams.router_api.knowledge.dead_letters import DeadLetterCounts
 from streams.router_api.knowledge.readiness import Readiness, ScopeTopics
+from streams.router_api.knowledge.record_clock import RecordClock
 from streams.router_api.knowledge.topic_readers import Feed, Feeds, key_and_value, one_by_one, one_by_one_live
 from streams.router_api.knowledge.view import View
 from streams.router_api.sharing.loads_sync import LoadsSync
@@ -54,12 +55,16 @@ class RouterParts(NamedTuple):
     audit: Audit
 
 
-def compose(settings: RouterSettings) -> RouterParts:
-    """Make the parts of a router; raises SettingsError. Nothing is read before they are started."""
+def compose(settings: RouterSettings, replayed: RecordClock | None = None) -> RouterParts:
+    """Make the parts of a router; raises SettingsError. Nothing is read before they are started.
+
+    replayed: the clock of a replay, which reads every topic from its beginning (replay.rebuilding).
+    """
     scope, topics_of_scope = ScopeTopics(), topics(settings)
     kafka = producer(settings, **{"linger.ms": _LINGER_MS})
-    view = View(settings, monotonic_ms)
-    loads = LoadsSync(settings, topics_of_scope.router_loads, kafka, monotonic_ms)
+    now_ms = monotonic_ms if replayed is None else replayed.now_ms
+    view = View(settings, now_ms)
+    loads = LoadsSync(settings, topics_of_scope.router_loads, kafka, now_ms)
     registry = Registry(settings, view, scope.check)
     recorder = None
     if settings.decision_log:
@@ -72,6 +77,8 @@ def compose(settings: RouterSettings) -> RouterParts:
         loads.reset()
 
     by_name = _feeds(settings, topics_of_scope, view, registry, loads, dead_letters)
+    if replayed is not None:
+        by_name = _replayed_feeds(by_name, replayed)
     feeds = Feeds(settings, by_name, restart)
     readiness = Readiness(settings, scope, view, feeds, (feed.topic.name for feed in by_name.values()))
     policy = default_policy(settings)
@@ -122,6 +129,15 @@ def _feeds(
     if settings.router_replica_sync:
         feeds["loads"] = Feed(topics_of_scope.router_loads, loads.fold_messages, interval_s=loads.read_interval_s)
     return feeds
+
+
+def _replayed_feeds(feeds: dict[str, Feed], clock: RecordClock) -> dict[str, Feed]:
+    """The same feeds, from their beginnings and by the times of their records. Dead letters are no knowledge."""
+    return {
+        name: Feed(feed.topic, clock.timed(feed.fold, by_partition=name == "index"))
+        for name, feed in feeds.items()
+        if name != "dead letters"
+    }
 
 
 def default_policy(settings: RoutingSettings) -> RoutePolicy:

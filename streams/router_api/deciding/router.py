@@ -48,6 +48,8 @@ from streams.router_api.deciding.matching import match
 from streams.router_api.deciding.prepared_request import PreparedRequest, booked_phase
 from streams.router_api.deciding.prompt_matches import PromptMatches
 from streams.router_api.deciding.recent_decisions import RecentDecisions
+from streams.router_api.deciding.state_digests import copy_state, digests_of, facts_of
+from streams.router_api.knowledge.record_clock import RecordClock
 from streams.router_api.messages.answer import RouteAnswer
 from streams.router_api.messages.answer_json import booking_json, matches_json, trust_json
 from streams.router_api.messages.requests import (
@@ -113,8 +115,9 @@ def unshared_blocks(request_id: str, n_blocks: int, sequences: int) -> bytes:
 class Router:
     """One router. `start` begins to read topics; until their ends are reached, `readiness` refuses every call."""
 
-    def __init__(self, settings: RouterServerSettings) -> None:
-        parts = compose(settings)
+    def __init__(self, settings: RouterServerSettings, replayed: RecordClock | None = None) -> None:
+        """replayed: see `compose`; `start` is not called then."""
+        parts = compose(settings, replayed)
         self.settings = settings
         self.policy = parts.policy
         self.view = parts.view
@@ -590,6 +593,14 @@ class Router:
                     }
                 )
         return {"loads": rows, "in_sync": self.loads.in_sync}
+
+    def state_digest(self) -> dict[str, Any]:
+        """Return digests of everything, with the offsets that they include."""
+        return digests_of(copy_state(self.feeds, self.view, self.loads))
+
+    def state_facts(self, rank: RankId) -> dict[str, Any]:
+        """Return all facts of a rank, with the offsets that they include."""
+        return facts_of(copy_state(self.feeds, self.view, self.loads, (rank,)), rank)
 
     def book(self, request_id: str, body: BookRequest, packed: bytes | None = None) -> dict[str, Any]:
         """Book a choice that was made elsewhere. packed: tokens as u32 little-endian, in place of token_ids.

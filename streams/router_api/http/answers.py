@@ -474,6 +474,40 @@ class StateAnswer(TypedDict):
     ranks: list[RankAnswer]
 
 
+class RankDigestsAnswer(TypedDict):
+    """What a router has of one rank, as digests.
+
+    digests: number and sum of its facts by kind: `progress`, `blocks`, `labels`, `pooled` and `bookings`
+    """
+
+    worker_id: int
+    dp_rank: int
+    digests: dict[str, str]
+
+
+class StateDigestAnswer(TypedDict):
+    """What a router has of everything, as digests, at exactly known offsets.
+
+    offsets: by topic, for each partition the offset before which all records are included
+    registry: the digest of each of its records, by key
+    """
+
+    offsets: dict[str, list[int]]
+    ranks: list[RankDigestsAnswer]
+    registry: dict[str, str]
+
+
+class RankFactsAnswer(TypedDict):
+    """What a router has of one rank, at exactly known offsets.
+
+    offsets: by topic, for each partition the offset before which all records are included
+    facts: by kind, each with what it is about and what is known of that
+    """
+
+    offsets: dict[str, list[int]]
+    facts: dict[str, list[tuple[str, str]]]
+
+
 class PooledBlockAnswer(TypedDict):
     """A pooled block with its placement and the workers that can read it now.
 

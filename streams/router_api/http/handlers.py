@@ -20,7 +20,7 @@ import msgspec
 import orjson
 from aiohttp import web
 
-from streams.core.ids import WorkerId
+from streams.core.ids import DpRank, RankId, WorkerId
 from streams.core.loads.bookings import BookingPhase
 from streams.core.workers import Worker
 from streams.cxl.events import check_pool_id
@@ -384,6 +384,21 @@ class Handlers:
                         return response
             await response.write_eof()
         return response
+
+    async def state_digest(self, request: web.Request) -> web.Response:  # noqa: ARG002
+        """Return digests of everything, at exactly known offsets. While they are copied, nothing is folded."""
+        return await self._inspected(lambda: self._router.state_digest())
+
+    async def state_facts(self, request: web.Request) -> web.Response:
+        """Return all facts of one rank, at exactly known offsets."""
+        rank = RankId(_worker_id(request), DpRank(u64(request.match_info["dp_rank"], "dp_rank")))
+        return await self._inspected(lambda: self._router.state_facts(rank))
+
+    async def _inspected(self, state: Callable[[], dict[str, Any]]) -> web.Response:
+        self._router.readiness.check()
+        async with self._inspections.begun() as on_thread:
+            body = await on_thread(lambda: orjson.dumps(state()))
+            return web.Response(body=body, content_type="application/json")
 
     async def pools(self, request: web.Request) -> web.Response:  # noqa: ARG002
         """Return the CXL pools of the registry."""

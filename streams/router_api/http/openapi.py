@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 import orjson
 
-from streams.core.ids import U64_MASK
+from streams.core.ids import U32_MAX, U64_MASK
 from streams.cxl.events import POOL_NAME_CHARS_MAX
 from streams.router_api.http.answers import ErrorAnswer
 from streams.router_api.http.calls import CALLS, JSON, Call, Tag
@@ -47,6 +47,7 @@ PAGE_HEADERS = {
 _PATH_PARAMETERS: dict[str, dict[str, Any]] = {
     "request_id": {"type": "string", "minLength": 1, "maxLength": NAME_CHARS_MAX},
     "worker_id": {"type": "integer", "minimum": 0, "maximum": U64_MASK},
+    "dp_rank": {"type": "integer", "minimum": 0, "maximum": U32_MAX},
     "pool_id": {"type": "string", "minLength": 1, "maxLength": POOL_NAME_CHARS_MAX},
 }
 

@@ -404,6 +404,19 @@ class FleetView:
         """Return whether the registry has a cordon of a worker, registered or not."""
         return worker_id in self._cordons
 
+    def registry(self) -> dict[str, object]:
+        """Every record that was folded and decides where requests may go, by its key."""
+        with self._lock:
+            workers = {str(worker_id): worker for worker_id, worker in self._registrations.items()}
+            cordons = {CORDONS.keys.pack(worker_id).decode(): True for worker_id in self._cordons}
+            models = {MODELS.keys.pack(name).decode(): model for name, model in self._served.items()}
+        return {**workers, **cordons, **models}
+
+    @property
+    def n_cordons(self) -> int:
+        """Number of cordons, also of workers that are not registered."""
+        return len(self._cordons)
+
     def ranks_of_wrong_block_size(self, worker: Worker) -> list[DpRank]:
         """List a worker's ranks to which no request goes because of their block size."""
         with self._lock:

@@ -277,6 +277,11 @@ class IndexView:
             silent=progress.silent if progress else False,
         )
 
+    def held_by(self, rank: RankId) -> dict[Tier, HashArray]:
+        """Sequence hashes that a rank holds, by tier: uint64[n] each."""
+        with self._lock:
+            return self.runs.held_by(rank)
+
     def members(self) -> set[tuple[RankId, Tier, SequenceHash]]:
         """Every fact held. Two indexes are equal if these sets and the ranks' epochs are equal."""
         return {

@@ -75,7 +75,7 @@ class Readiness:
         self._topic_ids: dict[str, str] = {}  # of the folded topics; a deleted one keeps its id
         with_ends = (known.kv_events, known.cxl_events, known.cxl_changelog) if settings.reads_index else ()
         closely = (known.index_changelog,) if settings.reads_index else ()
-        self._watch = TopicWatch(settings, known.all(), with_ends, self._note_reading, closely)
+        self._watch = TopicWatch(settings, known.all(), with_ends, self.note_reading, closely)
 
     def start(self) -> None:
         """Begin to ask the broker for the topics."""
@@ -110,8 +110,8 @@ class Readiness:
                 workers_left=left,
             )
 
-    def _note_reading(self, reading: TopicReading) -> None:
-        """Take in which topics exist and where they end; the watch's thread calls this."""
+    def note_reading(self, reading: TopicReading) -> None:
+        """Take in which topics exist and where they end; the watch's thread calls this, or a replay."""
         for name in sorted(set(reading.missing) - set(self.topics.deleted)):
             log.warning("%s was deleted; `kvstreams topics create` with the same settings creates it again", name)
         self.topics.deleted = reading.missing

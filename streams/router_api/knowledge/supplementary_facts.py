@@ -18,7 +18,7 @@ from streams.core.routing.supplementary import HoldersAlong, SupplementaryMatche
 from streams.cxl.events import CxlPool
 from streams.cxl.pooled_index import PooledIndex
 from streams.cxl.pooled_view import PooledBlock, PooledView
-from streams.cxl.records import parse_block_key
+from streams.cxl.records import BlockRow, OwnerRow, parse_block_key
 from streams.kafka.clients import partition_of
 from streams.router_api.knowledge.trust_tracker import PooledRows
 
@@ -174,6 +174,16 @@ class SupplementaryFacts:
         return sorted(
             blocks, key=lambda pooled: (pooled[0].sequence, pooled[0].owner, pooled[0].metadata.pool_id or "")
         )
+
+    def rows(self) -> tuple[list[tuple[SequenceHash, RankId, str, BlockRow]], dict[RankId, OwnerRow]]:
+        """The rows of pooled blocks and of their owners, as the log has them."""
+        with self._rows_lock:
+            return list(self._rows.rows()), self._rows.owners()
+
+    def labels(self) -> list[tuple[RankId, int, MoeLabels]]:
+        """Every label with its rank and its block's sequence hash."""
+        with self._facts_lock:
+            return list(self._labels.members())
 
     def n_pooled(self) -> int:
         """Number of rows of the table of pooled blocks, in any state."""

@@ -10,6 +10,7 @@ per second. Records of one partition arrive in order from one thread. Only one t
 needed to write to the index, for 128 records, so more threads than cores do not help.
 Topics with an interval have a thread of their own. The messages from one call of the client are folded
 together, by topic: folding run records as a batch takes a twentieth of the time of folding them one by one.
+A replay does not follow the topics: it reads to offsets that it names, and may then read on to others (`read_until`).
 """
 
 from __future__ import annotations
@@ -18,14 +19,15 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from confluent_kafka import OFFSET_BEGINNING, OFFSET_END, Consumer, KafkaError, KafkaException, Message, TopicPartition
 
-from streams.errors import BadRecord
+from streams.errors import BadRecord, OffsetLost
 from streams.kafka.clients import Record, as_record, assign, consume, fetched_in_intervals, reader
 from streams.settings import RouterSettings
 from streams.topics import TopicSpec
@@ -63,12 +65,13 @@ Fold = Callable[[Sequence[Message], bool], list[tuple[int, BadRecord]]]
 class _Share:
     """What one thread reads. interval_s: as in Feed; None if it hands partitions over at their ends, or takes them.
 
-    takes_over: it reads what others have read to the ends.
+    takes_over: it reads what others have read to the ends. folding: held while the thread folds what follows the ends.
     """
 
     partitions: list[tuple[str, int]]
     interval_s: Callable[[], float] | None = None
     takes_over: bool = False
+    folding: threading.Lock = field(default_factory=threading.Lock)
 
 
 class _HandOver(NamedTuple):
@@ -139,10 +142,12 @@ class Feeds:
         self._on_restart = on_restart
         self._pending = self._all_partitions()
         self._read_to: dict[tuple[str, int], int] = {}  # by topic and partition; one thread writes each of them
+        self._followed: list[_Share] = []  # of the threads that read on after the ends
         self._over = threading.Event()  # set when the running threads end, so that all topics are read again
         self._stopping = threading.Event()
         self._counting = threading.Lock()
         self.bad_records = 0
+        self.n_records = 0  # those that `read_until` has folded
         self._thread = threading.Thread(target=self._run, name="feeds", daemon=True)
 
     def start(self) -> None:
@@ -155,6 +160,11 @@ class Feeds:
         if self._thread.ident is not None:
             self._thread.join()
 
+    @property
+    def topics(self) -> tuple[TopicSpec, ...]:
+        """The topics that are read."""
+        return tuple(self._specs)
+
     def pending(self) -> dict[str, int]:
         """Number of partitions, by feed, that have not been read to their ends; empty when all have."""
         waiting: dict[str, int] = {}
@@ -165,6 +175,17 @@ class Feeds:
             waiting[name] = waiting.get(name, 0) + 1
         return waiting
 
+    @contextmanager
+    def paused(self) -> Iterator[dict[str, list[int]]]:
+        """Fold nothing until the block ends, which must be soon; gives the offsets up to which topics are folded.
+
+        They are by topic and partition. Every topic must have been read to its end (`pending`).
+        """
+        with ExitStack() as held:
+            for share in self._followed:
+                held.enter_context(share.folding)
+            yield {spec.name: [self.read_to(spec.name, n) for n in range(spec.partitions)] for spec in self._specs}
+
     def read_to(self, topic: str, partition: int) -> int:
         """Offset up to which a partition has been folded, markers included; 0 before the first record."""
         return self._read_to.get((topic, partition), 0)
@@ -173,6 +194,30 @@ class Feeds:
     def begins_again(self) -> bool:
         """Whether all topics are about to be read again, while the view still has what was read before."""
         return self._over.is_set()
+
+    def read_until(self, ends: Mapping[tuple[str, int], int], while_reading: Callable[[], None]) -> None:
+        """Read from the beginning, or from where the last call ended, to exactly these offsets, and return.
+
+        For a replay, which does not call `start`. ends: by topic and partition, at most the end of committed records.
+        while_reading: called several times per second. Raises OffsetLost if a topic was truncated or recreated
+        meanwhile, and KafkaException for fatal errors.
+        """
+        places = sorted(place for place, end in ends.items() if end > self.read_to(*place))
+        self._pending = set(places)
+        n_threads = self._settings.router_event_threads
+        shares = [[place for place in places if place[1] % n_threads == number] for number in range(n_threads)]
+        with ThreadPoolExecutor(n_threads, thread_name_prefix="feeds") as threads:
+            reading = [threads.submit(self._read_share_until, share, ends) for share in shares if share]
+            try:
+                while wait(reading, _POLL_S).not_done:
+                    while_reading()
+                    for failed in [each for each in reading if each.done() and each.exception()]:
+                        failed.result()
+            except BaseException:
+                self._stopping.set()  # the other threads
+                raise
+        for each in reading:
+            each.result()
 
     def read_again(self) -> None:
         """Read all topics from their beginnings, since one of them was recreated."""
@@ -197,9 +242,11 @@ class Feeds:
         while not self._stopping.is_set():
             self._over.clear()
             self._handed_over = queue.SimpleQueue()
+            shares = self._shares()
+            self._followed = [share for share in shares if share.takes_over or share.interval_s is not None]
             threads = [
                 threading.Thread(target=self._read_share, args=(share,), name=f"feeds-{number}", daemon=True)
-                for number, share in enumerate(self._shares())
+                for number, share in enumerate(shares)
             ]
             for thread in threads:
                 thread.start()
@@ -221,7 +268,7 @@ class Feeds:
             consumer = self._reader({"fetch.wait.max.ms": _FETCH_WAIT_MS} if share.takes_over else {})
             try:
                 if share.takes_over:
-                    self._take_over(consumer)
+                    self._take_over(consumer, share)
                     return
                 assign(consumer, [TopicPartition(topic, n, self._start_of(topic)) for topic, n in share.partitions])
                 handed_over = self._read_to_ends(consumer, share)
@@ -263,7 +310,30 @@ class Feeds:
                     self._handed_over.put(end)
         return True
 
-    def _take_over(self, consumer: Consumer) -> None:
+    def _read_share_until(self, share: Collection[tuple[str, int]], ends: Mapping[tuple[str, int], int]) -> None:
+        """Read these partitions to their offsets of `ends`; see `read_until`."""
+        left = set(share)
+        consumer = reader(self._settings)
+        try:
+            begin = [TopicPartition(*place, self._read_to.get(place, OFFSET_BEGINNING)) for place in share]
+            assign(consumer, begin)
+            while left and not self._ended():
+                messages, reached = _within(consume(consumer, _CONSUME_RECORDS, _POLL_S), ends)
+                with self._counting:
+                    self.n_records += len(messages)
+                if self._take(messages) is None:
+                    raise OffsetLost("a topic was truncated or recreated while it was read", remedy="Start again")
+                reached &= left
+                if reached:
+                    consumer.incremental_unassign([TopicPartition(*place) for place in reached])
+                    for place in reached:
+                        self._read_to[place] = ends[place]
+                    left -= reached
+                    self._pending -= reached
+        finally:
+            consumer.close()
+
+    def _take_over(self, consumer: Consumer, share: _Share) -> None:
         """Read all partitions from where they are handed over, until stopped; ends as `_read_in_intervals` does.
 
         It begins when it has all of them: a fetch that waits for one partition would delay those that come later.
@@ -277,7 +347,9 @@ class Feeds:
         assign(consumer, taken)
         while not self._ended():
             messages = consume(consumer, _CONSUME_RECORDS, _POLL_S)
-            if self._take(messages) is None:
+            with share.folding:
+                taken_all = self._take(messages) is not None
+            if not taken_all:
                 return
             if 0 < len(messages) < _CONSUME_RECORDS:
                 time.sleep(_PAUSE_S)
@@ -316,7 +388,9 @@ class Feeds:
         while not self._ended():
             is_at_end = is_at_end or self._pending.isdisjoint(share.partitions)
             messages = consume(consumer, _CONSUME_RECORDS, _POLL_S, _COLLECT_S if is_at_end else 0.0)
-            if self._take(messages) is None:
+            with share.folding:
+                taken_all = self._take(messages) is not None
+            if not taken_all:
                 return False
             if not is_at_end:
                 continue
@@ -384,17 +458,38 @@ class Feeds:
                 partition, offset = message.partition(), message.offset()
                 assert partition is not None and offset is not None
                 self._note_bad(topic, partition, offset, exc)
-            # Only the last message's: examining each of them would cost as much as a tenth of folding it. A partition
-            # that is never the last one is noted at its end.
-            partition, offset = messages[-1].partition(), messages[-1].offset()
-            assert partition is not None and offset is not None
-            self._read_to[topic, partition] = offset + 1
+            # Up to the ends only the last message's: examining each of them would cost as much as a tenth of folding
+            # it. A partition that is never the last one is noted at its end.
+            for message in messages if live else messages[-1:]:
+                partition, offset = message.partition(), message.offset()
+                assert partition is not None and offset is not None
+                self._read_to[topic, partition] = offset + 1
         batches.clear()
 
     def _note_bad(self, topic: str, partition: int, offset: int, exc: BadRecord) -> None:
         with self._counting:
             self.bad_records += 1
         log.warning("%s [%d] at %d: %s", topic, partition, offset, exc)
+
+
+def _within(
+    messages: Sequence[Message], ends: Mapping[tuple[str, int], int]
+) -> tuple[list[Message], set[tuple[str, int]]]:
+    """The messages before these offsets, without the ends of partitions; and the partitions that have reached them."""
+    within: list[Message] = []
+    reached: set[tuple[str, int]] = set()
+    for message in messages:
+        error, topic, partition, offset = message.error(), message.topic(), message.partition(), message.offset()
+        if error is not None and error.code() != KafkaError._PARTITION_EOF:
+            within.append(message)  # it may name no partition
+            continue
+        assert topic is not None and partition is not None and offset is not None
+        place = topic, partition
+        if error is None and offset < ends[place]:
+            within.append(message)
+        if offset + (error is None) >= ends[place]:
+            reached.add(place)
+    return within, reached
 
 
 def _named(place: TopicPartition) -> tuple[str, int]:

@@ -1,0 +1,159 @@
+"""`kvstreams replay`: what a router knew, rebuilt from the topics of a scope (docs/replay.md)."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from streams.errors import InvalidRequest
+from streams.process.options import GroupedCommand, http_urls, time_ms, with_settings
+from streams.settings import Resolved, RouterServerSettings
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from streams.replay.cuts import Cut, Place
+    from streams.replay.rebuilding import Replay
+    from streams.topics import TopicSpec
+
+
+@click.command(cls=GroupedCommand)
+@with_settings
+@click.option(
+    "--until",
+    metavar="TIME|@FILE",
+    default=None,
+    help="end at a moment, for example 15m (ago), 14:03 or 2026-01-31T14:03 (UTC), or at the offsets of a file that "
+    "--json has printed  [default: everything]",
+)
+@click.option(
+    "--route",
+    "request_file",
+    metavar="FILE",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    default=None,
+    help="answer this body of POST /route by what is replayed, with the terms of every candidate, as JSON",
+)
+@click.option(
+    "--verify",
+    "url",
+    metavar="URL",
+    default=None,
+    callback=lambda context, parameter, value: value and http_urls(context, parameter, value),
+    help="compare a router that runs with the topics, at the same offsets; the exit status is 1 if anything differs",
+)
+@click.option(
+    "--token-file",
+    type=click.Path(path_type=Path),
+    default=None,
+    help="file with a token for that router, which has the right `read`",
+)
+@click.option("--json", "as_json", is_flag=True, help="print the summary as JSON")
+def replay(
+    resolved: Resolved,
+    until: str | None,
+    request_file: Path | None,
+    url: str | None,
+    token_file: Path | None,
+    as_json: bool,
+) -> None:
+    """Rebuild what a router knew from the topics of a scope, and print how much that is.
+
+    It reads Kafka only, with the readers and folds of a router, and changes nothing. With --route, it prints what a
+    router with these settings would have answered. With --verify, it compares a router with the topics.
+    """
+    import orjson
+    from rich.console import Console
+
+    from streams import warming
+    from streams.kafka.clients import require_topics
+    from streams.process import log
+    from streams.process.progress import shown
+    from streams.replay.answering import answer_at
+    from streams.replay.rebuilding import Replay
+    from streams.replay.summary import as_text, summary
+    from streams.topics import topics
+
+    if url is not None and (until is not None or request_file is not None):
+        raise click.UsageError("--verify is about what a router has now; it cannot be combined with --until or --route")
+    settings = resolved.settings
+    log.configure(settings)
+    errors = Console(stderr=True)
+    require_topics(settings, topics(settings).all())
+    replayed = Replay(settings)
+    cut = _cut(settings, replayed.router.feeds.topics, until)
+    warming.warm(warming.ROUTER)
+    with shown(errors, "offsets", 0) as step:
+        replayed.advance(cut, step)
+    if url is not None:
+        _verify(replayed, url, token_file, as_json=as_json)
+        return
+    if request_file is not None:
+        click.echo(orjson.dumps(answer_at(replayed, request_file.read_bytes()), option=orjson.OPT_INDENT_2))
+        return
+    values = summary(replayed)
+    click.echo(orjson.dumps(values, option=orjson.OPT_INDENT_2) if as_json else as_text(values).rstrip("\n"))
+
+
+def _verify(replayed: Replay, url: str, token_file: Path | None, *, as_json: bool) -> None:
+    """Compare a router, print what differs, and end with status 1 if anything does."""
+    import orjson
+    from rich.console import Console
+
+    from streams.process.progress import shown
+    from streams.process.router_calls import router_json
+    from streams.replay.verifying import STATE_TIMEOUT_S, as_values, verify
+    from streams.security.files import read_secret
+
+    token = None if token_file is None else read_secret("--token-file", str(token_file))
+    with shown(Console(stderr=True), "offsets", 0) as step:
+        result = verify(replayed, lambda path: router_json(url, path, token, STATE_TIMEOUT_S), step=step)
+    if as_json:
+        click.echo(orjson.dumps(as_values(result), option=orjson.OPT_INDENT_2))
+    elif not result.differences:
+        click.echo(f"{url} has what the topics have: {result.n_ranks} ranks and the registry, at the same offsets")
+    else:
+        for difference in result.differences:
+            click.echo(str(difference))
+            for line in result.records.get(difference, ()):
+                click.echo(f"    {line}")
+    if result.differences:
+        raise SystemExit(1)
+
+
+def _cut(settings: RouterServerSettings, specs: Sequence[TopicSpec], until: str | None) -> Cut:
+    """Where the replay ends; raises KvStreamsError."""
+    from streams.replay.cuts import cut_now
+    from streams.replay.window import moment_in_window, offsets_in_window
+
+    if until is None:
+        return cut_now(settings, specs)
+    now_ms = time.time_ns() // 1_000_000
+    if until.startswith("@"):
+        offsets, moment_ms = _offsets_of(Path(until[1:]))
+        return offsets_in_window(settings, specs, offsets, moment_ms, now_ms)
+    return moment_in_window(settings, specs, time_ms(until, now_ms), now_ms)
+
+
+def _offsets_of(file: Path) -> tuple[dict[Place, int], int]:
+    """The offsets in a file, and the moment that it names, or 0."""
+    import orjson
+
+    try:
+        values = orjson.loads(file.read_bytes())
+        offsets = {
+            (str(topic), int(partition)): int(offset)
+            for topic, of_topic in values["offsets"].items()
+            for partition, offset in of_topic.items()
+        }
+        return offsets, int(values.get("moment_ms", 0))
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as exc:
+        raise InvalidRequest(
+            f"{file} has no offsets: {exc}", remedy="`kvstreams replay --json` prints them as --until takes them"
+        ) from exc
+
+
+COMMANDS = (replay,)

@@ -1,0 +1,160 @@
+"""Where a replay ends in each partition of the topics that routers read.
+
+What lives here: asking the broker where logs begin and end, and where they were at a time. What must not: reading
+topics as a router does (rebuilding), and for how long topics keep their history (window).
+
+A partition's tables stop between two transactions. Their rows have the time of their transaction, which ends with the
+partition record. So the last partition record before a moment shows where both of its changelogs are cut.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from confluent_kafka import IsolationLevel, KafkaError, KafkaException, TopicPartition
+from confluent_kafka.admin import OffsetSpec  # type: ignore[attr-defined]
+
+from streams.errors import KvStreamsError
+from streams.kafka.clients import ANSWER_TIMEOUT_S, admin, assign, consume, reader
+from streams.settings import ScopeSettings
+from streams.tables.records import PARTITION_KEY
+from streams.topics import TopicSpec, topics
+
+#: A partition of a topic, by its name.
+Place = tuple[str, int]
+
+#: librdkafka ends a call at its timeout; its future is waited for a little longer.
+_FUTURE_SLACK_S = 5.0
+
+#: An owner writes a partition record with each transaction and at least once per second. A transaction has up to some
+#: thousand rows.
+_SEARCHED_RECORDS = 2_000
+_SEARCH_TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A moment, and the offset in each partition of the topics before which records are included.
+
+    moment_ms: since the epoch. begins: where each log begins, for the progress of reading it.
+    """
+
+    moment_ms: int
+    begins: Mapping[Place, int]
+    ends: Mapping[Place, int]
+
+
+def time_text(at_ms: int) -> str:
+    """A time as people and `--until` write it."""
+    return datetime.fromtimestamp(at_ms / 1000, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def cut_now(settings: ScopeSettings, specs: Iterable[TopicSpec]) -> Cut:
+    """Return the ends of the committed records of these topics. Raises KvStreamsError if no broker answers."""
+    places = places_of(specs)
+    return Cut(time.time_ns() // 1_000_000, log_begins(settings, places), log_ends(settings, places))
+
+
+def cut_at(settings: ScopeSettings, specs: Iterable[TopicSpec], moment_ms: int) -> Cut:
+    """Return where these topics were at a moment, by the times of their records. Raises KvStreamsError."""
+    known, places = topics(settings), places_of(specs)
+    begins = log_begins(settings, places)
+    ends = offsets_at(settings, dict.fromkeys(places, moment_ms))
+    index, pooled = known.index_changelog.name, known.cxl_changelog.name
+    last = {
+        partition: _last_transaction(settings, (topic, partition), begins[topic, partition], end)
+        for (topic, partition), end in ends.items()
+        if topic == index
+    }
+    # A partition whose owner had not begun at this moment has nothing.
+    ends |= {(index, n): begins[index, n] if found is None else found.offset for n, found in last.items()}
+    of_pooled = {(pooled, n): found.at_ms + 1 for n, found in last.items() if found is not None and (pooled, n) in ends}
+    ends |= {(pooled, n): begins[pooled, n] for n in last if (pooled, n) in ends} | offsets_at(settings, of_pooled)
+    return Cut(moment_ms, begins, ends)
+
+
+@dataclass(frozen=True, slots=True)
+class _Transaction:
+    """The end of a transaction: the offset after its partition record, and its time."""
+
+    offset: int
+    at_ms: int
+
+
+def _last_transaction(settings: ScopeSettings, place: Place, begin: int, end: int) -> _Transaction | None:
+    """Find the last partition record before an offset, in growing pieces of the log; None if there is none."""
+    n_records = _SEARCHED_RECORDS
+    while True:
+        first = max(begin, end - n_records)
+        found = _last_in(settings, place, first, end) if first < end else None
+        if found is not None or first <= begin:
+            return found
+        n_records *= 8
+
+
+def _last_in(settings: ScopeSettings, place: Place, first: int, end: int) -> _Transaction | None:
+    found = None
+    consumer = reader(settings)
+    try:
+        assign(consumer, [TopicPartition(*place, first)])
+        deadline = time.monotonic() + _SEARCH_TIMEOUT_S
+        while time.monotonic() < deadline:
+            for message in consume(consumer, _SEARCHED_RECORDS, 0.1):
+                error, offset, key = message.error(), message.offset(), message.key()
+                if error is not None and error.code() != KafkaError._PARTITION_EOF:
+                    raise KvStreamsError(f"{place[0]} [{place[1]}] cannot be read: {error.str()}")
+                assert offset is not None
+                if error is not None or offset >= end:
+                    return found
+                if key is not None and key.startswith(PARTITION_KEY.prefix):
+                    found = _Transaction(offset + 1, message.timestamp()[1])
+                if offset + 1 == end:
+                    return found
+    finally:
+        consumer.close()
+    raise KvStreamsError(f"{place[0]} [{place[1]}] sent nothing for {_SEARCH_TIMEOUT_S:g} s")
+
+
+def places_of(specs: Iterable[TopicSpec]) -> list[Place]:
+    """Every partition of these topics."""
+    return [(spec.name, partition) for spec in specs for partition in range(spec.partitions)]
+
+
+def log_begins(settings: ScopeSettings, places: Iterable[Place]) -> dict[Place, int]:
+    """Return where the logs of these partitions begin."""
+    earliest: OffsetSpec = OffsetSpec.earliest()  # type: ignore[no-untyped-call]
+    return _listed(settings, dict.fromkeys(places, earliest))
+
+
+def log_ends(settings: ScopeSettings, places: Iterable[Place]) -> dict[Place, int]:
+    """Return where the committed records of these partitions end."""
+    latest: OffsetSpec = OffsetSpec.latest()  # type: ignore[no-untyped-call]
+    return _listed(settings, dict.fromkeys(places, latest))
+
+
+def offsets_at(settings: ScopeSettings, times_ms: Mapping[Place, int]) -> dict[Place, int]:
+    """Return the offset of the first record of each partition with its time or a later one; its end without one."""
+    found = _listed(settings, {place: OffsetSpec.for_timestamp(at_ms) for place, at_ms in times_ms.items()})
+    after = log_ends(settings, [place for place, offset in found.items() if offset < 0])
+    return found | after
+
+
+def _listed(settings: ScopeSettings, what: Mapping[Place, OffsetSpec]) -> dict[Place, int]:
+    if not what:
+        return {}
+    wanted = {TopicPartition(*place): spec for place, spec in what.items()}
+    client = admin(settings)  # kept until it has answered
+    listed = client.list_offsets(
+        wanted, isolation_level=IsolationLevel.READ_COMMITTED, request_timeout=ANSWER_TIMEOUT_S
+    )
+    concurrent.futures.wait(listed.values(), ANSWER_TIMEOUT_S + _FUTURE_SLACK_S)
+    try:
+        return {(where.topic, where.partition): future.result(0).offset for where, future in listed.items()}
+    except (KafkaException, TimeoutError) as exc:
+        raise KvStreamsError(
+            f"Kafka at {settings.kafka} does not say where the logs of {settings.app_id} end: {exc}"
+        ) from exc

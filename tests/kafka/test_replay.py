@@ -1,0 +1,246 @@
+"""`kvstreams replay` on a real Kafka, compared with a running router and with the reference."""
+
+from __future__ import annotations
+
+import json
+import random
+import shlex
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from streams.core.cxl_memory import CxlMemoryMetadata
+from streams.core.ids import RankId
+from streams.errors import KvStreamsError, OutsideWindow
+from streams.kafka.clients import describe_topics, ensure_topics, require_topics
+from streams.lab.stack import Stack, get_json
+from streams.process.waiting import wait_for
+from streams.replay.cuts import cut_now, time_text
+from streams.replay.rebuilding import Replay
+from streams.replay.summary import as_text, summary
+from streams.replay.window import moment_in_window, set_window, window_of
+from streams.settings import Settings, as_environ
+from streams.topics import topics
+from tests.helpers.api import Api
+from tests.helpers.commands import Run, assert_one_line
+from tests.helpers.cxl_histories import expected_blocks, reference_of
+from tests.helpers.pages import block_of
+from tests.helpers.replayed_scope import MODEL, WORKERS, Applied, Owners, Writer, fill_registry, now_ms
+from tests.helpers.support import VISIBLE_TIMEOUT_S
+
+
+def seed() -> int:
+    return random.randrange(1 << 16)
+
+
+def pooled_of(replay: Replay) -> dict[tuple[RankId, int], CxlMemoryMetadata]:
+    blocks = replay.router.view.facts.pooled_blocks(frozenset())
+    return {(block.owner, int(block.sequence)): block.metadata for block, _ in blocks}
+
+
+def assert_is_reference(replay: Replay, writer: Writer, owners: Owners, moment_ms: int) -> Applied:
+    """Check that a replay has what the last transactions before a moment had applied; return what that is."""
+    applied = owners.applied_at(moment_ms)
+    expected = writer.reference(applied)
+    index = replay.router.view.index
+    assert index.members() == expected.members()
+    assert {state.rank: state.epoch for state in index.rank_states()} == expected.epochs()
+    rows = expected_blocks(reference_of(writer.included(applied)))
+    assert pooled_of(replay) == {at: metadata for at, (metadata, _, _) in rows.items()}
+    return applied
+
+
+@pytest.mark.first_ring("replay")
+def test_a_replay_has_what_a_running_router_has(stack: Stack, run: Run) -> None:
+    """Ranks, blocks, labels, pooled blocks, the registry, bookings, reports and trust are those of a router."""
+    stack.settings = replace(stack.settings, router_avoid_s=60.0)
+    worker = stack.worker()
+    api, writer = Api(worker.url), Writer(stack.settings, seed(), 150)
+    fill_registry(stack.settings, api)
+    writer.write(150)
+    writer.wait_known(worker.url)
+    wait_for(lambda: bool(api.workers()[WORKERS[2]]["metrics"]), VISIBLE_TIMEOUT_S, "the engine's report")
+
+    done = run("replay", "--json", env=as_environ(stack.settings))
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    state, pooled = get_json(f"{worker.url}/state"), get_json(f"{worker.url}/state/cxl")["blocks"]
+    assert found["blocks"] == state["blocks"] > 0
+    assert found["ranks"]["indexed"] == len(state["ranks"])
+    assert found["pooled_blocks"] == len(pooled) > 0
+    assert found["labelled_records"] > 0
+    assert found["bookings"] == 4
+    assert (found["workers"], found["cordons"], found["avoidances"], found["pools"]) == (3, 1, 1, 1)
+    assert found["engine_metrics"] == 1
+    assert found["bad_records"] == 0
+    assert set(found["offsets"][topics(stack.settings).index_changelog.name]) == {"0", "1", "2", "3"}
+    assert found["records"] > 150
+
+    replay = Replay(stack.settings)
+    for _ in range(2):  # the second time, it reads on
+        replay.advance(cut_now(stack.settings, replay.router.feeds.topics))
+        assert_is_reference(replay, writer, Owners(stack.settings), now_ms())
+        assert replay.router.rank_loads() == get_json(f"{worker.url}/loads")
+        # The owners run, and have applied what was written. Nothing was ever reported of the three workers.
+        assert {str(reason) for reason in replay.router.view.rank_counts().degraded} == {"no_events_yet"}
+    assert ["bookings", "4"] in [line.split() for line in as_text(summary(replay)).splitlines()]
+
+
+@pytest.mark.parametrize("n_moments", [pytest.param(8, marks=pytest.mark.first_ring), 100])
+def test_replays_of_random_moments_equal_the_reference(stack: Stack, n_moments: int) -> None:
+    """At each moment, the index and the pooled blocks are the reference's after the same records of the sources."""
+    stack.settings = replace(stack.settings, batch_records_max=10)  # for enough transactions
+    ensure_topics(stack.settings, topics(stack.settings).all())
+    set_window(stack.settings, 3600.0)
+    begun_ms = now_ms()
+    worker = stack.worker()
+    rng = random.Random(seed())
+    writer = Writer(stack.settings, rng.randrange(1 << 16), 400)
+    moments: list[int] = []
+    while not writer.is_over:
+        writer.write(rng.randint(1, 20))
+        moments.append(now_ms())
+        time.sleep(rng.random() * 0.05)
+    writer.wait_known(worker.url)
+    owners = Owners(stack.settings)
+    ended_ms = now_ms()
+    moments = rng.sample(moments, min(len(moments), n_moments // 2))
+    moments += [rng.randint(begun_ms, ended_ms) for _ in range(n_moments - len(moments))]
+    seen = set[str]()
+    for moment_ms in moments:
+        replay = Replay(stack.settings)
+        replay.advance(moment_in_window(stack.settings, replay.router.feeds.topics, moment_ms, now_ms()))
+        seen.add(str(assert_is_reference(replay, writer, owners, moment_ms)))
+    assert len(seen) > n_moments // 5
+
+
+def test_a_replay_of_a_moment_has_the_fleet_and_the_bookings_of_that_moment(
+    stack: Stack, run: Run, tmp_path: Path
+) -> None:
+    """Registry, bookings and avoidances are as they were. The offsets that it prints give the same again."""
+    stack.settings = replace(stack.settings, router_avoid_s=20.0, history_window_s=3600.0)
+    worker = stack.worker()
+    api = Api(worker.url)
+    fill_registry(stack.settings, api)
+    wait_for(lambda: bool(api.workers()[WORKERS[2]]["metrics"]), VISIBLE_TIMEOUT_S, "the engine's report")
+    time.sleep(0.5)  # until the bookings are in the log
+    at_ms = now_ms()
+    time.sleep(0.2)
+    api.call("DELETE", f"/workers/{WORKERS[1]}").given()
+    api.call("DELETE", f"/workers/{WORKERS[0]}/cordon").given()
+    for number in (0, 2, 3):
+        api.call("DELETE", f"/loads/r{number}").given()
+    api.route(request_id="later", model=MODEL, token_ids=list(range(64)))
+    wait_for(lambda: api.loads([WORKERS[1]]) == {}, VISIBLE_TIMEOUT_S, "the worker to be removed")
+
+    done = run("replay", "--json", "--until", time_text(at_ms), env=as_environ(stack.settings))
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert (found["workers"], found["cordons"], found["avoidances"], found["bookings"]) == (3, 1, 1, 4)
+    file = tmp_path / "then.json"
+    file.write_text(done.stdout)
+    done = run("replay", "--json", "--until", f"@{file}", env=as_environ(stack.settings))
+    assert done.returncode == 0, done.stderr
+    again = json.loads(done.stdout)
+    assert {**again, "seconds": 0} == {**found, "seconds": 0}
+    now = json.loads(run("replay", "--json", env=as_environ(stack.settings)).stdout)
+    assert (now["workers"], now["cordons"], now["bookings"]) == (2, 0, 2)
+
+
+def test_the_window_is_set_on_existing_topics_and_what_is_outside_is_refused(
+    scope: Settings, run: Run, tmp_path: Path
+) -> None:
+    """The refusal names the earliest moment: the window's beginning, or when it was set. Other processes go on."""
+    ensure_topics(scope, topics(scope).all())
+    now = assert_one_line(run("replay", "--until", "30s", env=as_environ(scope)))
+    assert "keep no history of that: the earliest moment is " in now
+    assert "kvstreams topics window" in now
+
+    begun_ms = now_ms()
+    done = run("topics", "window", "1h", env=as_environ(scope))
+    assert done.returncode == 0, done.stderr
+    assert "85.0 GB" in done.stdout
+    require_topics(scope, topics(scope).all())  # raises if a process with the former settings could not start
+    names = topics(scope)
+    states = describe_topics(scope, names.with_history())
+    lags = {name: state.config.get("min.compaction.lag.ms") for name, state in states.items() if state is not None}
+    assert lags.pop(names.worker_metrics.name) is None
+    assert set(lags.values()) == {"3600000"}
+    window = window_of(scope)
+    assert window.window_ms == 3_600_000
+    assert begun_ms <= window.earliest_ms(now_ms()) <= now_ms()
+    with pytest.raises(OutsideWindow) as refused:
+        moment_in_window(scope, names.with_history(), begun_ms - 1, now_ms())
+    assert refused.value.detail["earliest"] == time_text(window.earliest_ms(now_ms()))
+    assert moment_in_window(scope, names.with_history(), now_ms(), now_ms()).ends
+    with pytest.raises(OutsideWindow, match="is in the future"):
+        moment_in_window(scope, names.with_history(), now_ms() + 60_000, now_ms())
+
+    # Settings that ask for more than the topics have are refused, with the remedy.
+    with pytest.raises(KvStreamsError, match="kvstreams topics window"):
+        require_topics(scope, topics(replace(scope, history_window_s=7200.0)).all())
+    file = tmp_path / "offsets.json"
+    file.write_text(json.dumps({"offsets": {names.workers.name: {"0": 1}}}))
+    assert "before offset 1" in assert_one_line(run("replay", "--until", f"@{file}", env=as_environ(scope)))
+
+
+def test_a_replayed_decision_is_the_one_of_that_moment(stack: Stack, run: Run, tmp_path: Path) -> None:
+    """The answer, with every candidate's terms and its trust, is what a router gave then; what is not kept is named."""
+    stack.settings = replace(stack.settings, history_window_s=3600.0, router_seed=1)
+    worker = stack.worker()
+    api, writer = Api(worker.url), Writer(stack.settings, seed(), 150)
+    writer.write(150)
+    writer.wait_known(worker.url)
+    ranks = {rank for rank, _, _ in writer.reference().members()}
+    held = {rank.worker_id for rank in ranks}
+    body = {"url": "http://e", "model": MODEL, "block_size": 16, "dp_size": 1 + max(rank.dp_rank for rank in ranks)}
+    for worker_id in held:
+        api.call("PUT", f"/workers/{worker_id}", body).given()
+    fill_registry(stack.settings, api)
+    asked = {"model": MODEL, "block_hashes": writer.held_prompt(), "request_id": "asked"}
+    wait_for(lambda: api.ask(**asked)["overlap_blocks"] > 0, VISIBLE_TIMEOUT_S, "an overlap")
+    time.sleep(1.0)  # until every owner has written that it applied everything
+    then = api.ask(**asked)
+    at_ms = now_ms()
+    time.sleep(0.2)
+    for number in (0, 2, 3):
+        api.call("DELETE", f"/loads/r{number}").given()
+    for worker_id in held:
+        api.call("DELETE", f"/workers/{worker_id}").given()
+
+    file = tmp_path / "request.json"
+    file.write_text(json.dumps(asked))
+    done = run("replay", "--until", time_text(at_ms), "--route", str(file), env=as_environ(stack.settings))
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["moment"] == time_text(at_ms)
+    assert {*found["not_kept"]} >= {"predictions", "queue", "fitted times", "random draws"}
+    # The sums of what ranks computed lately are halved every five minutes, and rounded then by up to a token.
+    for ours, theirs in zip(found["answer"]["candidates"], then["candidates"], strict=True):
+        rounded = {name: pytest.approx(theirs[name], rel=0.1) for name in ("recent_prefill_blocks", "cost")}
+        assert ours == theirs | rounded
+    # Which of several equal ranks is chosen is a random draw.
+    same = ("overlap_blocks", "request_blocks", "mode", "router_mode")
+    assert {name: found["answer"][name] for name in same} == {name: then[name] for name in same}
+
+
+def test_the_commands_of_the_page_run_one_after_the_other(stack: Stack, run: Run, tmp_path: Path) -> None:
+    """Each block of docs/replay.md, with the address of a router and a time of this scope in place of the reader's."""
+    stack.settings = replace(stack.settings, history_window_s=2 * 86400.0)
+    worker = stack.worker()
+    fill_registry(stack.settings, Api(worker.url))
+    wait_for(lambda: get_json(f"{worker.url}/ready")["ready"], VISIBLE_TIMEOUT_S, "the router")
+    time.sleep(0.5)  # until the bookings are in the log
+    ours = {"http://router:8000": worker.url, "14:03": time_text(now_ms())}
+    (tmp_path / "request.json").write_text(json.dumps({"model": MODEL, "token_ids": [1] * 64, "request_id": "asked"}))
+    for beginning in ("replay\n", "replay --until 15m", "replay --verify", "replay --until 14:03", "topics window"):
+        for line in block_of("docs/replay.md", f"kvstreams {beginning}").splitlines():
+            command, _, file = line.partition(" > ")
+            words = [ours.get(word, word) for word in shlex.split(command, comments=True)]
+            done = run(*words[1:], env=as_environ(stack.settings))
+            assert done.returncode == 0, f"{line}: {done.stderr}"
+            assert done.stdout
+            if file:
+                (tmp_path / file).write_text(done.stdout)
