@@ -1,7 +1,8 @@
 """`python -m benchmarks.scale PART`: up to which size one router holds.
 
 What lives here: the parts, each a command. `ranks` compares a fleet of 64 ranks with larger ones: matches, decisions
-with their bookings, the calls that list the fleet, and memory. What must not: the fleet (decision), and the steps of a
+with their bookings, the calls that list the fleet, and memory. `memberships` writes the changelog of a large index,
+which a router in a process of its own then reads from Kafka. What must not: the fleet (decision), and the steps of a
 decision. A part exits with 1 if an answer is wrong, and prints which bars are met.
 """
 
@@ -9,31 +10,48 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import statistics
+import subprocess
+import sys
+import time
 import urllib.request
 from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import click
+import numpy as np
 import orjson
 
-from benchmarks.decision import BLOCK_SIZE, RouterFleet
+from benchmarks.decision import BLOCK_SIZE, SEED, RouterFleet
+from benchmarks.machinery import machinery
 from benchmarks.memory import resident_bytes
 from benchmarks.ours import WEIGHTS, clock
 from benchmarks.report import OURS, Bar, Report, Samples, wide_console
 from streams import __version__
 from streams.core.hashing import request_hashes
-from streams.core.ids import Tier, WorkerId
+from streams.core.ids import DpRank, HashArray, RankId, Tier, WorkerId
 from streams.core.index.interface import Candidates
 from streams.core.loads.bookings import BookingPhase
+from streams.core.reducer.ordering import Health, Progress
 from streams.core.routing.trust import AnswerMode
 from streams.core.workers import Cordon
+from streams.kafka.clients import partition_of
 from streams.kafka.records import CORDONS
+from streams.lab.engines.held_chains import FIRST_EPOCH, runs_of_chain
 from streams.process.http_server import HttpServer
 from streams.process.interpreter import exempt_from_collection, prefer_request_threads
+from streams.router_api.deciding.router import Router
 from streams.router_api.messages.answer_json import answer_json
 from streams.router_api.messages.requests import RouteRequest
 from streams.router_api.processes.server import api_runner
+from streams.settings import AgentSettings, Settings, as_environ, load
+from streams.tables.records import PROGRESS_KEY, RUN_KEY, encode_progress, encode_run
+from streams.tables.transactions import commit_until_answered, produce, table_producer
+from streams.topics import topics
 
 MIB = 1024 * 1024
 
@@ -222,6 +240,199 @@ def ranks(tokens: int, decisions: int, repeats: int, sizes: tuple[int, ...], jso
     report.print(wide_console())
     if json_path is not None:
         report.write(json_path)
+
+
+# -- memberships -------------------------------------------------------------------------------------------------------
+
+#: Blocks of a chain, of which every holder has all: a prompt of 2,048 tokens.
+CHAIN_BLOCKS = 128
+
+#: Records of a partition in one transaction of the writer.
+TRANSACTION_RECORDS = 5_000
+
+#: Matches that are timed once everything is read, and the time between two of them while it is read.
+MATCHES = 20_000
+MATCH_EVERY_S = 0.002
+
+BYTES_PER_MEMBERSHIP_MAX = 20.0
+RECOVERY_S_MAX = 120.0
+MATCH_RATIO_MAX = 3.0
+
+#: A router that has not read everything by then is given up.
+READ_TIMEOUT_S = 400.0
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Which ranks hold which chains: every process makes the same ones."""
+
+    chains: int
+    ranks: int
+    holders: int
+
+    def chain(self, number: int) -> tuple[HashArray, list[RankId]]:
+        """The local hashes of a chain, and the ranks that hold it."""
+        rng = np.random.default_rng((SEED, number))
+        local = rng.integers(1, 1 << 63, size=CHAIN_BLOCKS, dtype=np.uint64)
+        holders = rng.permutation(self.ranks)[: self.holders].tolist()
+        return local, [RankId(WorkerId(1 + each), DpRank(0)) for each in holders]
+
+    @property
+    def memberships(self) -> int:
+        """Blocks, counted once for each rank that holds them."""
+        return self.chains * CHAIN_BLOCKS * self.holders
+
+
+class ChangelogWriter:
+    """Writes the records of one partition as its owner does, in transactions."""
+
+    def __init__(self, settings: AgentSettings, topic: str, partition: int) -> None:
+        self._kafka = table_producer(settings, partition)
+        self._kafka.init_transactions(30.0)
+        self._topic, self._partition, self._n_records = topic, partition, 0
+
+    def write(self, key: bytes, value: bytes) -> None:
+        """Write one record."""
+        if not self._n_records:
+            self._kafka.begin_transaction()
+        produce(self._kafka, self._topic, self._partition, key, value, None)
+        self._n_records += 1
+        if self._n_records == TRANSACTION_RECORDS:
+            self.commit()
+
+    def commit(self) -> None:
+        """End the transaction."""
+        if self._n_records:
+            commit_until_answered(self._kafka)
+            self._n_records = 0
+
+
+def write_chains(settings: Settings, shape: Shape) -> None:
+    """Write the changelog. All holders of a run have records of the same value, and engines that name blocks alike."""
+    topic = topics(settings).index_changelog.name
+    writers = [ChangelogWriter(settings, topic, partition) for partition in range(settings.partitions)]
+    for worker_id in range(1, shape.ranks + 1):
+        rank = RankId(WorkerId(worker_id), DpRank(0))
+        progress = Progress(rank, FIRST_EPOCH, 0, health=Health.EXACT, model="m", block_size=BLOCK_SIZE)
+        writer = writers[partition_of(worker_id, settings.partitions)]
+        writer.write(PROGRESS_KEY.pack(rank), encode_progress(progress))
+    for number in range(shape.chains):
+        local, holders = shape.chain(number)
+        for run in runs_of_chain(holders[0], local):
+            value = encode_run(run)
+            for rank in holders:
+                key = RUN_KEY.pack(run.key._replace(rank=rank))
+                writers[partition_of(rank.worker_id, settings.partitions)].write(key, value)
+    for writer in writers:
+        writer.commit()
+
+
+class Found(NamedTuple):
+    """What a router was like once it had read everything. Times of matches are in ns."""
+
+    recovery_s: float
+    index_bytes: int
+    peak_bytes: int
+    match_p50: float
+    match_p99: float
+    meanwhile_p99: float
+    wrong: int
+
+
+@main.command(hidden=True)
+@click.argument("shape", nargs=3, type=int)
+def read(shape: tuple[int, int, int]) -> None:
+    """Read the scope of the environment with a router, and print what it was like."""
+    of, rng = Shape(*shape), np.random.default_rng(SEED)
+    exempt_from_collection()
+    prefer_request_threads()
+    router = Router(load({}).settings)
+    candidates = Candidates([RankId(WorkerId(1 + each), DpRank(0)) for each in range(of.ranks)])
+    wrong, meanwhile, matches = 0, list[int](), list[int]()
+
+    def time_match() -> tuple[int, bool]:
+        local, holders = of.chain(int(rng.integers(of.chains)))
+        begun = clock()
+        scores, _ = router.view.overlap(local)
+        scores.columns(candidates, WEIGHTS)
+        taken = clock() - begun
+        return taken, scores.scores == dict.fromkeys(holders, CHAIN_BLOCKS)
+
+    begun = time.perf_counter()
+    router.start()
+    while router.feeds.pending():
+        meanwhile.append(time_match()[0])
+        time.sleep(MATCH_EVERY_S)
+    recovery_s = time.perf_counter() - begun
+    for _ in range(MATCHES):
+        taken, is_right = time_match()
+        matches.append(taken)
+        wrong += not is_right
+    router.stop()
+    peak = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    found = Found(
+        recovery_s,
+        router.view.index.runs.memory_bytes(),
+        int(peak.split()[1]) * 1024,
+        statistics.median(matches),
+        p99(matches),
+        p99(meanwhile),
+        wrong,
+    )
+    click.echo(orjson.dumps(found._asdict()))
+
+
+def measure_memberships(shape: Shape, directory: Path | None) -> tuple[Found, int, float]:
+    """Write a changelog and read it; returns also its bytes on disk, and the seconds in which it was written."""
+    with machinery(partitions=8, directory=directory, block_size=BLOCK_SIZE, router_replica_sync=False) as parts:
+        begun = time.perf_counter()
+        write_chains(parts.settings, shape)
+        written_s = time.perf_counter() - begun
+        n_bytes = parts.topic_bytes(topics(parts.settings).index_changelog.name)
+        command = [sys.executable, "-m", "benchmarks.scale", "read", *map(str, astuple(shape))]
+        environ = {**os.environ, **as_environ(parts.settings)}
+        printed = subprocess.run(command, env=environ, stdout=subprocess.PIPE, check=True, timeout=READ_TIMEOUT_S)
+        return Found(**orjson.loads(printed.stdout)), n_bytes, written_s
+
+
+@main.command()
+@click.option("--memberships", "sizes", multiple=True, type=int, default=(2_000_000, 64_000_000), show_default=True)
+@click.option("--holders", default=16, show_default=True, help="ranks that hold each block")
+@click.option("--ranks", "n_ranks", default=64, show_default=True)
+@click.option("--directory", type=click.Path(path_type=Path), default=None, help="where Kafka keeps its data meanwhile")
+@click.option("--json", "json_path", type=click.Path(path_type=Path), default=None)
+def memberships(
+    sizes: tuple[int, ...], holders: int, n_ranks: int, directory: Path | None, json_path: Path | None
+) -> None:
+    """Indexes of several sizes, each read from Kafka by a router in a process of its own."""
+    samples, bars, wrong, first = Samples(), list[Bar](), list[str](), None
+    for size in sizes:
+        shape = Shape(max(1, size // (CHAIN_BLOCKS * holders)), n_ranks, holders)
+        found, n_bytes, written_s = measure_memberships(shape, directory)
+        first = first or found
+        case, n = f"{size / 1e6:g} M memberships", shape.memberships
+        add = partial(samples.add, case)
+        add("index", "B per membership", OURS, found.index_bytes / n)
+        add("peak of the process", "MiB", OURS, found.peak_bytes / MIB)
+        add("changelog on disk", "B per membership", OURS, n_bytes / n)
+        add("written", "s", OURS, written_s)
+        add("recovery", "s", OURS, found.recovery_s)
+        add("match p50", "us", OURS, found.match_p50 / 1e3)
+        add("match p99", "us", OURS, found.match_p99 / 1e3)
+        add("match p99 during the recovery", "us", OURS, found.meanwhile_p99 / 1e3)
+        if found.wrong:
+            wrong.append(f"{case}: {found.wrong} of {MATCHES} matches found other ranks or blocks than those written")
+        for name, value, most in (
+            ("bytes per membership", found.index_bytes / n, BYTES_PER_MEMBERSHIP_MAX),
+            ("seconds of recovery", found.recovery_s, RECOVERY_S_MAX),
+            ("times the first p99 of a match", found.match_p99 / first.match_p99, MATCH_RATIO_MAX),
+        ):
+            bars.append(Bar(f"{case}: at most {most:g} {name}", value <= most, f"{value:.2f}"))
+    report = Report("scale memberships", {"kvstreams": __version__}, samples.rows(), bars, wrong=wrong)
+    report.print(wide_console())
+    if json_path is not None:
+        report.write(json_path)
+    sys.exit(1 if wrong else 0)
 
 
 if __name__ == "__main__":
