@@ -2,7 +2,8 @@
 
 What lives here: the parts, each a command. `ranks` compares a fleet of 64 ranks with larger ones: matches, decisions
 with their bookings, the calls that list the fleet, and memory. `memberships` writes the changelog of a large index,
-which a router in a process of its own then reads from Kafka. What must not: the fleet (decision), and the steps of a
+which a router in a process of its own then reads from Kafka. `models` compares routers of ten models and of one of
+them (setting `models`). What must not: the fleet (decision), and the steps of a
 decision. A part exits with 1 if an answer is wrong, and prints which bars are met.
 """
 
@@ -16,6 +17,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
 from functools import partial
@@ -25,6 +27,7 @@ from typing import NamedTuple
 import click
 import numpy as np
 import orjson
+from confluent_kafka import Message
 
 from benchmarks.decision import BLOCK_SIZE, SEED, RouterFleet
 from benchmarks.machinery import machinery
@@ -32,15 +35,15 @@ from benchmarks.memory import resident_bytes
 from benchmarks.ours import WEIGHTS, clock
 from benchmarks.report import OURS, Bar, Report, Samples, wide_console
 from streams import __version__
-from streams.core.hashing import request_hashes
+from streams.core.hashing import pack_hashes, request_hashes
 from streams.core.ids import DpRank, HashArray, RankId, Tier, WorkerId
 from streams.core.index.interface import Candidates
-from streams.core.loads.bookings import BookingPhase
+from streams.core.loads.bookings import Booking, BookingId, BookingPhase
 from streams.core.reducer.ordering import Health, Progress
 from streams.core.routing.trust import AnswerMode
-from streams.core.workers import Cordon
-from streams.kafka.clients import partition_of
-from streams.kafka.records import CORDONS
+from streams.core.workers import Cordon, Worker
+from streams.kafka.clients import Record, partition_of, worker_key
+from streams.kafka.records import CORDONS, encode_load, encode_worker
 from streams.lab.engines.held_chains import FIRST_EPOCH, runs_of_chain
 from streams.process.http_server import HttpServer
 from streams.process.interpreter import exempt_from_collection, prefer_request_threads
@@ -433,6 +436,88 @@ def memberships(
     if json_path is not None:
         report.write(json_path)
     sys.exit(1 if wrong else 0)
+
+
+# -- models ------------------------------------------------------------------------------------------------------------
+
+#: Of each model: its workers, the prompts that each of them holds, and bookings.
+WORKERS, PROMPTS, BOOKINGS = 16, 32, 3_000
+
+#: How many of the bookings run. The others have ended, and are known until they expire: requests of 20 s, by the
+#: default of booking_ttl_s.
+RUNNING_SHARE = 1 / 30
+
+MODEL_SHARE_MAX = 0.15
+
+
+def fleet_records(n_models: int) -> tuple[list[Record], list[Message], list[Record]]:
+    """The registry, the index and the bookings of several models, as Kafka has them."""
+    workers, index, bookings = list[Record](), list[Message](), list[Record]()
+    rng = np.random.default_rng(SEED)
+    topic = "any"
+
+    def append(to: list[Record], key: bytes, value: bytes) -> None:
+        to.append(Record(topic, 0, len(to), 1000 + len(to), key, value))
+
+    for number in range(n_models * WORKERS):
+        rank, model = RankId(WorkerId(1 + number), DpRank(0)), f"model-{number % n_models}"
+        worker = Worker(rank.worker_id, f"http://engine-{number}:8000", model, BLOCK_SIZE)
+        append(workers, worker_key(rank.worker_id), encode_worker(worker))
+        for _ in range(PROMPTS):
+            local = rng.integers(1, 1 << 63, size=CHAIN_BLOCKS, dtype=np.uint64)
+            for run in runs_of_chain(rank, local):
+                key, value = RUN_KEY.pack(run.key), encode_run(run)
+                index.append(Message(topic=topic, partition=0, offset=len(index), key=key, value=value))
+    for number in range(n_models * BOOKINGS):
+        sequence = pack_hashes(rng.integers(1, 1 << 63, size=CHAIN_BLOCKS, dtype=np.uint64))
+        rank = RankId(WorkerId(1 + number % (n_models * WORKERS)), DpRank(0))
+        booking = Booking(rank, f"model-{number % n_models}", 2048, sequence, 0, CHAIN_BLOCKS)
+        booking_id = BookingId(uuid.UUID(int=number).hex, "router", number)
+        append(bookings, *encode_load(booking_id, BookingPhase.ADD, booking, 1))
+        if number >= RUNNING_SHARE * n_models * BOOKINGS:
+            append(bookings, *encode_load(booking_id, BookingPhase.FREE, None, 1))
+    return workers, index, bookings
+
+
+@main.command()
+@click.option("--models", "n_models", default=10, show_default=True)
+@click.option("--json", "json_path", type=click.Path(path_type=Path), default=None)
+def models(n_models: int, json_path: Path | None) -> None:
+    """What a router of one of ten models keeps, and what the records of the others cost it."""
+    samples, bars = Samples(), list[Bar]()
+    workers, index, bookings = fleet_records(n_models)
+    kept: dict[str, tuple[int, int]] = {}
+    for served in ("", "model-0"):
+        router = Router(Settings(kafka="127.0.0.1:1", models=served))
+        for record in workers:
+            router.view.fold_worker(record.key, record.value)
+        begun = clock()
+        for first in range(0, len(index), 500):
+            assert not router.view.served.fold(index[first : first + 500], False)
+        of_index = clock() - begun
+        begun = clock()
+        for record in bookings:
+            router.loads.fold(record)
+        of_bookings = clock() - begun
+        with router.loads.locked() as loads:
+            n_bytes = loads.n_bytes + router.loads.skipped_bytes
+        kept[served] = router.view.index.runs.memory_bytes(), n_bytes
+        case = f"{n_models} models, served: {served or 'all'}"
+        samples.add(case, "index", "MiB", OURS, kept[served][0] / MIB)
+        samples.add(case, "bookings", "MiB", OURS, kept[served][1] / MIB)
+        samples.add(case, "processor time per run record", "us", OURS, of_index / len(index) / 1e3)
+        samples.add(case, "processor time per record of a booking", "us", OURS, of_bookings / len(bookings) / 1e3)
+        router._kafka.close()  # otherwise it keeps trying to connect
+    share = sum(kept["model-0"]) / sum(kept[""])
+    title = f"a router of one of {n_models} models keeps at most {MODEL_SHARE_MAX:g} of the bytes"
+    bars.append(Bar(title, share <= MODEL_SHARE_MAX, f"{share:.3f}"))
+    for name, number in (("index", 0), ("bookings", 1)):
+        part = kept["model-0"][number] / kept[""][number]
+        bars.append(Bar(f"{title}, {name} alone", part <= MODEL_SHARE_MAX, f"{part:.3f}"))
+    report = Report("scale models", {"kvstreams": __version__}, samples.rows(), bars)
+    report.print(wide_console())
+    if json_path is not None:
+        report.write(json_path)
 
 
 if __name__ == "__main__":

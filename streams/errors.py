@@ -69,7 +69,7 @@ class BlockSizeMismatch(InvalidRequest):
 
 
 class UnknownModel(KvStreamsError):
-    """No registered worker serves this model."""
+    """No registered worker serves this model, or this router does not (setting `models`)."""
 
     code = "unknown_model"
     http_status = 404

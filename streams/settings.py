@@ -378,6 +378,11 @@ class ProcessSettings:
         low=0,
         high=65535,
     )
+    models: str = _setting(
+        "",
+        "models that a router serves, as workers register them, separated by commas; it keeps nothing of others and "
+        "answers 404 for them; by default all models (docs/sizing.md)",
+    )
     router_event_threads: int = _setting(4, "threads of a router that read topics", low=1, high=64)
     router_rack: str = _setting(
         "",

@@ -22,7 +22,7 @@ State: a router's pooled blocks.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -84,8 +84,15 @@ class PooledView:
     previous row; rows of one transition arrive one after the other and share it.
     """
 
-    def __init__(self, schema_ids: Mapping[str, int] | None = None, rows_max: int = POOLED_ROWS_MAX) -> None:
+    def __init__(
+        self,
+        schema_ids: Mapping[str, int] | None = None,
+        rows_max: int = POOLED_ROWS_MAX,
+        serves: Callable[[str], bool] | None = None,
+    ) -> None:
+        """serves: whether rows of a model are kept; None keeps those of all models."""
         self._rows_max = rows_max
+        self._serves = serves
         self._last: Placement | None = None
         self.over_capacity = 0
         self._schema_ids = schema_ids or {}
@@ -101,7 +108,10 @@ class PooledView:
     def fold(self, key: bytes, value: bytes | None) -> RowChange | None:
         """Fold one record of the table's changelog and return the change of a block's row; raises BadRecord."""
         if key.startswith(BLOCK_PREFIX):
-            return self._put(parse_block_key(key), None if value is None else decode_block(key, value)[1])
+            row = None if value is None else decode_block(key, value)[1]
+            if row is not None and self._serves is not None and not self._serves(row.placement.model):
+                row = None
+            return self._put(parse_block_key(key), row)
         if key.startswith(OWNER_KEY.prefix):
             rank = OWNER_KEY.parse(key)
             if value is None:

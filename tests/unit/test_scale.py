@@ -26,8 +26,8 @@ from streams.tables.records import PROGRESS_KEY, encode_progress
 SMALL, LARGE = 64, 512
 TOKENS = 512
 
-#: Ties are broken by draws, of which a larger fleet has more.
-MORE_MAX = 16
+#: Some calls depend on the time, such as those that expire bookings once per millisecond. A loop makes 448 more.
+MORE_MAX = 64
 
 #: Modes whose costs add up what each engine reports, in Python.
 BY_REPORTS = {RouterMode.HIT_USAGE_WAITING, RouterMode.LOAD_DEVIATION}

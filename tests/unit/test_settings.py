@@ -425,6 +425,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "front_cors_origins": TEXT,
     "gateway_access_log": TEXT,
     "picker_objectives": st.lists(st.sampled_from(["a=1", "b = -2"])).map(",".join),
+    "models": st.lists(st.sampled_from(["llama", "org/qwen"])).map(",".join),
     "session_fields": st.lists(st.sampled_from(SESSION_FIELDS)).map(",".join),
     "body_priority": st.sampled_from(BodyPriority),
     "tier_weights": st.tuples(*[st.floats(0.0, WEIGHT_MAX)] * 4),

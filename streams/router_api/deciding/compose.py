@@ -25,7 +25,8 @@ from streams.router_api.deciding.decision_recorder import DecisionRecorder
 from streams.router_api.knowledge.dead_letters import DeadLetterCounts
 from streams.router_api.knowledge.readiness import Readiness, ScopeTopics
 from streams.router_api.knowledge.record_clock import RecordClock
-from streams.router_api.knowledge.topic_readers import Feed, Feeds, key_and_value, one_by_one, one_by_one_live
+from streams.router_api.knowledge.served_models import Rereading
+from streams.router_api.knowledge.topic_readers import Feed, Feeds, one_by_one, one_by_one_live
 from streams.router_api.knowledge.view import View
 from streams.router_api.sharing.loads_sync import LoadsSync
 from streams.router_api.sharing.registry import Registry
@@ -49,6 +50,7 @@ class RouterParts(NamedTuple):
     recorder: DecisionRecorder | None
     dead_letters: DeadLetterCounts
     feeds: Feeds
+    rereading: Rereading
     readiness: Readiness
     policy: RoutePolicy
     chooser: Chooser
@@ -93,7 +95,10 @@ def compose(settings: RouterSettings, replayed: RecordClock | None = None) -> Ro
         chooser.policy(policy.policy_name)  # a wrong name ends the process here
     evidence = Evidence(view.run_changes.fate, view.held_prefix, view.is_known, view.cache_of, loads.is_alone)
     audit = Audit(evidence, view.disagreeing, int(settings.booking_ttl_s * 1000))
-    return RouterParts(kafka, view, loads, registry, recorder, dead_letters, feeds, readiness, policy, chooser, audit)
+    rereading = Rereading(settings, topics_of_scope.index_changelog, view.served)
+    return RouterParts(
+        kafka, view, loads, registry, recorder, dead_letters, feeds, rereading, readiness, policy, chooser, audit
+    )
 
 
 def _feeds(
@@ -115,10 +120,7 @@ def _feeds(
         ),
     }
     if settings.reads_index:
-        feeds["index"] = Feed(
-            topics_of_scope.index_changelog,
-            lambda messages, live: view.fold_index_batch(list(map(key_and_value, messages)), live),
-        )
+        feeds["index"] = Feed(topics_of_scope.index_changelog, view.served.fold)
         feeds["pooled"] = Feed(
             topics_of_scope.cxl_changelog,
             one_by_one(lambda record: view.fold_pooled(record.key, record.value)),

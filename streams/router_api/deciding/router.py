@@ -126,6 +126,7 @@ class Router:
         self.recorder = parts.recorder
         self.dead_letters = parts.dead_letters
         self.feeds = parts.feeds
+        self._rereading = parts.rereading
         self.readiness = parts.readiness
         self._kafka = parts.kafka
         self._chooser = parts.chooser
@@ -147,6 +148,7 @@ class Router:
         if self.recorder is not None:
             self.recorder.start()
         self.feeds.start()
+        self._rereading.start()
         self.readiness.start()
 
     def stop(self, timeout_s: float = PUBLISH_TIMEOUT_S) -> int:
@@ -155,6 +157,7 @@ class Router:
         timeout_s: limits that wait.
         """
         self.readiness.stop()
+        self._rereading.stop()
         self.feeds.stop()
         if self.recorder is not None:
             self.recorder.stop()

@@ -472,7 +472,7 @@ ROUTER_METRICS: tuple[Metric[RouterSnapshot], ...] = (
     ),
     gauge(
         "kvstreams_bookings_bytes",
-        "Memory that these bookings use, in bytes, as an estimate",
+        "Memory that these bookings use, in bytes, as an estimate, with the ids of those that `models` skips",
         lambda now: now.bookings_bytes,
     ),
     counter(
@@ -545,7 +545,8 @@ class RouterMetrics:
         reports = view.fleet.engines.reports()
         self._scrapes.update(reports)
         with self._router.loads.locked() as loads:
-            n_bookings, bookings_bytes, n_bookings_dropped = len(loads), loads.n_bytes, loads.dropped
+            n_bookings, n_bookings_dropped = len(loads), loads.dropped
+            bookings_bytes = loads.n_bytes + self._router.loads.skipped_bytes
             load = FleetLoad(view.fleet.workers.copy().values(), loads)
         n_labelled, n_labels_over_capacity = view.facts.labelled()
         return RouterSnapshot(

@@ -38,6 +38,7 @@ from streams.router_api.knowledge.avoidances import Avoidances
 from streams.router_api.knowledge.eligible_cache import EligibleCache
 from streams.router_api.knowledge.engine_reports import EngineReports
 from streams.router_api.knowledge.predictions import Predictions
+from streams.router_api.knowledge.served_models import ServedModels
 from streams.settings import ScopeSettings
 
 log = logging.getLogger(__name__)
@@ -86,15 +87,18 @@ class FleetView:
         now_ms: Callable[[], int],
         progress: Mapping[RankId, Progress],
         predictions: Predictions,
+        served: ServedModels,
         changes: int = 0,
     ) -> None:
         """now_ms: a monotonic clock. progress: the last progress record of each rank; another thread may change it.
-        predictions: learns which workers publish no events. changes: more than those of a view that this one replaces.
+        predictions: learns which workers publish no events. served: which models count; those of others are not
+        registered here. changes: more than those of a view that this one replaces.
         """
         self._settings = settings
         self._now_ms = now_ms
         self._progress = progress
         self._predictions = predictions
+        self._served_models = served
         # A thread that folds blocks may hold the index's lock when it takes this one, and never the other way round.
         self._lock = threading.Lock()
         self.changes = changes
@@ -139,6 +143,15 @@ class FleetView:
         if worker_key(worker_id) != key or (worker is not None and worker.worker_id != worker_id):
             # Its tombstone would have another key than its rank's events, and would never remove it.
             raise BadRecord("wrong_key", f"key {key!r} is not the worker's own")
+        former = self._registrations.get(worker_id)
+        self._note_worker(
+            worker_id, worker if worker is not None and self._served_models.serves(worker.model) else None
+        )
+        if worker is not None:
+            self._served_models.note_worker(worker, former)  # without the lock, which is taken under that of the index
+
+    def _note_worker(self, worker_id: WorkerId, worker: Worker | None) -> None:
+        """Enter a worker that is registered and serves a model of this router; None for any other one."""
         with self._lock:
             self._predictions.note_worker(worker_id, worker)
             if worker is None:
@@ -214,6 +227,8 @@ class FleetView:
             if model is None:
                 self._served.pop(MODELS.keys.parse(key), None)
                 return
+            if not self._served_models.serves(model.name):
+                return
             served = self._served.setdefault(model.name, model)
         if served is model and model.block_size != self._settings.block_size_of(model.name):
             log.error("%s", block_size_contradicted(self._settings, model))
@@ -259,6 +274,8 @@ class FleetView:
             raise UnknownModel("the request names no model, and several are served", models=sorted(models))
         if model is not None and model not in models:
             model = derived.models_by_alias.get(model, model)
+        if model is not None:
+            self._served_models.check(model)
         if model not in models and models:
             raise UnknownModel(f"no worker serves model {model!r}", models=sorted(models))
         return model or ""

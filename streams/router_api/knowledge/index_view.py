@@ -158,6 +158,13 @@ class IndexView:
         elif not key.startswith(CHUNK_KEY.prefix):  # parked chunks become runs when their restatement is complete
             raise BadRecord("bad_key", f"{key.hex()} is not a valid key of the index")
 
+    def forget_ranks(self, ranks: Iterable[RankId]) -> None:
+        """Drop everything about these ranks, as after the tombstones of their progress."""
+        for rank in ranks:
+            with self._lock:
+                self._fold_progress(rank, None)
+                self.changes += 1
+
     def _fold_runs(
         self,
         columns: RunColumns,

@@ -36,14 +36,16 @@ class SupplementaryFacts:
         schema_ids: Mapping[str, int],
         epoch_of: Callable[[RankId], Epoch | None],
         holders_along: HoldersAlong,
+        serves: Callable[[str], bool] | None = None,
     ) -> None:
-        """epoch_of, holders_along: methods of the index; the first is called under the view's lock."""
+        """epoch_of, holders_along: methods of the index; the first is called under the view's lock. serves: whether
+        pooled blocks of a model are kept."""
         self._n_partitions = n_partitions
         self._epoch_of = epoch_of
         self._holders_along = holders_along
         self._rows_lock = threading.Lock()
         self._facts_lock = threading.Lock()
-        self._rows = PooledView(schema_ids)
+        self._rows = PooledView(schema_ids, serves=serves)
         self._pooled = PooledIndex(FactSets(), self._rows.pools)
         self._labels = LabelIndex(FactSets())
         # Rows of pooled blocks by model and owner, which need not be registered any more, and what follows from it: the

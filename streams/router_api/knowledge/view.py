@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence, Set
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
 
 from streams.core.block_facts.moe_labels import MoeSelector
 from streams.core.hashing import unpack_hashes
@@ -29,9 +29,10 @@ from streams.router_api.knowledge.index_view import IndexView, new_tree
 from streams.router_api.knowledge.predictions import Predictions
 from streams.router_api.knowledge.rank_trust import cache_of
 from streams.router_api.knowledge.run_changes import RunChanges
+from streams.router_api.knowledge.served_models import ServedModels
 from streams.router_api.knowledge.supplementary_facts import SupplementaryFacts
 from streams.router_api.knowledge.trust_tracker import TrustTracker
-from streams.settings import RouterSettings
+from streams.settings import RouterSettings, listed
 
 _NO_SCORES = PrefixScores({})
 _NO_RANKS: frozenset[RankId] = frozenset()
@@ -44,8 +45,9 @@ _OVERLAP_VALID_MS = 100
 class View:
     """The parts. Thread-safe.
 
-    fleet, index, facts and trust are replaced by `reset`; so look them up each time. predictions, run_changes and
-    disagreeing stay. disagreeing: ranks whose engines contradict too often, as the audit finds it.
+    fleet, index, facts and trust are replaced by `reset`; so look them up each time. predictions, run_changes,
+    disagreeing and served stay. disagreeing: ranks whose engines contradict too often, as the audit finds it. served:
+    which workers' records are kept.
     """
 
     fleet: FleetView
@@ -65,6 +67,7 @@ class View:
         self.predictions = Predictions(settings, now_ms)
         self.run_changes = RunChanges()
         self.disagreeing: dict[RankId, Hashable] = {}
+        self.served = ServedModels(listed(settings.models), settings.partitions, self)
         self._begin(0, 0)
 
     def _begin(self, recoveries: int, changes: int) -> None:
@@ -84,14 +87,19 @@ class View:
         )
         self.predictions.forget_registry()
         self.facts = SupplementaryFacts(
-            settings.partitions, settings.schema_ids, runs.epoch_of, locked_holders(runs.holders_along, lock)
+            settings.partitions,
+            settings.schema_ids,
+            runs.epoch_of,
+            locked_holders(runs.holders_along, lock),
+            self.served.serves if self.served.models else None,
         )
-        fleet = FleetView(settings, self._now_ms, self.trust.progress, self.predictions, changes)
+        fleet = FleetView(settings, self._now_ms, self.trust.progress, self.predictions, self.served, changes)
         self.index = IndexView(settings, runs, lock, self.trust, self.facts, fleet, self.predictions, self.run_changes)
         self.fleet = fleet
 
     def reset(self) -> None:
         """Drop everything, so that the topics can be folded again from their beginnings."""
+        self.served.begin_again()
         # What was read before is older than all trust afterwards.
         self._begin(self.trust.recoveries + 1, self.changes + 1)
 
@@ -117,6 +125,10 @@ class View:
         """
         return self.index.fold_batch(records, self._now_ms() if live else None)
 
+    def forget_ranks(self, ranks: Iterable[RankId]) -> None:
+        """Drop what the index has of these ranks."""
+        self.index.forget_ranks(ranks)
+
     def fold_worker(self, key: bytes, value: bytes | None, live: bool = True) -> None:
         """Fold one record of the registry: a worker, what belongs to one, a model or a CXL pool. Raises BadRecord.
 
@@ -133,7 +145,8 @@ class View:
 
     def fold_report(self, key: bytes, value: bytes | None) -> None:
         """Fold one record of worker-metrics. A record that raises BadRecord changes nothing."""
-        self.fleet.engines.fold(key, value)
+        if not self.served.skips_reports_of(key):
+            self.fleet.engines.fold(key, value)
 
     def note_ends(self, partition: int, asked_ms: int, ends: Mapping[str, SourceOffset]) -> None:
         """Take in where the sources of a partition end; see `TrustTracker.note_ends`."""

@@ -49,7 +49,8 @@ from streams.router_api.sharing.reassignments import (
     followed,
     own_ended_by,
 )
-from streams.settings import RouterSettings
+from streams.router_api.sharing.skipped_bookings import SkippedBookings
+from streams.settings import RouterSettings, listed
 from streams.topics import TopicSpec
 
 #: A report of output that fills no more blocks renews a booking whose last record is older than this share of its TTL.
@@ -109,7 +110,6 @@ class LoadsSync:
     ) -> None:
         """now_ms: a monotonic clock. wall_ms: the time since the epoch, which routers compare with each other's."""
         self._settings = settings
-        self._ttl_ms = int(settings.booking_ttl_s * 1000)
         self._kafka = kafka
         self._now_ms = now_ms
         self._wall_ms = wall_ms
@@ -128,10 +128,15 @@ class LoadsSync:
         self._begin()
 
     def _begin(self) -> None:
+        self._skipped = SkippedBookings(listed(self._settings.models), self._ttl_ms)
         self._loads = ActiveLoads(self._ttl_ms, observe=self._settings.router_mode in NAMED_MODES)
         # Bookings since the engines' last reports, for the modes that read reports.
         self._unreported = UnreportedBookings() if self._reads_metrics else None
         self._expired_ms = -1  # when this router's own clock was last checked for what expires
+
+    @property
+    def _ttl_ms(self) -> int:
+        return int(self._settings.booking_ttl_s * 1000)
 
     # -- the process ---------------------------------------------------------------------------------------------------
 
@@ -201,6 +206,12 @@ class LoadsSync:
     def unknown_calls(self) -> int:
         """Buffered calls whose booking did not come in time."""
         return self._late_calls.unknown
+
+    @property
+    def skipped_bytes(self) -> int:
+        """About how much memory the ids of bookings of other models take."""
+        with self._lock:
+            return self._skipped.n_bytes
 
     @property
     def in_sync(self) -> bool:
@@ -494,7 +505,7 @@ class LoadsSync:
         # What has expired by the time of a record is gone before it is folded, whatever the log had in between.
         if self._log_time.advance(clock, at_ms):
             self._loads.expire(at_ms, clock)
-        if content is None:
+        if content is None or self._skipped.skips(content, at_ms, clock):
             return
         assert value is not None  # a tick has no content
         booking_id, phase, booking = content

@@ -103,9 +103,11 @@ class Registry:
     def put_worker(self, worker: Worker) -> Worker:
         """Register a worker, and return it with the state that follows from its cordon.
 
-        Raises BlockSizeMismatch if the model or the worker's engine has another block size, and BlockSizeContradicted
-        if this router's settings contradict the model's record.
+        Raises UnknownModel if this router does not serve the model, BlockSizeMismatch if the model or the worker's
+        engine has another block size, and BlockSizeContradicted if this router's settings contradict the model's
+        record.
         """
+        self._view.served.check(worker.model)
         expected = self._view.fleet.block_size_of(worker.model)
         if worker.block_size != expected:
             raise BlockSizeMismatch(
