@@ -88,6 +88,7 @@ class PooledView:
         self,
         schema_ids: Mapping[str, int] | None = None,
         rows_max: int = POOLED_ROWS_MAX,
+        *,
         serves: Callable[[str], bool] | None = None,
     ) -> None:
         """serves: whether rows of a model are kept; None keeps those of all models."""

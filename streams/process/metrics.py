@@ -209,8 +209,13 @@ def _escaped_value(value: str) -> str:
 
 def _samples(metric: Metric[Any], reading: Mapping[Any, float]) -> dict[tuple[str, ...], float]:
     """Numbers by label values, in order, each value within its label's limit."""
-    if len(metric.labels) == 1 and len(reading) <= metric.labels[0].values_max:  # most samples of a large fleet
-        return dict(sorted([((str(value),), number) for value, number in reading.items()]))
+    values_max = metric.labels[0].values_max
+    if len(metric.labels) == 1 and values_max:  # most samples of a large fleet
+        every = sorted([((str(value),), number) for value, number in reading.items()])
+        kept: dict[tuple[str, ...], float] = dict(every[:values_max])
+        if len(every) > values_max:
+            kept[OTHER,] = kept.get((OTHER,), 0.0) + sum(number for _, number in every[values_max:])
+        return kept
     seen: list[set[str]] = [set() for _ in metric.labels]
     samples: dict[tuple[str, ...], float] = {}
     for key, number in sorted((_values(key), number) for key, number in reading.items()):

@@ -11,7 +11,7 @@ import functools
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from operator import attrgetter
 from typing import Any
 
@@ -51,7 +51,7 @@ from streams.router_api.deciding.recent_decisions import RecentDecisions
 from streams.router_api.deciding.state_digests import copy_state, digests_of, facts_of
 from streams.router_api.knowledge.record_clock import RecordClock
 from streams.router_api.messages.answer import RouteAnswer
-from streams.router_api.messages.answer_json import booking_json, matches_json, trust_json
+from streams.router_api.messages.answer_json import booking_json, matches_json, metrics_json, trust_json
 from streams.router_api.messages.requests import (
     POLICY_OVERRIDES,
     UNFILTERED,
@@ -592,7 +592,7 @@ class Router:
                         "active_prefill_tokens": load.prefill_tokens,
                         "active_decode_blocks": load.decode_blocks,
                         "active_requests": load.requests,
-                        "engine_metrics": None if rank not in engine_metrics else asdict(engine_metrics[rank]),
+                        "engine_metrics": None if rank not in engine_metrics else metrics_json(engine_metrics[rank]),
                     }
                 )
         return {"loads": rows, "in_sync": self.loads.in_sync}
