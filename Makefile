@@ -72,10 +72,12 @@ fuzz-events: warm
 fuzz-picker: warm
 	$(BIN)/python -m tests.picker_fuzz_soak
 
-# A real Kafka, 100,000 records, and workers that are killed at every effect: about 10 minutes.
+# A real Kafka, 100,000 records, and workers that are killed at every effect; then three brokers, and every process of a
+# fleet is killed and paused for ten minutes: about 25 minutes.
 chaos: warm
 	$(BIN)/python -m tests.chaos
 	$(BIN)/python -m tests.engine_restarts
+	$(BIN)/python -m tests.cluster_chaos
 
 # Three routers on a real Kafka, 5,000 bookings; one is killed, Kafka stops for 20 s, one starts late: about 5 minutes.
 replicas: warm

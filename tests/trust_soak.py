@@ -27,7 +27,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,6 @@ import numpy as np
 import orjson
 
 from streams.kafka.clients import ensure_topics
-from streams.lab.engines.engine_messages import hash_prompt
 from streams.lab.engines.journal import CacheHistory
 from streams.lab.engines.synthetic_tokens import unpack_tokens
 from streams.lab.kafka.broker import LocalKafka, LocalKafkaConfig
@@ -48,6 +47,7 @@ from streams.lab.trace import ChatShape, TraceRequest, generate, tokens_for
 from streams.process.waiting import wait_for
 from streams.settings import Settings, as_environ
 from streams.topics import topics
+from tests.helpers.exact_answers import Asked, Wrong, wrong_answers
 from tests.real.engine import BLOCK_SIZE as REAL_BLOCK_SIZE
 from tests.real.environment import FULL, missing
 from tests.real.journaled_engine import JournaledEngine
@@ -75,9 +75,6 @@ REAL_SHAPE = ChatShape(
 #: Tokens of the real engines' model.
 REAL_TOKENS = 1_900
 
-#: How old an answer's knowledge may be: an event needs some milliseconds to reach a router.
-LATE_NS = 1_000_000_000
-
 #: Pause between two faults, and how long a fault lasts.
 PAUSE_S = (4.0, 12.0)
 FAULT_S = (1.0, 15.0)
@@ -89,21 +86,6 @@ IN_FLIGHT_MAX = 64
 _JSON = {"Content-Type": "application/json"}
 
 _TIMEOUT = aiohttp.ClientTimeout(total=20.0)
-
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """One answer. prompt: number of the request in the trace. Times are Unix times in nanoseconds."""
-
-    prompt: int
-    sent_ns: int
-    received_ns: int
-    router: int
-    worker_id: int
-    chosen_mode: str
-    mode: str
-    overlap: int
-    because: str
 
 
 @dataclass
@@ -427,47 +409,6 @@ class Load:
             )
         )
         return answer
-
-
-@dataclass(frozen=True, slots=True)
-class Wrong:
-    """An answer that claims to be exact, and what the engine really held.
-
-    true_until_ns: until when, before the request, the answer would have been right; None if it was never right.
-    """
-
-    asked: Asked
-    held: set[int]
-    true_until_ns: int | None
-
-    @property
-    def age(self) -> str:
-        """How old the answer's knowledge was when the request was sent."""
-        if self.true_until_ns is None:
-            return "which was never so"
-        return f"which was so until {(self.asked.sent_ns - self.true_until_ns) / 1e9:.2f} s before the request"
-
-
-def wrong_answers(
-    asked: Iterable[Asked],
-    tokens_of: Callable[[int], bytes],
-    block_size: int,
-    histories: dict[int, CacheHistory],
-) -> list[Wrong]:
-    """Return the answers that claim to be exact and were true at no moment of the last second.
-
-    tokens_of: returns the prompt of a request, u32 LE.
-    """
-    wrong: list[Wrong] = []
-    for answer in asked:
-        if answer.chosen_mode != "exact":
-            continue
-        sequence = hash_prompt(tokens_of(answer.prompt), block_size).sequence.tolist()
-        held = histories[answer.worker_id].overlaps(sequence, answer.sent_ns - LATE_NS, answer.received_ns)
-        if answer.overlap not in held:
-            true_until_ns = histories[answer.worker_id].last_held_ns(sequence, answer.overlap, answer.sent_ns)
-            wrong.append(Wrong(answer, held, true_until_ns))
-    return wrong
 
 
 async def run(

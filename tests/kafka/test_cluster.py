@@ -7,25 +7,20 @@ of one that starts then, and the loads of all three are compared.
 
 from __future__ import annotations
 
-import json
 import random
 import shlex
-import threading
 import time
-import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import replace
-from http.client import HTTPException
 from pathlib import Path
 
 import pytest
-from confluent_kafka import KafkaException, Producer
+from confluent_kafka import Producer
 
 from streams.core.routing.selection import RouterMode
 from streams.errors import LocalKafkaError
-from streams.kafka.clients import admin, ensure_topics
+from streams.kafka.clients import ensure_topics
 from streams.lab.engines.engine_config import EngineConfig
 from streams.lab.kafka import LocalCluster
 from streams.lab.processes import Children
@@ -35,22 +30,23 @@ from streams.settings import Settings
 from streams.tables.changelog import read_to_end
 from streams.topics import topics
 from tests.helpers.api import Api
+from tests.helpers.broken_cluster import (
+    FAILOVER_S,
+    N_BROKERS,
+    breakable,
+    controller,
+    in_sync,
+    killed,
+    leader_of,
+    paused,
+)
 from tests.helpers.broker import BreakableKafka, broker_config
+from tests.helpers.cluster_clients import Clients, post
 from tests.helpers.commands import Run
 from tests.helpers.pages import block_of
 from tests.helpers.support import VISIBLE_TIMEOUT_S
 
-N_BROKERS = 3
 CACHE = EngineConfig(block_size=16, n_blocks=256)
-
-#: A broker's session ends after 9 s, then the others elect leaders; the machine may be busy.
-FAILOVER_S = 60.0
-
-#: A broker that is up answers within milliseconds.
-ANSWER_TIMEOUT_S = 3.0
-
-#: Of so many bookings, one is never freed, so that routers have a load to agree on.
-KEPT_EVERY = 7
 
 
 @pytest.fixture(scope="module")
@@ -61,12 +57,6 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
     yield made
     made.down()
     assert made.status() is None
-
-
-def breakable(cluster: LocalCluster, node: int) -> BreakableKafka:
-    broker = cluster.brokers()[node - 1]
-    assert isinstance(broker, BreakableKafka)
-    return broker
 
 
 def test_a_cluster_keeps_what_was_acknowledged_when_a_broker_is_killed(cluster: LocalCluster) -> None:
@@ -133,106 +123,6 @@ def test_the_commands_of_the_page_start_and_stop_three_brokers(run: Run) -> None
     finally:
         assert run(*down).stdout == "Kafka is down\n"
     assert run(*status).returncode == 1
-
-
-class Clients:
-    """Clients that route, send prompts to the chosen engine and free their bookings, at any router."""
-
-    def __init__(self, routers: list[str], engines: dict[int, str], seed: int) -> None:
-        self._routers, self._engines, self._seed = routers, engines, seed
-        self._stopping = threading.Event()
-        self.n_kept = 0
-        self.failures: list[str] = []
-        self.n_answered = 0
-
-    @contextmanager
-    def running(self, n: int = 2) -> Iterator[None]:
-        """Send requests while the block runs."""
-        threads = [threading.Thread(target=self._run, args=(number,)) for number in range(n)]
-        for thread in threads:
-            thread.start()
-        try:
-            yield
-        finally:
-            self._stopping.set()
-            for thread in threads:
-                thread.join()
-
-    def _run(self, number: int) -> None:
-        rng = random.Random(self._seed + number)
-        count = 0
-        while not self._stopping.wait(0.02):
-            count += 1
-            family, tail = rng.randrange(20), rng.randrange(1_000)
-            prompt = [family * 1000 + n for n in range(96)] + [100_000 + tail * 100 + n for n in range(64)]
-            booked, freed = rng.choice(self._routers), rng.choice(self._routers)
-            name = f"{number}-{count}"
-            try:
-                answer = Api(booked).route(model="m", token_ids=prompt, request_id=name)
-                post(f"{self._engines[answer['worker_id']]}/v1/completions", {"prompt": prompt})
-                if count % KEPT_EVERY:
-                    # 202: this router does not have the booking yet, and keeps the call until it has.
-                    assert Api(freed).call("DELETE", f"/loads/{name}").status in (200, 202)
-                else:
-                    self.n_kept += 1
-                self.n_answered += 1
-            except (OSError, HTTPException, AssertionError) as exc:
-                self.failures.append(f"{name}: {exc!r}")
-
-
-def post(url: str, body: dict[str, object]) -> None:
-    raw = json.dumps({"model": "m", "max_tokens": 8, **body}).encode()
-    with urllib.request.urlopen(urllib.request.Request(url, raw, {"Content-Type": "application/json"}), timeout=30):
-        pass
-
-
-def controller(cluster: LocalCluster) -> int:
-    """The node of the active controller, by the newest election that any broker knows."""
-    elections = []
-    for broker in cluster.brokers():
-        state = json.loads((broker.directory / "data/__cluster_metadata-0/quorum-state").read_text())
-        elections.append((state["leaderEpoch"], state["leaderId"]))
-    return int(max(elections)[1])
-
-
-def leader_of(settings: Settings, topic: str, partition: int = 0) -> int:
-    """The node that leads a partition, or -1 if there is none, or no broker answers in time."""
-    try:
-        # With a client of its own: one that has sent a request to a broker that hangs waits for its answer.
-        found = admin(settings).list_topics(topic, timeout=ANSWER_TIMEOUT_S)
-    except KafkaException:
-        return -1
-    return found.topics[topic].partitions[partition].leader
-
-
-def in_sync(settings: Settings) -> bool:
-    """Whether every replica of every partition is in sync."""
-    try:
-        found = admin(settings).list_topics(timeout=ANSWER_TIMEOUT_S)
-    except KafkaException:
-        return False
-    return all(
-        len(partition.isrs) == len(partition.replicas)
-        for topic in found.topics.values()
-        for partition in topic.partitions.values()
-    )
-
-
-@contextmanager
-def killed(cluster: LocalCluster, node: int) -> Iterator[None]:
-    breakable(cluster, node).kill()
-    yield
-    cluster.up()
-
-
-@contextmanager
-def paused(cluster: LocalCluster, node: int) -> Iterator[None]:
-    broker = breakable(cluster, node)
-    broker.pause()
-    try:
-        yield
-    finally:
-        broker.resume()
 
 
 def test_a_router_reads_from_the_replica_in_its_rack(cluster: LocalCluster, tmp_path: Path, children: Children) -> None:

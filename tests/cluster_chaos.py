@@ -1,0 +1,478 @@
+"""Breaks every process of a fleet on a Kafka of three brokers: `make chaos`, or `python -m tests.cluster_chaos`.
+
+What lives here: the fleet, the faults that a seed draws, and what must hold whenever the fleet is quiet. What must
+not: kills of workers at each of their effects (chaos), and misconfigured processes (trust_soak).
+
+The fleet has two workers with routers, two routers, two bridges, a front and three engines whose small caches evict.
+Clients book at any router, or ask the front, and free at any router. Each kind of process has its own faults, one after
+another, so that processes of several kinds are broken at the same time. A process that was killed is started again, as
+its supervisor would; one that ends by itself fails the run.
+
+The faults of a round end, the clients stop, and everything has to agree: the caches of the engines, a fold of the
+records of `kv-events` by the reference, and the index of every router, rank by rank, all of them exact. No booking may
+be left at any router, and new ones are counted the same everywhere. Every answer whose `chosen_mode` is exact is
+compared with the journal of the engine.
+
+The same seed gives the same faults; how far each of them reaches depends on the machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from http.client import HTTPException
+from pathlib import Path
+
+import numpy as np
+
+from streams.core.routing.selection import RouterMode
+from streams.errors import KvStreamsError
+from streams.kafka.clients import Record, ensure_topics
+from streams.kafka.records import decode_batch
+from streams.lab.engines.engine_config import EngineConfig
+from streams.lab.engines.journal import CacheHistory
+from streams.lab.kafka import LocalCluster
+from streams.lab.processes import Child, Children
+from streams.lab.stack import (
+    READY_TIMEOUT_S,
+    Engine,
+    RouterProcess,
+    Stack,
+    get_json,
+    held_blocks,
+    is_ready,
+    known_blocks,
+    wait_workers,
+)
+from streams.process.waiting import wait_for
+from streams.settings import Settings
+from streams.tables.changelog import read_to_end
+from streams.topics import topics
+from tests.helpers.api import Api
+from tests.helpers.broken_cluster import FAILOVER_S, N_BROKERS, controller, in_sync, killed, leader_of, paused
+from tests.helpers.broker import BreakableKafka, broker_config
+from tests.helpers.cluster_clients import Clients, post, prompt_of
+from tests.helpers.exact_answers import Asked, wrong_answers
+from tests.helpers.reference import ReferenceFleet
+from tests.helpers.truth import assert_equal
+
+#: Small, so that blocks are evicted all the time.
+CACHE = EngineConfig(block_size=16, n_blocks=256)
+TIME_SCALE = 100.0
+N_ENGINES = 3
+
+#: A round of faults, after which everything has to agree.
+ROUND_S = 100.0
+
+#: Pause before a fault of one kind of process, and how long the fault lasts. Partitions move after 6 s of silence, and
+#: the controller ends a broker's session after 9 s.
+PAUSE_S = (6.0, 25.0)
+FAULT_S = (0.5, 14.0)
+
+#: A booking that a router accepted and lost in its death, or whose client could not free it, ends after this time.
+BOOKING_TTL_S = 60.0
+
+#: How long a busy machine may take until everything agrees.
+QUIET_S = 120.0
+
+#: Bookings that are made and counted at each quiet point.
+COUNTED = 20
+
+#: How often a client tries to free a booking at some router.
+FREE_TRIES = 5
+
+N_CLIENTS = 3
+CLIENT_PAUSE_S = 0.05
+
+#: Of so many requests, one goes through the front.
+FRONT_EVERY = 5
+
+
+class Broken(AssertionError):
+    """A condition that must hold does not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One fault of the schedule.
+
+    kind: of the process, or what a broker does. number: which one of its kind. way: `kill` or `pause`. at_s: since the
+    round began.
+    """
+
+    at_s: float
+    kind: str
+    number: int
+    way: str
+    lasts_s: float
+
+    def __str__(self) -> str:
+        return f"{self.at_s:6.1f} s: {self.way} {self.kind} {self.number} for {self.lasts_s:.1f} s"
+
+
+#: Kinds of processes, each with how many there are. All faults of brokers follow each other.
+KINDS = {"broker": 0, "worker": 2, "router": 2, "bridge": 2, "front": 1, "engine": N_ENGINES}
+
+#: What a broker does that is broken: a broker of a number would mostly be neither.
+DUTIES = ("controller", "leader", "coordinator")
+
+
+def schedule(rng: random.Random, seconds: float) -> list[list[Fault]]:
+    """Draw the faults of one round: for each kind of process, those that follow each other."""
+    lanes = []
+    for kind, n in KINDS.items():
+        lane: list[Fault] = []
+        at_s = rng.uniform(0.0, PAUSE_S[1])
+        while at_s < seconds:
+            broken = kind if n else rng.choice(DUTIES)
+            way = "kill" if kind == "engine" else rng.choice(("kill", "pause"))
+            lane.append(Fault(at_s, broken, rng.randrange(n or 4), way, rng.uniform(*FAULT_S)))
+            at_s += lane[-1].lasts_s + rng.uniform(*PAUSE_S)
+        lanes.append(lane)
+    return lanes
+
+
+class ChaosClients(Clients):
+    """Clients that go on when a process dies: they free what they may have booked, and note every answer."""
+
+    def __init__(self, routers: Sequence[str], front: str, engines: dict[int, str], seed: int) -> None:
+        super().__init__(routers, engines, seed)
+        self._front = front
+        self._lock = threading.Lock()
+        self.asked: list[Asked] = []
+        self.prompts: list[list[int]] = []
+
+    def request(self, rng: random.Random, name: str, prompt: list[int], *, keep: bool) -> None:
+        """Send one request, a part of them through the front. All bookings are freed."""
+        del keep
+        if rng.randrange(FRONT_EVERY) == 0:
+            self._through_the_front(prompt)
+            return
+        booked = rng.randrange(len(self.routers))
+        try:
+            sent_ns = time.time_ns()
+            answer = Api(self.routers[booked]).route(model="m", token_ids=prompt, request_id=name)
+            self._note(prompt, sent_ns, booked, answer["worker_id"], answer["chosen_mode"], answer["overlap_blocks"])
+            post(f"{self.engines[answer['worker_id']]}/v1/completions", {"prompt": prompt})
+        finally:
+            self._free(rng, name)
+
+    def _through_the_front(self, prompt: list[int]) -> None:
+        sent_ns = time.time_ns()
+        headers = post(f"{self._front}/v1/completions", {"prompt": prompt}, {"X-Kvstreams-Details": "1"})
+        worker_id = int(headers["X-Kvstreams-Worker"].partition("/")[0])
+        overlap = int(headers["X-Kvstreams-Overlap-Blocks"].partition("/")[0])
+        self._note(prompt, sent_ns, -1, worker_id, headers["X-Kvstreams-Mode"], overlap)
+
+    def _free(self, rng: random.Random, name: str) -> None:
+        for _ in range(FREE_TRIES):
+            try:
+                if Api(rng.choice(self.routers)).call("DELETE", f"/loads/{name}").status in (200, 202):
+                    return
+            except (OSError, HTTPException):
+                time.sleep(0.2)
+
+    def _note(self, prompt: list[int], sent_ns: int, router: int, worker_id: int, mode: str, overlap: int) -> None:
+        with self._lock:
+            received_ns = time.time_ns()
+            self.asked.append(Asked(len(self.prompts), sent_ns, received_ns, router, worker_id, mode, "", overlap, ""))
+            self.prompts.append(prompt)
+
+    def tokens_of(self, number: int) -> bytes:
+        """The prompt of a request, u32 LE."""
+        return np.array(self.prompts[number], dtype="<u4").tobytes()
+
+
+class Fold:
+    """The records of `kv-events`, applied to the reference in the order of each partition."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._next = dict.fromkeys(range(settings.partitions), 0)
+        self.reference = ReferenceFleet()
+
+    def read(self) -> None:
+        """Apply the records that were written since the last call."""
+        for partition, start in self._next.items():
+            source = topics(self._settings).kv_events.name
+            self._next[partition] = read_to_end(self._settings, source, partition, start, self._apply)
+
+    def _apply(self, records: list[Record]) -> None:
+        for record in records:
+            self.reference.apply(decode_batch(record.value))
+
+
+class Fleet:
+    """Every process of the run, and what must hold when it is quiet."""
+
+    def __init__(self, stack: Stack, cluster: LocalCluster, seed: int, say: Callable[[str], None]) -> None:
+        self.stack = stack
+        self.cluster = cluster
+        self.settings = stack.settings
+        self.counts: Counter[str] = Counter()
+        self.deaths_ns: dict[int, list[int]] = {number: [] for number in range(1, N_ENGINES + 1)}
+        self._say = say
+        self._fold = Fold(stack.settings)
+        ensure_topics(self.settings, topics(self.settings).all())
+        with ThreadPoolExecutor(4) as threads:
+            workers = [threads.submit(stack.worker, f"worker-{n}") for n in range(2)]
+            routers = [threads.submit(stack.router, f"router-{n}") for n in range(2)]
+        self.workers: list[RouterProcess] = [each.result() for each in workers]
+        self.routers: list[RouterProcess] = [each.result() for each in routers]
+        self.engines: list[Engine] = stack.engines(
+            N_ENGINES, CACHE, "m", TIME_SCALE, own_options={n: self._journaled(n) for n in self.deaths_ns}
+        )
+        self.bridges = [stack.bridge(self.engines[n::2], f"bridge-{n}") for n in range(2)]
+        self.front = stack.front("front", [*self.workers, *self.routers])
+        urls = [process.url for process in self.serving]
+        self.clients = ChaosClients(urls, self.front.url, {each.worker_id: each.url for each in self.engines}, seed)
+        for url in urls:
+            wait_workers(url, N_ENGINES)
+
+    @property
+    def serving(self) -> list[RouterProcess]:
+        """Every process that serves a router's API."""
+        return [*self.workers, *self.routers]
+
+    def _journal(self, worker_id: int) -> Path:
+        return self.stack.directory / "engines" / f"journal-{worker_id}"
+
+    def _journaled(self, worker_id: int) -> tuple[str, ...]:
+        return "--journal", str(self._journal(worker_id))
+
+    # -- faults --------------------------------------------------------------------------------------------------------
+
+    def run_round(self, lanes: Sequence[Sequence[Fault]]) -> None:
+        """Break processes of all kinds while clients send requests, then check everything."""
+        began_s = time.monotonic()
+        with self.clients.running(N_CLIENTS, CLIENT_PAUSE_S), ThreadPoolExecutor(len(lanes)) as threads:
+            for done in [threads.submit(self._run_lane, lane, began_s) for lane in lanes]:
+                done.result()
+        self.check()
+
+    def _run_lane(self, lane: Sequence[Fault], began_s: float) -> None:
+        for fault in lane:
+            time.sleep(max(0.0, began_s + fault.at_s - time.monotonic()))
+            with self._broken(fault):
+                time.sleep(fault.lasts_s)
+            self.counts[f"{fault.way} {fault.kind}"] += 1
+
+    def _broken(self, fault: Fault) -> AbstractContextManager[None]:
+        if fault.kind in DUTIES:
+            return self._broken_broker(fault)
+        if fault.kind == "engine":
+            return self._restarted_engine(fault.number)
+        children: dict[str, list[Child]] = {
+            "worker": [each.child for each in self.workers],
+            "router": [each.child for each in self.routers],
+            "bridge": self.bridges,
+            "front": [self.front.child],
+        }
+        return (_killed if fault.way == "kill" else _paused)(children[fault.kind][fault.number])
+
+    @contextmanager
+    def _broken_broker(self, fault: Fault) -> Iterator[None]:
+        # Never two at once: then nothing could be written, and what is acknowledged has to be on two of three.
+        wait_for(lambda: in_sync(self.settings), FAILOVER_S, "all replicas to be in sync")
+        names = topics(self.settings)
+        node = -1
+        while node == -1:
+            match fault.kind:
+                case "controller":
+                    node = controller(self.cluster)
+                case "leader":
+                    node = leader_of(self.settings, names.kv_events.name, fault.number)
+                case _:
+                    node = leader_of(self.settings, "__consumer_offsets", fault.number)
+        with (killed if fault.way == "kill" else paused)(self.cluster, node):
+            yield
+
+    @contextmanager
+    def _restarted_engine(self, number: int) -> Iterator[None]:
+        engine = self.engines[number]
+        engine.child.kill()
+        self.deaths_ns[engine.worker_id].append(time.time_ns())
+        yield
+        self.engines[number] = self.stack.restart_engine(
+            engine, CACHE, "m", TIME_SCALE, options=self._journaled(engine.worker_id)
+        )
+
+    # -- what must hold ------------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Wait until everything agrees. Raises AssertionError or KvStreamsError if it never does."""
+        began_s = time.monotonic()
+        self._check_running()
+        wait_for(lambda: in_sync(self.settings), FAILOVER_S, "all replicas to be in sync")
+        for process in self.serving:
+            process.child.wait_ready(lambda url=process.url: is_ready(url), READY_TIMEOUT_S)  # type: ignore[misc]
+        for process in self.serving:
+            self.check_index(process.url)
+        self._check_bookings()
+        self._check_running()
+        self._check_answers()
+        self._say(
+            f"all agree after {time.monotonic() - began_s:.1f} s: {len(held_blocks(self.engines))} blocks, "
+            f"{self.clients.n_answered} requests answered, {len(self.clients.failures)} failed"
+        )
+
+    def _check_running(self) -> None:
+        ended = [child for child in self._all() if not child.running]
+        if ended:
+            raise Broken("\n".join(f"{each.name} ended by itself ({each.exit_code})\n{each.tail()}" for each in ended))
+
+    def _all(self) -> list[Child]:
+        engines = [engine.child for engine in self.engines]
+        return [*(process.child for process in self.serving), *engines, *self.bridges, self.front.child]
+
+    def check_index(self, url: str) -> None:
+        """Wait until a router has the caches of the engines, each rank exact, and the fold of the reference."""
+
+        def settled() -> bool:
+            ranks = get_json(f"{url}/state")["ranks"]
+            exact = len(ranks) == N_ENGINES and all(rank["health"] == "exact" for rank in ranks)
+            return exact and known_blocks(url) == held_blocks(self.engines)
+
+        try:
+            wait_for(settled, QUIET_S, f"{url} to have the caches of the engines", 0.5)
+        except KvStreamsError as exc:
+            known, held = known_blocks(url), held_blocks(self.engines)
+            raise Broken(
+                f"{exc}: {len(known - held)} blocks too many, {len(held - known)} missing; "
+                f"ranks {get_json(f'{url}/state')['ranks']}"
+            ) from exc
+        self._fold.read()
+        assert_equal(url, self._fold.reference, self.settings, (), QUIET_S)
+
+    def _check_bookings(self) -> None:
+        self._wait_bookings(0, BOOKING_TTL_S + QUIET_S)
+        apis = [Api(process.url) for process in self.serving]
+        rng = random.Random(self.clients.seed)
+        names = [f"counted-{time.monotonic_ns()}-{n}" for n in range(COUNTED)]
+        for name in names:
+            rng.choice(apis).route(model="m", token_ids=prompt_of(rng), request_id=name)
+        self._wait_bookings(COUNTED, QUIET_S)
+        for name in names:
+            rng.choice(apis).call("DELETE", f"/loads/{name}").given()
+        self._wait_bookings(0, QUIET_S)
+
+    def _wait_bookings(self, n: int, timeout_s: float) -> None:
+        ids = [engine.worker_id for engine in self.engines]
+
+        def counted() -> bool:
+            loads = [Api(process.url).loads(ids) for process in self.serving]
+            return all(each == loads[0] for each in loads) and sum(load[2] for load in loads[0].values()) == n
+
+        try:
+            wait_for(counted, timeout_s, f"{n} bookings at every router", 0.25)
+        except KvStreamsError as exc:
+            raise Broken(f"{exc}: {[Api(process.url).loads(ids) for process in self.serving]}") from exc
+
+    def _check_answers(self) -> None:
+        histories = {
+            worker_id: CacheHistory.read(self._journal(worker_id), deaths)
+            for worker_id, deaths in self.deaths_ns.items()
+        }
+        wrong = wrong_answers(self.clients.asked, self.clients.tokens_of, CACHE.block_size, histories)
+        if wrong:
+            lines = (f"{each.asked}: {each.age}; it held {sorted(each.held)}" for each in wrong[:20])
+            raise Broken("\n".join([f"{len(wrong)} answers were exact and wrong", *lines]))
+
+
+@contextmanager
+def _killed(child: Child) -> Iterator[None]:
+    """End a process with SIGKILL; its supervisor starts it again."""
+    if not child.running:
+        raise Broken(f"{child.name} ended by itself ({child.exit_code})\n{child.tail()}")
+    child.kill()
+    yield
+    child.start()
+
+
+@contextmanager
+def _paused(child: Child) -> Iterator[None]:
+    child.signal(signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        child.signal(signal.SIGCONT)
+
+
+def run(stack: Stack, cluster: LocalCluster, seed: int, minutes: float, say: Callable[[str], None]) -> str:
+    """Break a fleet for so long; return what was done. Raises AssertionError or KvStreamsError with the difference."""
+    rng = random.Random(seed)
+    n_rounds = max(1, round(minutes * 60.0 / ROUND_S))
+    rounds = [schedule(rng, minutes * 60.0 / n_rounds) for _ in range(n_rounds)]
+    fleet = Fleet(stack, cluster, seed, say)
+    for number, lanes in enumerate(rounds, 1):
+        say(f"round {number} of {n_rounds}")
+        for fault in sorted((fault for lane in lanes for fault in lane), key=lambda fault: fault.at_s):
+            say(f"  {fault}")
+        fleet.run_round(lanes)
+    late = stack.router("late")
+    fleet.check_index(late.url)
+    modes = dict(Counter(answer.chosen_mode for answer in fleet.clients.asked))
+    if not modes.get("exact"):
+        raise Broken(f"no answer was exact: {modes}")
+    faults = ", ".join(f"{name}: {n}" for name, n in sorted(fleet.counts.items()))
+    return f"no difference: {fleet.clients.n_answered} requests, answers by mode {modes}; {faults}"
+
+
+def settings_of(cluster: LocalCluster) -> Settings:
+    """Start the brokers, and return settings of a run. Workers do not expire, which the reference does not follow."""
+    return Settings(
+        **cluster.up().settings,
+        topic_prefix="chaos-",
+        partitions=4,
+        router_mode=RouterMode.KV,
+        booking_ttl_s=BOOKING_TTL_S,
+        worker_grace_s=30 * 86_400.0,
+    )
+
+
+def new_cluster(directory: Path) -> LocalCluster:
+    """Three brokers that can be killed and paused."""
+    return LocalCluster(broker_config(directory), N_BROKERS, BreakableKafka)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run once; if anything differs, print the difference, keep the files and return 1."""
+    parser = argparse.ArgumentParser(prog="python -m tests.cluster_chaos", description=__doc__)
+    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--seed", type=int)
+    options = parser.parse_args(arguments)
+    seed = random.SystemRandom().randrange(1 << 32) if options.seed is None else options.seed
+    directory = Path(tempfile.mkdtemp(prefix="kvstreams-cluster-chaos-"))
+    print(f"seed {seed}, {options.minutes:g} minutes, in {directory}", flush=True)
+    cluster = new_cluster(directory / "kafka")
+    began_s = time.monotonic()
+
+    def say(line: str) -> None:
+        print(f"{time.monotonic() - began_s:5.0f} s  {line}", flush=True)
+
+    try:
+        with Children() as children:
+            say(run(Stack(settings_of(cluster), directory, children), cluster, seed, options.minutes, say))
+    except (AssertionError, KvStreamsError) as exc:
+        print(f"{exc}\nrepeat it: python -m tests.cluster_chaos --minutes {options.minutes:g} --seed {seed}")
+        print(f"logs and data are kept in {directory}")
+        return 1
+    finally:
+        cluster.down()
+    shutil.rmtree(directory)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

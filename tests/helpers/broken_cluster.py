@@ -1,0 +1,81 @@
+"""A Kafka of three brokers that tests break: which broker leads what, and faults of one broker.
+
+What lives here: finding a broker by its duty, killing it and pausing it. What must not: a single broker's process
+(broker), and what must hold meanwhile (tests).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from confluent_kafka import KafkaException
+
+from streams.kafka.clients import admin
+from streams.lab.kafka import LocalCluster
+from streams.settings import Settings
+from tests.helpers.broker import BreakableKafka
+
+N_BROKERS = 3
+
+#: A broker's session ends after 9 s, then the others elect leaders; the machine may be busy.
+FAILOVER_S = 60.0
+
+#: A broker that is up answers within milliseconds.
+ANSWER_TIMEOUT_S = 3.0
+
+
+def breakable(cluster: LocalCluster, node: int) -> BreakableKafka:
+    broker = cluster.brokers()[node - 1]
+    assert isinstance(broker, BreakableKafka)
+    return broker
+
+
+def controller(cluster: LocalCluster) -> int:
+    """The node of the active controller, by the newest election that any broker knows."""
+    elections = []
+    for broker in cluster.brokers():
+        state = json.loads((broker.directory / "data/__cluster_metadata-0/quorum-state").read_text())
+        elections.append((state["leaderEpoch"], state["leaderId"]))
+    return int(max(elections)[1])
+
+
+def leader_of(settings: Settings, topic: str, partition: int = 0) -> int:
+    """The node that leads a partition, or -1 if there is none, or no broker answers in time."""
+    try:
+        # With a client of its own: one that has sent a request to a broker that hangs waits for its answer.
+        found = admin(settings).list_topics(topic, timeout=ANSWER_TIMEOUT_S)
+    except KafkaException:
+        return -1
+    return found.topics[topic].partitions[partition].leader
+
+
+def in_sync(settings: Settings) -> bool:
+    """Whether every replica of every partition is in sync."""
+    try:
+        found = admin(settings).list_topics(timeout=ANSWER_TIMEOUT_S)
+    except KafkaException:
+        return False
+    return all(
+        len(partition.isrs) == len(partition.replicas)
+        for topic in found.topics.values()
+        for partition in topic.partitions.values()
+    )
+
+
+@contextmanager
+def killed(cluster: LocalCluster, node: int) -> Iterator[None]:
+    breakable(cluster, node).kill()
+    yield
+    cluster.up()
+
+
+@contextmanager
+def paused(cluster: LocalCluster, node: int) -> Iterator[None]:
+    broker = breakable(cluster, node)
+    broker.pause()
+    try:
+        yield
+    finally:
+        broker.resume()
