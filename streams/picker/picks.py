@@ -29,7 +29,7 @@ from streams.prompts.engine_keys import KeyOf
 from streams.prompts.error_pages import error_page
 from streams.prompts.request_fields import estimated_tokens, read_fields
 from streams.prompts.requests import ClientRequest, read_request
-from streams.prompts.route_fields import load_options, route_options
+from streams.prompts.route_fields import load_options, route_options, utf_8
 from streams.prompts.tokenizing import UNKNOWN_TOKENS, Tokenizing
 from streams.router_api.deciding.admission import Admission, may_wait
 from streams.router_api.deciding.prepared_request import PreparedRequest
@@ -98,7 +98,7 @@ class Picks:
         if not (self._fleet.endpoints() if allowed is None else allowed):
             raise NoEligibleWorker("no engine is registered at an endpoint that may be picked")
         kind = call_of(headers.get(PATH, ""))
-        rewritten = headers.get(MODEL_REWRITE) or None
+        rewritten = utf_8(MODEL_REWRITE, headers.get(MODEL_REWRITE)) or None
         if kind is None or not pick.body:
             return await self._by_load(headers, kind, rewritten, allowed, is_gone)
         request = read_request(kind, pick.body)

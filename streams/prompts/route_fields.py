@@ -47,10 +47,10 @@ def route_options(
         "model": request.model,
         "expected_output_tokens": request.expected_output_tokens,
         "cache_salt": request.cache_salt,
-        "session_id": _utf_8(SESSION, _name(headers, SESSION)) or _session(request.fields, settings),
+        "session_id": utf_8(SESSION, _name(headers, SESSION)) or _session(request.fields, settings),
         "tenant": grant.tenant or _name(headers, TENANT),
     }
-    required = _utf_8(TAINTS, headers.get(TAINTS)) or ""
+    required = utf_8(TAINTS, headers.get(TAINTS)) or ""
     taints = [taint.strip() for taint in required.split(",") if taint.strip()]
     if len(taints) > TAINTS_MAX or any(len(taint) > NAME_CHARS_MAX for taint in taints):
         raise InvalidRequest(f"{TAINTS} has more than {TAINTS_MAX} taints, or one of over {NAME_CHARS_MAX} characters")
@@ -85,20 +85,23 @@ def load_options(request: ClientRequest, body: bytes, prompt: Prompt) -> dict[st
     return options
 
 
-def _name(headers: Mapping[str, str], header: str) -> str | None:
-    value = headers.get(header)
-    if value is not None and len(value) > NAME_CHARS_MAX:
-        raise InvalidRequest(f"{header} has more than {NAME_CHARS_MAX} characters")
-    return value or None
+def utf_8(header: str, value: str | None) -> str | None:
+    """Return a header's value, which is used as text. Bytes of other encodings have become surrogates.
 
-
-def _utf_8(header: str, value: str | None) -> str | None:
-    """Return a header's value, which routers get as text. Bytes of other encodings have become surrogates."""
+    Raises InvalidRequest if it has some.
+    """
     try:
         (value or "").encode()
     except UnicodeEncodeError as exc:
         raise InvalidRequest(f"{header} is not UTF-8") from exc
     return value
+
+
+def _name(headers: Mapping[str, str], header: str) -> str | None:
+    value = headers.get(header)
+    if value is not None and len(value) > NAME_CHARS_MAX:
+        raise InvalidRequest(f"{header} has more than {NAME_CHARS_MAX} characters")
+    return value or None
 
 
 def _moe_query(headers: Mapping[str, str]) -> Any:

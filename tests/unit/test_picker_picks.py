@@ -190,6 +190,8 @@ def test_a_rewritten_model_is_routed_and_sent() -> None:
     assert decided.picked.headers[DESTINATION] == "10.0.0.2:8000"
     with pytest.raises(UnknownModel):
         picker.asks(prompt(model="m"), {**POST, MODEL_REWRITE: "nope"})
+    with pytest.raises(InvalidRequest, match="is not UTF-8"):
+        picker.asks(prompt(model="m"), {**POST, MODEL_REWRITE: "nope\udcff"})
 
 
 def test_the_gateways_headers_say_tenant_and_priority(monkeypatch: pytest.MonkeyPatch) -> None:
