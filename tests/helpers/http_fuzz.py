@@ -33,7 +33,7 @@ _ANSWER_BYTES_MAX = 1 << 20
 _ANSWER_S = 0.5
 
 #: Ids that are not valid, and that a few changed bytes do not make valid.
-_WRONG_IDS = {"worker_id": "no-such-worker", "pool_id": "p" * 2000}
+_WRONG_IDS = {"worker_id": "no-such-worker", "pool_id": "p" * 2000, "dp_rank": "0"}
 
 #: A valid id of a worker that does not exist, which a few changed bytes do not make that of one that does.
 _NO_WORKER = 2**64 - 1

@@ -137,7 +137,8 @@ def monitored(settings: Settings, new_loop: NewLoop = asyncio.new_event_loop) ->
 
 def path_of(pattern: str) -> str:
     """A path that the API accepts."""
-    return pattern.replace("{request_id}", "r1").replace("{worker_id}", "1").replace("{pool_id}", "pool")
+    ids = {"request_id": "r1", "worker_id": "1", "pool_id": "pool", "dp_rank": "0"}
+    return pattern.format_map(ids)
 
 
 def test_each_call_of_a_router_needs_the_right_that_the_table_names(tokens_file: Path) -> None:
