@@ -4,7 +4,8 @@ What lives here: asking the broker where logs begin and end, and where they were
 topics as a router does (rebuilding), and for how long topics keep their history (window).
 
 A partition's tables stop between two transactions. Their rows have the time of their transaction, which ends with the
-partition record. So the last partition record before a moment shows where both of its changelogs are cut.
+partition record. So the last partition record before a moment shows where both of its changelogs are cut, by the times
+of rows alone: the end of a transaction in the log has a later time.
 """
 
 from __future__ import annotations
@@ -66,37 +67,50 @@ def cut_at(settings: ScopeSettings, specs: Iterable[TopicSpec], moment_ms: int) 
     ends = offsets_at(settings, dict.fromkeys(places, moment_ms))
     index, pooled = known.index_changelog.name, known.cxl_changelog.name
     last = {
-        partition: _last_transaction(settings, (topic, partition), begins[topic, partition], end)
+        partition: _last_transaction(settings, (topic, partition), begins[topic, partition], end, moment_ms)
         for (topic, partition), end in ends.items()
         if topic == index
     }
     # A partition whose owner had not begun at this moment has nothing.
     ends |= {(index, n): begins[index, n] if found is None else found.offset for n, found in last.items()}
-    of_pooled = {(pooled, n): found.at_ms + 1 for n, found in last.items() if found is not None and (pooled, n) in ends}
-    ends |= {(pooled, n): begins[pooled, n] for n in last if (pooled, n) in ends} | offsets_at(settings, of_pooled)
+    of_pooled = {(pooled, n): found.at_ms for n, found in last.items() if found is not None and (pooled, n) in ends}
+    ends |= {(pooled, n): begins[pooled, n] for n in last if (pooled, n) in ends}
+    for place, first in offsets_at(settings, of_pooled).items():
+        row = _last_before(settings, place, first, of_pooled[place] + 1)
+        ends[place] = first if row is None else row.offset
     return Cut(moment_ms, begins, ends)
 
 
 @dataclass(frozen=True, slots=True)
-class _Transaction:
-    """The end of a transaction: the offset after its partition record, and its time."""
+class _Found:
+    """A record: the offset after it, and its time."""
 
     offset: int
     at_ms: int
 
 
-def _last_transaction(settings: ScopeSettings, place: Place, begin: int, end: int) -> _Transaction | None:
-    """Find the last partition record before an offset, in growing pieces of the log; None if there is none."""
+def _last_transaction(settings: ScopeSettings, place: Place, begin: int, near: int, moment_ms: int) -> _Found | None:
+    """Find the last partition record before a moment; None if there is none. near: an offset close to it.
+
+    Earlier records are read in growing pieces of the log.
+    """
     n_records = _SEARCHED_RECORDS
     while True:
-        first = max(begin, end - n_records)
-        found = _last_in(settings, place, first, end) if first < end else None
+        first = max(begin, near - n_records)
+        found = _last_before(settings, place, first, moment_ms, PARTITION_KEY.prefix)
         if found is not None or first <= begin:
             return found
         n_records *= 8
 
 
-def _last_in(settings: ScopeSettings, place: Place, first: int, end: int) -> _Transaction | None:
+def _last_before(
+    settings: ScopeSettings, place: Place, first: int, moment_ms: int, prefix: bytes = b""
+) -> _Found | None:
+    """Find the last record before a moment, from an offset on, among those whose keys begin with a prefix.
+
+    The broker's own search by time does not suffice here: it finds the end of a transaction too, which has the time at
+    which it was committed, when the next one may have begun.
+    """
     found = None
     consumer = reader(settings)
     try:
@@ -107,13 +121,15 @@ def _last_in(settings: ScopeSettings, place: Place, first: int, end: int) -> _Tr
                 error, offset, key = message.error(), message.offset(), message.key()
                 if error is not None and error.code() != KafkaError._PARTITION_EOF:
                     raise KvStreamsError(f"{place[0]} [{place[1]}] cannot be read: {error.str()}")
+                if error is not None:
+                    return found
+                if key is None or not key.startswith(prefix):
+                    continue
                 assert offset is not None
-                if error is not None or offset >= end:
+                at_ms = message.timestamp()[1]
+                if at_ms >= moment_ms:
                     return found
-                if key is not None and key.startswith(PARTITION_KEY.prefix):
-                    found = _Transaction(offset + 1, message.timestamp()[1])
-                if offset + 1 == end:
-                    return found
+                found = _Found(offset + 1, at_ms)
     finally:
         consumer.close()
     raise KvStreamsError(f"{place[0]} [{place[1]}] sent nothing for {_SEARCH_TIMEOUT_S:g} s")

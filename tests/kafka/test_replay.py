@@ -14,14 +14,15 @@ import pytest
 from streams.core.cxl_memory import CxlMemoryMetadata
 from streams.core.ids import RankId
 from streams.errors import KvStreamsError, OutsideWindow
-from streams.kafka.clients import describe_topics, ensure_topics, require_topics
+from streams.kafka.clients import describe_topics, ensure_topics, producer, require_topics
 from streams.lab.stack import Stack, get_json
 from streams.process.waiting import wait_for
-from streams.replay.cuts import cut_now, time_text
+from streams.replay.cuts import cut_at, cut_now, time_text
 from streams.replay.rebuilding import Replay
 from streams.replay.summary import as_text, summary
 from streams.replay.window import moment_in_window, set_window, window_of
 from streams.settings import Settings, as_environ
+from streams.tables.records import PARTITION_KEY
 from streams.topics import topics
 from tests.helpers.api import Api
 from tests.helpers.commands import Run, assert_one_line
@@ -86,6 +87,26 @@ def test_a_replay_has_what_a_running_router_has(stack: Stack, run: Run) -> None:
         # The owners run, and have applied what was written. Nothing was ever reported of the three workers.
         assert {str(reason) for reason in replay.router.view.rank_counts().degraded} == {"no_events_yet"}
     assert ["bookings", "4"] in [line.split() for line in as_text(summary(replay)).splitlines()]
+
+
+@pytest.mark.first_ring
+def test_a_moment_is_found_by_the_times_of_rows_and_not_by_those_of_commits(scope: Settings) -> None:
+    """The end of a transaction in the log may have a later time than the rows of the next one."""
+    names = topics(scope)
+    ensure_topics(scope, names.all())
+    tables = (names.index_changelog, names.cxl_changelog)
+    kafka = producer(scope, **{"transactional.id": f"{scope.app_id}-moments"})
+    kafka.init_transactions()
+    at_ms = now_ms() - 60_000
+    for number in range(3):
+        kafka.begin_transaction()
+        for spec, key in zip(tables, (PARTITION_KEY.pack(0), b"row"), strict=True):
+            kafka.produce(spec.name, key=key, value=b"", partition=0, timestamp=at_ms + 1000 * number)
+        kafka.commit_transaction()
+    for n_before in range(4):
+        ends = cut_at(scope, tables, at_ms + 1000 * n_before).ends
+        # A transaction has a row and its end.
+        assert {ends[spec.name, 0] for spec in tables} == {max(0, 2 * n_before - 1)}
 
 
 @pytest.mark.parametrize("n_moments", [pytest.param(8, marks=pytest.mark.first_ring), 100])
