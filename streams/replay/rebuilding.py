@@ -32,8 +32,9 @@ class Replay:
         """Raises SettingsError."""
         self.settings = settings
         self._clock = RecordClock(0)
-        # What is only looked at must not appear in the log of decisions.
-        self.router = Router(replace(settings, decision_log=False), self._clock)
+        # What is only looked at must not appear in the log of decisions. All models are kept, since records that are
+        # skipped would have to be read again for a worker that changes to one of the router's models.
+        self.router = Router(replace(settings, decision_log=False, models=""), self._clock)
         self.cut = Cut(0, {}, {})
         self.seconds = 0.0
 

@@ -14,9 +14,12 @@ from streams.core.loads.bookings import Booking, BookingId
 from streams.core.reducer.ordering import Progress
 from streams.core.workers import Worker
 from streams.cxl.records import BlockKey, BlockRow, Placement, block_key, encode_block
+from streams.errors import ProcessError
 from streams.kafka.clients import worker_key
 from streams.kafka.records import encode_worker
 from streams.lab.engines.held_chains import FIRST_EPOCH, runs_of_chain
+from streams.replay.rebuilding import Replay
+from streams.replay.verifying import verify
 from streams.router_api.deciding.router import Router
 from streams.router_api.deciding.state_digests import copy_state, digests_of, facts_of
 from streams.settings import Settings
@@ -132,3 +135,12 @@ def test_the_facts_of_a_rank_name_each_block_label_row_and_booking() -> None:
     }
     other = facts_of(state, RankId(WorkerId(8), DpRank(0)))["facts"]
     assert not any(other.values())
+
+
+def test_a_router_of_some_models_is_not_compared() -> None:
+    """A replay has all models, so it would name everything that the router skips as a difference."""
+    replay = Replay(Settings(kafka="127.0.0.1:9", models="a,b"))
+    replay.router._kafka.close()
+    replay.router.view.served.check("c")
+    with pytest.raises(ProcessError, match="a router of some models"):
+        verify(replay, lambda _: {})
