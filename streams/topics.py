@@ -170,6 +170,11 @@ class Topics:
         return tuple(spec for spec in self.all() if spec.history)
 
 
+def history_group(settings: TopicSettings) -> str:
+    """The group whose offsets say where topics begin to have their history (replay.window)."""
+    return f"{settings.app_id}-history"
+
+
 def topics(settings: TopicSettings) -> Topics:
     """The topics of the scope that the settings describe. Raises SettingsError for a window that they cannot keep."""
     rules = _PROFILES[settings.topic_profile]

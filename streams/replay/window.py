@@ -36,7 +36,7 @@ from streams.kafka.clients import (
 from streams.process.waiting import wait_for
 from streams.replay.cuts import Cut, Place, cut_at, log_begins, log_ends, offsets_at, places_of, time_text
 from streams.settings import ScopeSettings
-from streams.topics import COMPACTION_LAG, RETENTION, TopicSpec, topics
+from streams.topics import COMPACTION_LAG, RETENTION, TopicSpec, history_group, topics
 
 #: The broker applies a change of a topic's settings within milliseconds.
 _APPLY_TIMEOUT_S = 20.0
@@ -176,12 +176,8 @@ def _kept_ms(settings: ScopeSettings, spec: TopicSpec, state: TopicState) -> int
     return max(0, min(kept))
 
 
-def _group(settings: ScopeSettings) -> str:
-    return f"{settings.app_id}-history"
-
-
 def _client(settings: ScopeSettings) -> Consumer:
-    return reader(settings, **{"group.id": _group(settings)})
+    return reader(settings, **{"group.id": history_group(settings)})
 
 
 def _begin(settings: ScopeSettings, ends: Mapping[Place, int]) -> None:
@@ -194,7 +190,7 @@ def _begin(settings: ScopeSettings, ends: Mapping[Place, int]) -> None:
     except KafkaException as exc:
         raise KvStreamsError(
             f"Kafka does not take since when the topics keep their history: {exc.args[0].str()}",
-            remedy=f"The window is set. Repeat the command; it needs the right to write offsets of {_group(settings)}",
+            remedy=f"The window is set. Repeat the command; it needs the right to read {history_group(settings)}",
         ) from exc
     finally:
         consumer.close()
@@ -208,7 +204,7 @@ def _begins(settings: ScopeSettings, places: Iterable[Place]) -> dict[Place, tup
     except KafkaException as exc:
         raise KvStreamsError(
             f"Kafka does not say since when the topics keep their history: {exc.args[0].str()}",
-            remedy=f"A replay needs the right to read offsets of {_group(settings)}",
+            remedy=f"A replay needs the right to describe {history_group(settings)}",
         ) from exc
     finally:
         consumer.close()

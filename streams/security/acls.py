@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from streams.settings import ScopeSettings
-from streams.topics import Topics, topics
+from streams.topics import Topics, history_group, topics
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +74,10 @@ TOPIC_OPERATIONS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     },
     "topics create": dict.fromkeys(Topics.__dataclass_fields__, ("Create", *CHECK)),
     "topics describe": dict.fromkeys(Topics.__dataclass_fields__, CHECK),
+    "topics window": dict.fromkeys(
+        ("workers", "worker_metrics", "router_loads", "index_changelog", "cxl_changelog"),
+        ("Read", "AlterConfigs", "DescribeConfigs"),
+    ),
     "reset": {
         "kv_events": ("Delete", "DescribeConfigs"),
         "cxl_events": ("Delete", "DescribeConfigs"),
@@ -96,7 +100,19 @@ TOPIC_OPERATIONS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "dead_letters": ("Read", "DescribeConfigs"),
         "router_decisions": CHECK,
         "index_changelog": ("Read", "DescribeConfigs"),
-        "cxl_changelog": CHECK,
+        "cxl_changelog": ("Read", "DescribeConfigs"),
+    },
+    "replay": {
+        "kv_events": CHECK,
+        "cxl_events": CHECK,
+        "workers": ("Read", "DescribeConfigs"),
+        "worker_metrics": ("Read", "DescribeConfigs"),
+        "router_loads": ("Read", "DescribeConfigs"),
+        "kv_control": CHECK,
+        "dead_letters": CHECK,
+        "router_decisions": CHECK,
+        "index_changelog": ("Read", "DescribeConfigs"),
+        "cxl_changelog": ("Read", "DescribeConfigs"),
     },
     "cxl pool": {"workers": ("Read", "Write")},
     "cxl transition": {
@@ -114,6 +130,9 @@ TOPIC_OPERATIONS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 #: Processes that open the tables' transactions, one transactional id per partition.
 _TRANSACTIONAL = ("worker", "reset")
 
+#: Operations on the group whose offsets say since when topics keep their history: committing needs Read.
+_HISTORY: Mapping[str, tuple[str, ...]] = {"topics window": ("Read",), "replay": ("Describe",)}
+
 
 def acls_of(process: str, settings: ScopeSettings) -> list[Acl]:
     """The ACLs that a process of TOPIC_OPERATIONS needs in a scope. Those of a worker do not include its router's."""
@@ -121,13 +140,16 @@ def acls_of(process: str, settings: ScopeSettings) -> list[Acl]:
     acls = [
         Acl("topic", getattr(specs, field).name, operations) for field, operations in TOPIC_OPERATIONS[process].items()
     ]
-    if any("Read" in operations for operations in TOPIC_OPERATIONS[process].values()):
+    reads = any("Read" in operations for operations in TOPIC_OPERATIONS[process].values())
+    if reads and process != "topics window":  # which reads no records, and needs Read to commit offsets
         # librdkafka looks up the coordinator of a consumer's group, which it never joins (kafka.reader).
         acls.append(Acl("group", f"{settings.app_id}-reader", ("Describe",)))
     if process == "worker":
         acls.append(Acl("group", settings.app_id, ("Read",)))
     if process in ("reset", "doctor"):
         acls.append(Acl("group", settings.app_id, ("Describe",)))
+    if process in _HISTORY:
+        acls.append(Acl("group", history_group(settings), _HISTORY[process]))
     if process in _TRANSACTIONAL:
         acls.append(Acl("transactional-id", f"{settings.app_id}-", ("Write",), prefixed=True))
     return acls

@@ -54,6 +54,7 @@ _OPERATIONS = {
     "Create": AclOperation.CREATE,
     "Delete": AclOperation.DELETE,
     "Describe": AclOperation.DESCRIBE,
+    "AlterConfigs": AclOperation.ALTER_CONFIGS,
     "DescribeConfigs": AclOperation.DESCRIBE_CONFIGS,
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
 import urllib.request
 import uuid
@@ -40,7 +41,8 @@ PATIENCE_S = 60.0
 
 #: Operations that need events which this test does not cause: requests to bridges after lost records, and dead letters;
 #: a bridge that continues another one's work, and engines with a pool; a publisher that is the first to serve a model;
-#: a transition after others, or after batches, that the agents have not applied yet.
+#: a transition after others, or after batches, that the agents have not applied yet; a sample of --verify with blocks
+#: in a pool.
 RARE = {
     ("worker", "kv_control", "Write"),
     ("worker", "dead_letters", "Write"),
@@ -52,6 +54,7 @@ RARE = {
     ("publisher", "workers", "Write"),
     ("cxl transition", "cxl_events", "Read"),
     ("cxl transition", "kv_events", "Read"),
+    ("doctor", "cxl_changelog", "Read"),
 }
 
 
@@ -208,7 +211,7 @@ def unused_operations(decisions: set[Decision], scope: Settings) -> set[tuple[st
     unused = set()
     for process in TOPIC_OPERATIONS:
         for acl, operation in ((each, operation) for each in acls_of(process, scope) for operation in each.operations):
-            code = "DESCRIBE_CONFIGS" if operation == "DescribeConfigs" else operation.upper()
+            code = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", operation).upper()
             names = {each.name for each in allowed if (each.user, each.operation) == (process.replace(" ", "-"), code)}
             if not any(name.startswith(acl.name) if acl.prefixed else name == acl.name for name in names):
                 unused.add((process, fields.get(acl.name, acl.name), operation))
@@ -235,7 +238,7 @@ def test_each_process_works_with_the_least_acls(
     def stack(process: str) -> Stack:
         return Stack(users[process], tmp_path / process, children)
 
-    output = [ran("topics create"), ran("topics describe")]
+    output = [ran("topics create"), ran("topics describe"), ran("topics window", "1h")]
     worker = stack("worker").worker("worker", router=False)
     router = stack("router").router("router", decision_log=True)
     engines = stack("bridge").engines(1, EngineConfig(block_size=16, n_blocks=64), "m", time_scale=100.0)
@@ -269,8 +272,10 @@ def test_each_process_works_with_the_least_acls(
     output.append(ran("replay-decisions", "--policy", "round-robin"))
 
     # The doctor may read everything that it needs, and finds nothing.
-    output.append(ran("doctor", "--router", router.url, "--json"))
+    output.append(ran("doctor", "--router", router.url, "--verify", "--json"))
     assert json.loads(output[-1])["findings"] == []
+    output.append(ran("replay", "--verify", router.url))
+    output.append(ran("replay", "--until", "0s"))
 
     # An engine that ends is removed after its grace, by the partition's owner.
     bridge.kill()
