@@ -166,7 +166,7 @@ def test_each_single_fault_of_a_router_is_found_and_nothing_else(stack: Stack, r
 
 
 def test_a_router_that_works_is_compared_without_a_difference(stack: Stack, run: RunCommand) -> None:
-    """While requests are booked and freed, batches come and workers renew, nothing differs; the doctor says so too."""
+    """While requests are booked and freed, batches come and workers renew, nothing differs."""
     with verified(stack) as fleet:
         stopping = threading.Event()
 
