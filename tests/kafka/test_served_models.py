@@ -69,6 +69,9 @@ def test_a_router_of_one_model_keeps_its_workers_alone(scope: Settings) -> None:
         put(every, mine, "b")
         wait_for(lambda: blocks_of(some).keys() == {other, late}, PATIENCE_S, "the blocks to be dropped")
         assert some.workers().keys() == {other, late}
+        with served(replace(settings, models="a")) as fresh:
+            assert blocks_of(fresh) == {other: N_BLOCKS + 1, late: N_BLOCKS}
+            assert exact(fresh, late)["overlap_blocks"] == N_BLOCKS
 
 
 def exact(api: Api, worker_id: int) -> dict[str, Any]:

@@ -111,7 +111,10 @@ def _feeds(
 ) -> dict[str, Feed]:
     """What the router reads, by the names that answers of `GET /ready` show."""
     feeds = {
-        "workers": Feed(topics_of_scope.workers, one_by_one_live(registry.order.read)),
+        # Read first by a router of some models, so that what others need is not kept meanwhile.
+        "workers": Feed(
+            topics_of_scope.workers, one_by_one_live(registry.order.read), is_first=bool(view.served.models)
+        ),
         # Read from its end, because bridges soon report every engine again.
         "metrics": Feed(
             topics_of_scope.worker_metrics,

@@ -40,6 +40,9 @@ _CONSUME_RECORDS = 500
 _POLL_S = 0.1
 _RESTART_S = 1.0
 
+#: How often a thread checks whether others have read the topics that come first.
+_FIRST_POLL_S = 0.01
+
 #: Fetches of the thread that takes partitions over wait this long for a record, which ends them at once. Those of other
 #: threads are short (kafka.reader), since a partition's end is known by a fetch that found nothing.
 _FETCH_WAIT_MS = 500
@@ -87,13 +90,15 @@ class Feed:
     """One topic and its fold, which any of the threads may call.
 
     from_end: skip messages that are already there. interval_s: read what has come about once in this time, which may
-    change, by a thread of its own; None: read the topic with all others that have none.
+    change, by a thread of its own; None: read the topic with all others that have none. is_first: those others are read
+    once this one was read to its end.
     """
 
     topic: TopicSpec
     fold: Fold
     from_end: bool = False
     interval_s: Callable[[], float] | None = None
+    is_first: bool = False
 
 
 def one_by_one(fold: Callable[[Record], None]) -> Fold:
@@ -137,6 +142,7 @@ class Feeds:
         self._specs = [feed.topic for feed in feeds.values()]
         self._intervals = {feed.topic.name: feed.interval_s for feed in feeds.values() if feed.interval_s is not None}
         self._handing_over = [feed.topic for feed in feeds.values() if feed.interval_s is None]
+        self._first = frozenset(feed.topic.name for feed in feeds.values() if feed.is_first)
         self._from_end = frozenset(feed.topic.name for feed in feeds.values() if feed.from_end)
         self._handed_over: queue.SimpleQueue[_HandOver] = queue.SimpleQueue()  # a new one for each start of the threads
         self._on_restart = on_restart
@@ -270,8 +276,13 @@ class Feeds:
                 if share.takes_over:
                     self._take_over(consumer, share)
                     return
-                assign(consumer, [TopicPartition(topic, n, self._start_of(topic)) for topic, n in share.partitions])
-                handed_over = self._read_to_ends(consumer, share)
+                first = [each for each in share.partitions if each[0] in self._first]
+                others = [each for each in share.partitions if each[0] not in self._first]
+                handed_over = (
+                    self._read_to_ends(consumer, first)
+                    and self._first_are_read()
+                    and self._read_to_ends(consumer, others)
+                )
             finally:
                 consumer.close()
         except Exception:
@@ -295,9 +306,19 @@ class Feeds:
     def _ended(self) -> bool:
         return self._stopping.is_set() or self._over.is_set()
 
-    def _read_to_ends(self, consumer: Consumer, share: _Share) -> bool:
+    def _first_are_read(self) -> bool:
+        """Wait until the topics that come first were read; returns False if the thread was stopped before."""
+        while any(topic in self._first for topic, _ in self._pending.copy()):
+            if self._ended():
+                return False
+            time.sleep(_FIRST_POLL_S)
+        return True
+
+    def _read_to_ends(self, consumer: Consumer, partitions: Sequence[tuple[str, int]]) -> bool:
         """Read until all partitions were handed over; returns False if the thread was stopped before, as in `_take`."""
-        left = set(share.partitions)
+        left = set(partitions)
+        if left:
+            assign(consumer, [TopicPartition(topic, number, self._start_of(topic)) for topic, number in partitions])
         while left:
             if self._ended():
                 return False
