@@ -169,8 +169,9 @@ def test_a_partial_block_counts_as_one(n_tokens: int, fleet: Fleet, model: str) 
     answer = fleet.main.ask(model=model, token_ids=[7] * n_tokens)
     assert answer["request_blocks"] == math.ceil(n_tokens / BLOCK_SIZE)
     # Other requests of this model may have been booked on the rank a moment ago.
-    recent = {each["worker_id"]: each["recent_prefill_blocks"] for each in answer["candidates"]}[answer["worker_id"]]
-    assert answer["cost"] - recent == pytest.approx(answer["request_blocks"] + n_tokens // BLOCK_SIZE)
+    recent = {(each["worker_id"], each["dp_rank"]): each["recent_prefill_blocks"] for each in answer["candidates"]}
+    chosen = recent[answer["worker_id"], answer["dp_rank"]]
+    assert answer["cost"] - chosen == pytest.approx(answer["request_blocks"] + n_tokens // BLOCK_SIZE)
 
 
 # --- cost, choice and mode ---------------------------------------------------------------------------------------
