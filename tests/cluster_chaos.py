@@ -6,7 +6,10 @@ not: kills of workers at each of their effects (chaos), and misconfigured proces
 The fleet has two workers with routers, two routers, two bridges, a front and three engines whose small caches evict.
 Clients book at any router, or ask the front, and free at any router. Each kind of process has its own faults, one after
 another, so that processes of several kinds are broken at the same time. A process that was killed is started again, as
-its supervisor would; one that ends by itself fails the run.
+its supervisor would. So is one that ends with an error for its operator, as a router does that starts while no
+controller answers; one that ends in another way fails the run. A broker may also be slow, and a third worker joins and
+leaves, so that partitions move. Messages of one engine arrive twice, in another order, or damaged; another engine is
+cut off from its bridge and from the front for a while.
 
 The faults of a round end, the clients stop, and everything has to agree: the caches of the engines, a fold of the
 records of `kv-events` by the reference, and the index of every router, rank by rank, all of them exact. No booking may
@@ -19,6 +22,7 @@ The same seed gives the same faults; how far each of them reaches depends on the
 from __future__ import annotations
 
 import argparse
+import math
 import random
 import shutil
 import signal
@@ -29,10 +33,11 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
+from dataclasses import dataclass, replace
 from http.client import HTTPException
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -45,7 +50,6 @@ from streams.lab.engines.journal import CacheHistory
 from streams.lab.kafka import LocalCluster
 from streams.lab.processes import Child, Children
 from streams.lab.stack import (
-    READY_TIMEOUT_S,
     Engine,
     RouterProcess,
     Stack,
@@ -60,11 +64,13 @@ from streams.settings import Settings
 from streams.tables.changelog import read_to_end
 from streams.topics import topics
 from tests.helpers.api import Api
-from tests.helpers.broken_cluster import FAILOVER_S, N_BROKERS, controller, in_sync, killed, leader_of, paused
+from tests.helpers.broken_cluster import FAILOVER_S, N_BROKERS, controller, in_sync, killed, leader_of, paused, slowed
 from tests.helpers.broker import BreakableKafka, broker_config
 from tests.helpers.cluster_clients import Clients, post, prompt_of
+from tests.helpers.event_proxy import EventProxy
 from tests.helpers.exact_answers import Asked, wrong_answers
 from tests.helpers.reference import ReferenceFleet
+from tests.helpers.slow_link import slow_link
 from tests.helpers.truth import assert_equal
 
 #: Small, so that blocks are evicted all the time.
@@ -92,6 +98,9 @@ COUNTED = 20
 #: How often a client tries to free a booking at some router.
 FREE_TRIES = 5
 
+#: How soon a supervisor notices that a process has ended.
+SUPERVISED_EVERY_S = 0.5
+
 N_CLIENTS = 3
 CLIENT_PAUSE_S = 0.05
 
@@ -107,8 +116,8 @@ class Broken(AssertionError):
 class Fault:
     """One fault of the schedule.
 
-    kind: of the process, or what a broker does. number: which one of its kind. way: `kill` or `pause`. at_s: since the
-    round began.
+    kind: of the process, or what a broker does. number: which one of its kind. way: what is done to it. at_s: since
+    the round began.
     """
 
     at_s: float
@@ -121,8 +130,28 @@ class Fault:
         return f"{self.at_s:6.1f} s: {self.way} {self.kind} {self.number} for {self.lasts_s:.1f} s"
 
 
-#: Kinds of processes, each with how many there are. All faults of brokers follow each other.
-KINDS = {"broker": 0, "worker": 2, "router": 2, "bridge": 2, "front": 1, "engine": N_ENGINES}
+class Kind(NamedTuple):
+    """What is broken: how many there are of it, and what is done to them."""
+
+    n: int
+    ways: tuple[str, ...] = ("kill", "pause")
+
+
+#: The engine whose messages pass through a proxy that damages them, and the one that can be cut off.
+DAMAGED, CUT = 0, 1
+
+#: What is broken. All faults of a kind follow each other.
+KINDS = {
+    "broker": Kind(0, ("kill", "pause", "slow down")),
+    "worker": Kind(2),
+    "third worker": Kind(1, ("kill", "stop")),
+    "router": Kind(2),
+    "bridge": Kind(2),
+    "front": Kind(1),
+    "engine": Kind(N_ENGINES, ("kill",)),
+    "messages": Kind(1, ("damage",)),
+    "link": Kind(1, ("cut",)),
+}
 
 #: What a broker does that is broken: a broker of a number would mostly be neither.
 DUTIES = ("controller", "leader", "coordinator")
@@ -131,13 +160,12 @@ DUTIES = ("controller", "leader", "coordinator")
 def schedule(rng: random.Random, seconds: float) -> list[list[Fault]]:
     """Draw the faults of one round: for each kind of process, those that follow each other."""
     lanes = []
-    for kind, n in KINDS.items():
+    for name, (n, ways) in KINDS.items():
         lane: list[Fault] = []
         at_s = rng.uniform(0.0, PAUSE_S[1])
         while at_s < seconds:
-            broken = kind if n else rng.choice(DUTIES)
-            way = "kill" if kind == "engine" else rng.choice(("kill", "pause"))
-            lane.append(Fault(at_s, broken, rng.randrange(n or 4), way, rng.uniform(*FAULT_S)))
+            kind = name if n else rng.choice(DUTIES)
+            lane.append(Fault(at_s, kind, rng.randrange(n or 4), rng.choice(ways), rng.uniform(*FAULT_S)))
             at_s += lane[-1].lasts_s + rng.uniform(*PAUSE_S)
         lanes.append(lane)
     return lanes
@@ -216,7 +244,10 @@ class Fold:
 class Fleet:
     """Every process of the run, and what must hold when it is quiet."""
 
-    def __init__(self, stack: Stack, cluster: LocalCluster, seed: int, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, stack: Stack, cluster: LocalCluster, seed: int, say: Callable[[str], None], proxies: ExitStack
+    ) -> None:
+        """proxies: gets those between engines and bridges, which outlive the engines."""
         self.stack = stack
         self.cluster = cluster
         self.settings = stack.settings
@@ -233,7 +264,20 @@ class Fleet:
         self.engines: list[Engine] = stack.engines(
             N_ENGINES, CACHE, "m", TIME_SCALE, own_options={n: self._journaled(n) for n in self.deaths_ns}
         )
-        self.bridges = [stack.bridge(self.engines[n::2], f"bridge-{n}") for n in range(2)]
+        self._messages = proxies.enter_context(closing(EventProxy(self.engines[DAMAGED].events, seed)))
+        self._cut = threading.Event()
+        listed = list(self.engines)
+        listed[DAMAGED] = replace(listed[DAMAGED], events=self._messages.address)
+
+        def link(address: str) -> str:
+            return proxies.enter_context(slow_link(address, math.inf, self._cut))
+
+        cut = listed[CUT]
+        listed[CUT] = replace(cut, url=link(cut.url), events=link(cut.events), replay=link(cut.replay))
+        self.bridges = [stack.bridge(listed[n::2], f"bridge-{n}") for n in range(2)]
+        self._third: RouterProcess | None = None
+        self._lock = threading.Lock()
+        self._down: set[Child] = set()
         self.front = stack.front("front", [*self.workers, *self.routers])
         urls = [process.url for process in self.serving]
         self.clients = ChaosClients(urls, self.front.url, {each.worker_id: each.url for each in self.engines}, seed)
@@ -244,6 +288,11 @@ class Fleet:
     def serving(self) -> list[RouterProcess]:
         """Every process that serves a router's API."""
         return [*self.workers, *self.routers]
+
+    @property
+    def damaged(self) -> Counter[str]:
+        """How many messages of an engine were damaged, by how."""
+        return self._messages.counts
 
     def _journal(self, worker_id: int) -> Path:
         return self.stack.directory / "engines" / f"journal-{worker_id}"
@@ -256,10 +305,11 @@ class Fleet:
     def run_round(self, lanes: Sequence[Sequence[Fault]]) -> None:
         """Break processes of all kinds while clients send requests, then check everything."""
         began_s = time.monotonic()
-        with self.clients.running(N_CLIENTS, CLIENT_PAUSE_S), ThreadPoolExecutor(len(lanes)) as threads:
-            for done in [threads.submit(self._run_lane, lane, began_s) for lane in lanes]:
-                done.result()
-        self.check()
+        with self._supervised():
+            with self.clients.running(N_CLIENTS, CLIENT_PAUSE_S), ThreadPoolExecutor(len(lanes)) as threads:
+                for done in [threads.submit(self._run_lane, lane, began_s) for lane in lanes]:
+                    done.result()
+            self.check()
 
     def _run_lane(self, lane: Sequence[Fault], began_s: float) -> None:
         for fault in lane:
@@ -271,15 +321,56 @@ class Fleet:
     def _broken(self, fault: Fault) -> AbstractContextManager[None]:
         if fault.kind in DUTIES:
             return self._broken_broker(fault)
-        if fault.kind == "engine":
-            return self._restarted_engine(fault.number)
+        match fault.kind:
+            case "engine":
+                return self._restarted_engine(fault.number)
+            case "third worker":
+                return self._third_worker(fault.way)
+            case "messages":
+                return self._messages.damaging()
+            case "link":
+                return self._cut_off()
         children: dict[str, list[Child]] = {
             "worker": [each.child for each in self.workers],
             "router": [each.child for each in self.routers],
             "bridge": self.bridges,
             "front": [self.front.child],
         }
-        return (_killed if fault.way == "kill" else _paused)(children[fault.kind][fault.number])
+        return (self._killed if fault.way == "kill" else _paused)(children[fault.kind][fault.number])
+
+    @contextmanager
+    def _killed(self, child: Child) -> Iterator[None]:
+        with self._lock:
+            self._down.add(child)
+            child.kill()
+        yield
+        with self._lock:
+            child.start()
+            self._down.discard(child)
+
+    @contextmanager
+    def _supervised(self) -> Iterator[None]:
+        over = threading.Event()
+
+        def supervise() -> None:
+            while not over.wait(SUPERVISED_EVERY_S):
+                with self._lock:
+                    for child in self._supervisable():
+                        if child not in self._down and has_error_for_operator(child):
+                            self._say(f"{child.name} ended: {child.tail().splitlines()[-1]}")
+                            self.counts["ended by itself"] += 1
+                            child.start()
+
+        thread = threading.Thread(target=supervise, name="supervisor")
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+
+    def _supervisable(self) -> list[Child]:
+        return [*(process.child for process in self.serving), *self.bridges, self.front.child]
 
     @contextmanager
     def _broken_broker(self, fault: Fault) -> Iterator[None]:
@@ -295,8 +386,25 @@ class Fleet:
                     node = leader_of(self.settings, names.kv_events.name, fault.number)
                 case _:
                     node = leader_of(self.settings, "__consumer_offsets", fault.number)
-        with (killed if fault.way == "kill" else paused)(self.cluster, node):
+        with {"kill": killed, "pause": paused, "slow down": slowed}[fault.way](self.cluster, node):
             yield
+
+    @contextmanager
+    def _third_worker(self, way: str) -> Iterator[None]:
+        if self._third is None:
+            self._third = self.stack.worker("worker-2", router=False)
+        else:
+            self.stack.restart_worker(self._third)
+        yield
+        (self._third.child.kill if way == "kill" else self._third.child.stop)()
+
+    @contextmanager
+    def _cut_off(self) -> Iterator[None]:
+        self._cut.set()
+        try:
+            yield
+        finally:
+            self._cut.clear()
 
     @contextmanager
     def _restarted_engine(self, number: int) -> Iterator[None]:
@@ -316,7 +424,7 @@ class Fleet:
         self._check_running()
         wait_for(lambda: in_sync(self.settings), FAILOVER_S, "all replicas to be in sync")
         for process in self.serving:
-            process.child.wait_ready(lambda url=process.url: is_ready(url), READY_TIMEOUT_S)  # type: ignore[misc]
+            wait_for(lambda url=process.url: is_ready(url), QUIET_S, f"{process.child.name} to be ready")  # type: ignore[misc]
         for process in self.serving:
             self.check_index(process.url)
         self._check_bookings()
@@ -328,13 +436,12 @@ class Fleet:
         )
 
     def _check_running(self) -> None:
-        ended = [child for child in self._all() if not child.running]
+        ended = [child for child in self._all() if not (child.running or has_error_for_operator(child))]
         if ended:
             raise Broken("\n".join(f"{each.name} ended by itself ({each.exit_code})\n{each.tail()}" for each in ended))
 
     def _all(self) -> list[Child]:
-        engines = [engine.child for engine in self.engines]
-        return [*(process.child for process in self.serving), *engines, *self.bridges, self.front.child]
+        return [*self._supervisable(), *(engine.child for engine in self.engines)]
 
     def check_index(self, url: str) -> None:
         """Wait until a router has the caches of the engines, each rank exact, and the fold of the reference."""
@@ -390,14 +497,9 @@ class Fleet:
             raise Broken("\n".join([f"{len(wrong)} answers were exact and wrong", *lines]))
 
 
-@contextmanager
-def _killed(child: Child) -> Iterator[None]:
-    """End a process with SIGKILL; its supervisor starts it again."""
-    if not child.running:
-        raise Broken(f"{child.name} ended by itself ({child.exit_code})\n{child.tail()}")
-    child.kill()
-    yield
-    child.start()
+def has_error_for_operator(child: Child) -> bool:
+    """Whether a process ended by itself with one of the messages that tell an operator what to do."""
+    return child.exit_code == 1 and any(line.startswith("kvstreams: ") for line in child.tail().splitlines()[-1:])
 
 
 @contextmanager
@@ -414,19 +516,20 @@ def run(stack: Stack, cluster: LocalCluster, seed: int, minutes: float, say: Cal
     rng = random.Random(seed)
     n_rounds = max(1, round(minutes * 60.0 / ROUND_S))
     rounds = [schedule(rng, minutes * 60.0 / n_rounds) for _ in range(n_rounds)]
-    fleet = Fleet(stack, cluster, seed, say)
-    for number, lanes in enumerate(rounds, 1):
-        say(f"round {number} of {n_rounds}")
-        for fault in sorted((fault for lane in lanes for fault in lane), key=lambda fault: fault.at_s):
-            say(f"  {fault}")
-        fleet.run_round(lanes)
-    late = stack.router("late")
-    fleet.check_index(late.url)
+    with ExitStack() as proxies:
+        fleet = Fleet(stack, cluster, seed, say, proxies)
+        for number, lanes in enumerate(rounds, 1):
+            say(f"round {number} of {n_rounds}")
+            for fault in sorted((fault for lane in lanes for fault in lane), key=lambda fault: fault.at_s):
+                say(f"  {fault}")
+            fleet.run_round(lanes)
+        fleet.check_index(stack.router("late").url)
     modes = dict(Counter(answer.chosen_mode for answer in fleet.clients.asked))
     if not modes.get("exact"):
         raise Broken(f"no answer was exact: {modes}")
     faults = ", ".join(f"{name}: {n}" for name, n in sorted(fleet.counts.items()))
-    return f"no difference: {fleet.clients.n_answered} requests, answers by mode {modes}; {faults}"
+    damaged = ", ".join(f"{name}: {n}" for name, n in fleet.damaged.items())
+    return f"no difference: {fleet.clients.n_answered} requests, answers by mode {modes}; {faults}; messages {damaged}"
 
 
 def settings_of(cluster: LocalCluster) -> Settings:

@@ -7,6 +7,7 @@ What lives here: finding a broker by its duty, killing it and pausing it. What m
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -24,6 +25,10 @@ FAILOVER_S = 60.0
 
 #: A broker that is up answers within milliseconds.
 ANSWER_TIMEOUT_S = 3.0
+
+#: A slow broker runs and pauses in turn for so long: each request takes up to half a second longer.
+SLOW_RUNS_S = 0.1
+SLOW_PAUSED_S = 0.4
 
 
 def breakable(cluster: LocalCluster, node: int) -> BreakableKafka:
@@ -79,3 +84,24 @@ def paused(cluster: LocalCluster, node: int) -> Iterator[None]:
         yield
     finally:
         broker.resume()
+
+
+@contextmanager
+def slowed(cluster: LocalCluster, node: int) -> Iterator[None]:
+    """Pause a broker again and again, so briefly that its session goes on, as on a disk or a host that is too busy."""
+    over = threading.Event()
+    broker = breakable(cluster, node)
+
+    def run() -> None:
+        while not over.wait(SLOW_RUNS_S):
+            broker.pause()
+            over.wait(SLOW_PAUSED_S)
+            broker.resume()
+
+    thread = threading.Thread(target=run, name="slowed")
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
