@@ -45,6 +45,10 @@ ANSWER_TIMEOUT_S = 8.0
 #: Creating topics takes a busy broker seconds, since each partition is a folder with files of its own.
 CREATE_TIMEOUT_S = 20.0
 
+#: A client replaces its connections to bootstrap addresses by those to the brokers that answer there. A request that is
+#: on its way then fails with _DESTROY_BROKER (librdkafka 2.16), and is sent again, at most so often.
+BOOTSTRAPS_REPLACED_MAX = 5
+
 #: What an operator does about missing topics. Only these two create any: with a mistyped prefix, every other process
 #: would create a scope to which nothing else is ever written.
 TOPICS_REMEDY = (
@@ -305,11 +309,7 @@ def describe_topics(settings: ScopeSettings, specs: Iterable[TopicSpec]) -> dict
     reasons: list[KafkaError] = []
     client = admin(settings, reasons.append)
     try:
-        existing = _existing(client, [spec.name for spec in specs])
-        resources = {name: ConfigResource(ConfigResource.Type.TOPIC, name) for name in existing}
-        asked = client.describe_configs(list(resources.values()), request_timeout=ANSWER_TIMEOUT_S) if resources else {}
-        # The answer may come from another broker, which does not have the topic yet, or no longer.
-        configs = _known({resource.name: future for resource, future in asked.items()})
+        existing, configs = _described(client, [spec.name for spec in specs])
     except KafkaException as exc:
         client.poll(0)  # calls on_error with the reasons that the client has collected
         raise _refused(settings, exc.args[0], reasons) from exc
@@ -326,6 +326,22 @@ def describe_topics(settings: ScopeSettings, specs: Iterable[TopicSpec]) -> dict
             config={key: configs[spec.name][key].value for key in spec.config if key in configs[spec.name]},
         )
     return states
+
+
+def _described(client: AdminClient, names: list[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Descriptions and settings of those of these topics that the broker has. Raises KafkaException."""
+    for _ in range(BOOTSTRAPS_REPLACED_MAX):
+        try:
+            existing = _existing(client, names)
+            resources = [ConfigResource(ConfigResource.Type.TOPIC, name) for name in existing]
+            asked = client.describe_configs(resources, request_timeout=ANSWER_TIMEOUT_S) if resources else {}
+            # The answer may come from another broker, which does not have the topic yet, or no longer.
+            return existing, _known({resource.name: future for resource, future in asked.items()})
+        except KafkaException as exc:
+            replaced = exc
+            if exc.args[0].code() != KafkaError._DESTROY_BROKER:
+                raise
+    raise replaced
 
 
 def _existing(client: AdminClient, names: list[str]) -> dict[str, Any]:
