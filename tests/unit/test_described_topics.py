@@ -1,6 +1,6 @@
 """Asking brokers for topics while the client replaces its first connections.
 
-The double stands for a race inside of librdkafka, which a Kafka of several brokers shows once in some dozen starts.
+The double stands for a race inside of librdkafka, which a Kafka of several brokers shows now and then at a start.
 """
 
 from __future__ import annotations
