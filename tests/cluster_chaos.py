@@ -11,10 +11,10 @@ controller answers; one that ends in another way fails the run. A broker may als
 leaves, so that partitions move. Messages of one engine arrive twice, in another order, or damaged; another engine is
 cut off from its bridge and from the front for a while.
 
-The faults of a round end, the clients stop, and everything has to agree: the caches of the engines, a fold of the
-records of `kv-events` by the reference, and the index of every router, rank by rank, all of them exact. No booking may
-be left at any router, and new ones are counted the same everywhere. Every answer whose `chosen_mode` is exact is
-compared with the journal of the engine.
+The faults of a round end, the clients stop, an engine whose messages were unreadable clears its cache, and everything
+has to agree: the caches of the engines, a fold of the records of `kv-events` by the reference, and the index of every
+router, rank by rank, all of them exact. No booking may be left at any router, and new ones are counted the same
+everywhere. Every answer whose `chosen_mode` is exact is compared with the journal of the engine.
 
 The same seed gives the same faults; how far each of them reaches depends on the machine.
 """
@@ -38,6 +38,7 @@ from dataclasses import dataclass, replace
 from http.client import HTTPException
 from pathlib import Path
 from typing import NamedTuple
+from urllib.error import HTTPError
 
 import numpy as np
 
@@ -268,6 +269,7 @@ class Fleet:
             N_ENGINES, CACHE, "m", TIME_SCALE, own_options={n: self._journaled(n) for n in self.deaths_ns}
         )
         self._messages = proxies.enter_context(closing(EventProxy(self.engines[DAMAGED].events, seed)))
+        self._n_cleared = 0  # unreadable messages that a clear has made up for
         self._cut = threading.Event()
         listed = list(self.engines)
         listed[DAMAGED] = replace(listed[DAMAGED], events=self._messages.address)
@@ -428,6 +430,7 @@ class Fleet:
         wait_for(lambda: in_sync(self.settings), FAILOVER_S, "all replicas to be in sync")
         for process in self.serving:
             wait_for(lambda url=process.url: is_ready(url), QUIET_S, f"{process.child.name} to be ready")  # type: ignore[misc]
+        wait_for(self._clear_if_poisoned, QUIET_S, "an engine to clear its cache")
         for process in self.serving:
             self.check_index(process.url)
         self._check_bookings()
@@ -437,6 +440,19 @@ class Fleet:
             f"all agree after {time.monotonic() - began_s:.1f} s: {len(held_blocks(self.engines))} blocks, "
             f"{self.clients.n_answered} requests answered, {len(self.clients.failures)} failed"
         )
+
+    def _clear_if_poisoned(self) -> bool:
+        """Clear the cache of the engine whose events were unreadable, if some were; returns whether that is done.
+
+        What these said is lost for good. Until the engine clears its cache or restarts, its rank is degraded.
+        """
+        if self.damaged["poisoned"] > self._n_cleared:
+            try:
+                post(f"{self.engines[DAMAGED].url}/reset_prefix_cache", {})
+            except HTTPError:  # a request still uses blocks
+                return False
+            self._n_cleared = self.damaged["poisoned"]
+        return True
 
     def _check_running(self) -> None:
         ended = [child for child in self._all() if not (child.running or has_error_for_operator(child))]
