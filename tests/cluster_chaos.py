@@ -65,6 +65,7 @@ from streams.settings import Settings
 from streams.tables.changelog import read_to_end
 from streams.topics import topics
 from tests.helpers.api import Api
+from tests.helpers.background import repeated
 from tests.helpers.broken_cluster import FAILOVER_S, N_BROKERS, controller, in_sync, killed, leader_of, paused, slowed
 from tests.helpers.broker import BreakableKafka, broker_config
 from tests.helpers.cluster_clients import Clients, post, prompt_of
@@ -310,7 +311,7 @@ class Fleet:
     def run_round(self, lanes: Sequence[Sequence[Fault]]) -> None:
         """Break processes of all kinds while clients send requests, then check everything."""
         began_s = time.monotonic()
-        with self._supervised():
+        with repeated(self._supervise, SUPERVISED_EVERY_S):
             with self.clients.running(N_CLIENTS, CLIENT_PAUSE_S), ThreadPoolExecutor(len(lanes)) as threads:
                 for done in [threads.submit(self._run_lane, lane, began_s) for lane in lanes]:
                     done.result()
@@ -353,26 +354,14 @@ class Fleet:
             child.start()
             self._down.discard(child)
 
-    @contextmanager
-    def _supervised(self) -> Iterator[None]:
-        over = threading.Event()
-
-        def supervise() -> None:
-            while not over.wait(SUPERVISED_EVERY_S):
-                with self._lock:
-                    for child in self._supervisable():
-                        if child not in self._down and has_error_for_operator(child):
-                            self._say(f"{child.name} ended: {child.tail().splitlines()[-1]}")
-                            self.counts["ended by itself"] += 1
-                            child.start()
-
-        thread = threading.Thread(target=supervise, name="supervisor")
-        thread.start()
-        try:
-            yield
-        finally:
-            over.set()
-            thread.join()
+    def _supervise(self) -> None:
+        """Start processes again that ended with an error for their operator."""
+        with self._lock:
+            for child in self._supervisable():
+                if child not in self._down and has_error_for_operator(child):
+                    self._say(f"{child.name} ended: {child.tail().splitlines()[-1]}")
+                    self.counts["ended by itself"] += 1
+                    child.start()
 
     def _supervisable(self) -> list[Child]:
         return [*(process.child for process in self.serving), *self.bridges, self.front.child]

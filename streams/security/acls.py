@@ -29,6 +29,20 @@ class Acl:
 #: What a process that checks the topics of its scope at its start needs on each of them.
 CHECK = ("Describe", "DescribeConfigs")
 
+#: What a process needs that reads what a router knows, and changes nothing.
+_REPLAYED: Mapping[str, tuple[str, ...]] = {
+    "kv_events": CHECK,
+    "cxl_events": CHECK,
+    "workers": ("Read", "DescribeConfigs"),
+    "worker_metrics": ("Read", "DescribeConfigs"),
+    "router_loads": ("Read", "DescribeConfigs"),
+    "kv_control": CHECK,
+    "dead_letters": CHECK,
+    "router_decisions": CHECK,
+    "index_changelog": ("Read", "DescribeConfigs"),
+    "cxl_changelog": ("Read", "DescribeConfigs"),
+}
+
 #: By process: operations by field of `Topics`. `Describe` stands only where no other operation implies it.
 TOPIC_OPERATIONS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "worker": {
@@ -90,30 +104,8 @@ TOPIC_OPERATIONS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "index_changelog": ("Read", "Write", "DescribeConfigs"),
         "cxl_changelog": ("Read", "Write", "DescribeConfigs"),
     },
-    "doctor": {
-        "kv_events": CHECK,
-        "cxl_events": CHECK,
-        "workers": ("Read", "DescribeConfigs"),
-        "worker_metrics": ("Read", "DescribeConfigs"),
-        "router_loads": ("Read", "DescribeConfigs"),
-        "kv_control": CHECK,
-        "dead_letters": ("Read", "DescribeConfigs"),
-        "router_decisions": CHECK,
-        "index_changelog": ("Read", "DescribeConfigs"),
-        "cxl_changelog": ("Read", "DescribeConfigs"),
-    },
-    "replay": {
-        "kv_events": CHECK,
-        "cxl_events": CHECK,
-        "workers": ("Read", "DescribeConfigs"),
-        "worker_metrics": ("Read", "DescribeConfigs"),
-        "router_loads": ("Read", "DescribeConfigs"),
-        "kv_control": CHECK,
-        "dead_letters": CHECK,
-        "router_decisions": CHECK,
-        "index_changelog": ("Read", "DescribeConfigs"),
-        "cxl_changelog": ("Read", "DescribeConfigs"),
-    },
+    "doctor": {**_REPLAYED, "dead_letters": ("Read", "DescribeConfigs")},
+    "replay": _REPLAYED,
     "cxl pool": {"workers": ("Read", "Write")},
     "cxl transition": {
         "kv_events": ("Read",),

@@ -89,7 +89,7 @@ class LocalCopy:
         self._catch_up(check_needed, to_own)
 
     def follow(self, until: Callable[[], bool]) -> None:
-        """Take in what the owner writes, until told to stop; the copy's age stays that of the last `catch_up`."""
+        """Take in what the owner writes, until `until` is true; the copy's age stays that of the last `catch_up`."""
         as_of_ms = {table: position.as_of_ms for table, position in self.positions.items()}
         start = {table.changelog_topic: position.next_offset for table, position in self.positions.items()}
         follow_messages(

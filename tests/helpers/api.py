@@ -43,6 +43,7 @@ from streams.tables.records import (
     encode_run,
 )
 from streams.topics import topics
+from tests.helpers.background import repeated
 from tests.helpers.openapi import check_answer
 
 #: Long enough for a busy machine; only a hang takes longer.
@@ -260,21 +261,13 @@ class Agents:
     @contextmanager
     def keeping_fresh(self) -> Iterator[None]:
         """Keep an owner without lag for the partitions in `fresh` while the block runs."""
-        over = threading.Event()
 
-        def run() -> None:
-            while not over.is_set():
-                for partition in self.fresh:
-                    self.state_partition(partition)
-                over.wait(KEEP_FRESH_S)
+        def state_all() -> None:
+            for partition in self.fresh:
+                self.state_partition(partition)
 
-        thread = threading.Thread(target=run, name="fresh")
-        thread.start()
-        try:
+        with repeated(state_all, KEEP_FRESH_S):
             yield
-        finally:
-            over.set()
-            thread.join()
 
     def _send(self, partition: int, key: bytes, value: bytes | None) -> None:
         self._kafka.produce(topics(self.settings).index_changelog.name, key=key, value=value, partition=partition)

@@ -7,7 +7,7 @@ What lives here: finding a broker by its duty, killing it and pausing it. What m
 from __future__ import annotations
 
 import json
-import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -16,6 +16,7 @@ from confluent_kafka import KafkaException
 from streams.kafka.clients import admin
 from streams.lab.kafka import LocalCluster
 from streams.settings import Settings
+from tests.helpers.background import repeated
 from tests.helpers.broker import BreakableKafka
 
 N_BROKERS = 3
@@ -89,19 +90,12 @@ def paused(cluster: LocalCluster, node: int) -> Iterator[None]:
 @contextmanager
 def slowed(cluster: LocalCluster, node: int) -> Iterator[None]:
     """Pause a broker again and again, so briefly that its session goes on, as on a disk or a host that is too busy."""
-    over = threading.Event()
     broker = breakable(cluster, node)
 
-    def run() -> None:
-        while not over.wait(SLOW_RUNS_S):
-            broker.pause()
-            over.wait(SLOW_PAUSED_S)
-            broker.resume()
+    def pause() -> None:
+        broker.pause()
+        time.sleep(SLOW_PAUSED_S)
+        broker.resume()
 
-    thread = threading.Thread(target=run, name="slowed")
-    thread.start()
-    try:
+    with repeated(pause, SLOW_RUNS_S):
         yield
-    finally:
-        over.set()
-        thread.join()

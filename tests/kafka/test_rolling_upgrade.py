@@ -13,14 +13,11 @@ import random
 import subprocess
 import sys
 import tarfile
-import threading
 import urllib.error
 import urllib.request
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from http.client import HTTPException
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -34,6 +31,7 @@ from streams.lab.stack import READY_TIMEOUT_S, Stack, get_json, held_blocks, is_
 from streams.process.waiting import wait_for
 from streams.settings import Settings, as_environ
 from tests.helpers.api import Api
+from tests.helpers.cluster_clients import Clients
 from tests.helpers.support import VISIBLE_TIMEOUT_S
 
 ROOT = Path(__file__).parents[2]
@@ -48,6 +46,9 @@ KINDS = ("front", "bridge", "router", "worker")
 WARM_TIMEOUT_S = 300.0
 
 ANSWER_TIMEOUT_S = 30.0
+
+#: Both cores are needed for the processes that start meanwhile.
+N_CLIENTS, CLIENT_PAUSE_S = 3, 0.05
 
 
 def environment(former: Path | None) -> dict[str, str]:
@@ -103,39 +104,12 @@ class Member:
             assert (FORMER in log.read_text()) == (former is not None), log
 
 
-class Clients:
+class FrontClients(Clients):
     """Clients of the fronts. A front that does not accept a connection, or is starting, is left for the other one."""
 
-    def __init__(self, fronts: list[str]) -> None:
-        self._fronts = fronts
-        self._stopping = threading.Event()
-        self.n_answered = 0
-        self.failures: list[str] = []
-
-    @contextmanager
-    def running(self, n: int = 3) -> Iterator[None]:
-        """Send requests while the block runs."""
-        self._stopping.clear()
-        threads = [threading.Thread(target=self._run, args=(number,)) for number in range(n)]
-        for thread in threads:
-            thread.start()
-        try:
-            yield
-        finally:
-            self._stopping.set()
-            for thread in threads:
-                thread.join()
-
-    def _run(self, number: int) -> None:
-        rng = random.Random(number)
-        while not self._stopping.wait(0.05):
-            family, tail = rng.randrange(20), rng.randrange(1_000)
-            prompt = [family * 1000 + n for n in range(96)] + [100_000 + tail * 100 + n for n in range(64)]
-            try:
-                self.ask(prompt, rng.sample(self._fronts, 2))
-                self.n_answered += 1
-            except (OSError, HTTPException, AssertionError) as exc:
-                self.failures.append(repr(exc))
+    def request(self, rng: random.Random, name: str, prompt: list[int], *, keep: bool) -> None:  # noqa: ARG002 - no booking is theirs
+        """Complete a prompt at any front."""
+        self.ask(prompt, rng.sample(self.routers, len(self.routers)))
 
     @staticmethod
     def ask(prompt: list[int], fronts: list[str]) -> tuple[Mapping[str, str], dict[str, Any]]:
@@ -198,7 +172,7 @@ class Fleet:
             wait_for(lambda: self._is_settled(url), VISIBLE_TIMEOUT_S, f"{url} to have what the engines hold")  # noqa: B023
         for number in range(4):
             prompt = [number * 7_000 + n for n in range(160)]
-            Clients.ask(prompt, self.fronts)
+            FrontClients.ask(prompt, self.fronts)
             for url in self.routers:
                 wait_for(lambda: self._is_settled(url), VISIBLE_TIMEOUT_S, f"{url} to have a new prompt")  # noqa: B023
             for front in self.fronts:
@@ -208,7 +182,7 @@ class Fleet:
     @staticmethod
     def _is_promised_and_found(prompt: list[int], front: str) -> bool:
         """Whether an answer is exact. Its overlap is then what the engine has found."""
-        headers, answer = Clients.ask(prompt, [front])
+        headers, answer = FrontClients.ask(prompt, [front])
         if headers["X-Kvstreams-Mode"] != "exact":
             return False
         overlap = int(headers["X-Kvstreams-Overlap-Blocks"].partition("/")[0])
@@ -236,7 +210,7 @@ def test_versions_share_a_scope_in_every_mixture(
     fleet = Fleet(scope, tmp_path, children)
     for kind in reversed(KINDS):
         fleet.change(kind, former)
-    clients = Clients(fleet.fronts)
+    clients = FrontClients(fleet.fronts, {}, seed=0)
     fleet.assert_right()
     versions = dict.fromkeys(KINDS, False)
     seen = Counter([tuple(versions.values())])
@@ -245,7 +219,7 @@ def test_versions_share_a_scope_in_every_mixture(
         kind = KINDS[min((step & -step).bit_length() - 1, len(KINDS) - 1)]
         versions[kind] = not versions[kind]
         before = clients.n_answered
-        with clients.running():
+        with clients.running(N_CLIENTS, CLIENT_PAUSE_S):
             fleet.change(kind, None if versions[kind] else former)
         print(f"{step}: {versions}, {clients.n_answered - before} answers")
         assert not clients.failures, (step, versions, clients.failures[:5])
@@ -253,7 +227,7 @@ def test_versions_share_a_scope_in_every_mixture(
         fleet.assert_right()
         seen[tuple(versions.values())] += 1
     assert len(seen) == 2 ** len(KINDS) and not any(versions.values())
-    with clients.running():
+    with clients.running(N_CLIENTS, CLIENT_PAUSE_S):
         for kind in KINDS:
             fleet.change(kind, None)
     assert not clients.failures, clients.failures[:5]
