@@ -46,6 +46,14 @@ if TYPE_CHECKING:
     help="compare a router that runs with the topics, at the same offsets; the exit status is 1 if anything differs",
 )
 @click.option(
+    "--out",
+    "out_file",
+    metavar="FILE",
+    type=click.Path(path_type=Path, dir_okay=False),
+    default=None,
+    help="write the state as JSON lines, without tokens or text (docs/replay.md)",
+)
+@click.option(
     "--token-file",
     type=click.Path(path_type=Path),
     default=None,
@@ -57,13 +65,15 @@ def replay(
     until: str | None,
     request_file: Path | None,
     url: str | None,
+    out_file: Path | None,
     token_file: Path | None,
     as_json: bool,
 ) -> None:
     """Rebuild what a router knew from the topics of a scope, and print how much that is.
 
     It reads Kafka only, with the readers and folds of a router, and changes nothing. With --route, it prints what a
-    router with these settings would have answered. With --verify, it compares a router with the topics.
+    router with these settings would have answered. With --verify, it compares a router with the topics. With --out, it
+    writes the state to a file.
     """
     import orjson
     from rich.console import Console
@@ -74,11 +84,12 @@ def replay(
     from streams.process.progress import shown
     from streams.replay.answering import answer_at
     from streams.replay.rebuilding import Replay
+    from streams.replay.state_lines import write_lines
     from streams.replay.summary import as_text, summary
     from streams.topics import topics
 
-    if url is not None and (until is not None or request_file is not None):
-        raise click.UsageError("--verify is about what a router has now; it cannot be combined with --until or --route")
+    if url is not None and any(each is not None for each in (until, request_file, out_file)):
+        raise click.UsageError("--verify is about what a router has now; it cannot be combined with the other options")
     settings = resolved.settings
     log.configure(settings)
     errors = Console(stderr=True)
@@ -91,6 +102,9 @@ def replay(
     if url is not None:
         _verify(replayed, url, token_file, as_json=as_json)
         return
+    if out_file is not None:
+        with shown(errors, "partitions", settings.partitions) as step:
+            write_lines(replayed, out_file, step)
     if request_file is not None:
         click.echo(orjson.dumps(answer_at(replayed, request_file.read_bytes()), option=orjson.OPT_INDENT_2))
         return

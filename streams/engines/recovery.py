@@ -43,7 +43,7 @@ from streams.core.reducer.ordering import (
 )
 from streams.core.runs import Run, RunKey
 from streams.cxl.events import BlockAddress, CxlTransition
-from streams.cxl.records import BLOCK_PREFIX, decode_block, decode_parked, decode_transition, owner_of_row
+from streams.cxl.records import BLOCK_PREFIX, BlockRow, decode_block, decode_parked, decode_transition, owner_of_row
 from streams.engines.continuity import KnownIncarnation
 from streams.engines.cxl_names import PLACED, CxlNames
 from streams.engines.ledger import Ledger
@@ -159,6 +159,13 @@ class RecoveredRank:
             for _, engine in blocks:
                 self.names.drop(engine)
 
+    def adopt_row(self, block: SequenceHash, row: BlockRow) -> None:
+        """Take a row of the agents' table: the name of a block that is in a pool, if this incarnation put it there."""
+        placement = row.placement
+        if placement.state in PLACED and placement.incarnation == self.incarnation:
+            metadata = CxlMemoryMetadata(placement.state, placement.pool_id, placement.accessible_workers)
+            self.names.adopt(row.engine, BlockAddress(block, row.parent, row.position), metadata)
+
     def _empty(self) -> None:
         self.ledger = Ledger(counts_copies=False)
         self._pieces.clear()
@@ -259,8 +266,9 @@ def recover_workers(settings: ScopeSettings, partition: int, worker_ids: Collect
                     table[record.key] = record.value
 
     read_to_end(settings, names.index_changelog.name, partition, None, take)
-    recovered_ranks = _from_table(table, worker_ids)
-    after_table = _applied_offset(table, of_partition, names.kv_events.name) + 1
+    ranks_of = ranks_of_table(table)
+    recovered_ranks: RanksOf = {worker_id: ranks_of.get(worker_id, {}) for worker_id in worker_ids}
+    after_table = applied_offset(table, of_partition, names.kv_events.name) + 1
     keys = {worker_key(worker_id): worker_id for worker_id in worker_ids}
 
     def fold(records: list[Record]) -> None:
@@ -278,7 +286,7 @@ def recover_workers(settings: ScopeSettings, partition: int, worker_ids: Collect
         read_to_end(settings, names.kv_events.name, partition, log.first, fold)
     with_ranks = {worker_id: ranks for worker_id, ranks in recovered_ranks.items() if ranks}
     if with_ranks:
-        _recover_names(settings, with_ranks, partition, _applied_offset(table, of_partition, names.cxl_events.name))
+        _recover_names(settings, with_ranks, partition, applied_offset(table, of_partition, names.cxl_events.name))
     return recovered_ranks
 
 
@@ -310,11 +318,8 @@ def _recover_names(settings: ScopeSettings, ranks_of: RanksOf, partition: int, a
             if key.startswith(BLOCK_PREFIX):
                 where, row = decode_block(key, value)
                 recovered = ranks.get(where.owner.dp_rank)
-                placement = row.placement
-                placed = placement.state in PLACED
-                if recovered is not None and placed and placement.incarnation == recovered.incarnation:
-                    metadata = CxlMemoryMetadata(placement.state, placement.pool_id, placement.accessible_workers)
-                    recovered.names.adopt(row.engine, BlockAddress(where.sequence, row.parent, row.position), metadata)
+                if recovered is not None:
+                    recovered.adopt_row(where.sequence, row)
             else:
                 _fold_transition(ranks, decode_parked(key, value)[1].raw, settings)
         except BadRecord:
@@ -335,7 +340,8 @@ def _fold_transition(ranks: Mapping[int, RecoveredRank], raw: bytes | None, sett
         recovered.fold_transition(transition)
 
 
-def _from_table(table: dict[bytes, bytes], worker_ids: Collection[WorkerId]) -> RanksOf:
+def ranks_of_table(table: Mapping[bytes, bytes]) -> RanksOf:
+    """Return the ranks in rows of the index's table, each with what it holds; rows of other kinds are skipped."""
     progress: dict[RankId, Progress] = {}
     runs: dict[RankId, list[Run]] = {}
     for key, value in table.items():
@@ -347,13 +353,13 @@ def _from_table(table: dict[bytes, bytes], worker_ids: Collection[WorkerId]) -> 
                 runs.setdefault(RUN_KEY.parse(key).rank, []).append(decode_run(key, value))
         except BadRecord:
             continue  # agents and routers skip the record as well
-    ranks_of: RanksOf = {worker_id: {} for worker_id in worker_ids}
+    ranks_of: RanksOf = {}
     for rank, rank_progress in progress.items():
-        ranks_of[rank.worker_id][rank.dp_rank] = recovered_rank(rank_progress, runs.get(rank, []))
+        ranks_of.setdefault(rank.worker_id, {})[rank.dp_rank] = recovered_rank(rank_progress, runs.get(rank, []))
     return ranks_of
 
 
-def _applied_offset(table: dict[bytes, bytes], key: bytes, topic: str) -> int:
+def applied_offset(table: Mapping[bytes, bytes], key: bytes, topic: str) -> int:
     """Return the offset of the last record of a source that the table contains; -1 if it contains none."""
     assert key.startswith(PARTITION_KEY.prefix)
     try:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from streams.replay.cuts import time_text
+from streams.replay.cuts import Cut, time_text
 from streams.replay.rebuilding import Replay
 
 
@@ -19,9 +19,6 @@ def summary(replay: Replay) -> dict[str, Any]:
     states = view.index.rank_states()
     with router.loads.locked() as loads:
         n_bookings = sum(load.requests for load in loads.ranks().values())
-    offsets: dict[str, dict[str, int]] = {}
-    for (topic, partition), offset in sorted(cut.ends.items()):
-        offsets.setdefault(topic, {})[str(partition)] = offset
     return {
         "moment": time_text(cut.moment_ms),
         "moment_ms": cut.moment_ms,
@@ -44,8 +41,16 @@ def summary(replay: Replay) -> dict[str, Any]:
         "cordons": fleet.n_cordons,
         "avoidances": len(fleet.avoidances),
         "engine_metrics": len(fleet.engines.reports()),
-        "offsets": offsets,
+        "offsets": offsets_of(cut),
     }
+
+
+def offsets_of(cut: Cut) -> dict[str, dict[str, int]]:
+    """The offsets of a cut by topic and partition, as --until takes them."""
+    offsets: dict[str, dict[str, int]] = {}
+    for (topic, partition), offset in sorted(cut.ends.items()):
+        offsets.setdefault(topic, {})[str(partition)] = offset
+    return offsets
 
 
 def as_text(values: dict[str, Any]) -> str:

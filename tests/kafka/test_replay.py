@@ -28,8 +28,21 @@ from tests.helpers.api import Api
 from tests.helpers.commands import Run, assert_one_line
 from tests.helpers.cxl_histories import expected_blocks, reference_of
 from tests.helpers.pages import block_of
-from tests.helpers.replayed_scope import MODEL, WORKERS, Applied, Owners, Writer, fill_registry, now_ms
+from tests.helpers.replayed_scope import (
+    MODEL,
+    WORKERS,
+    Applied,
+    Owners,
+    Writer,
+    fill_registry,
+    n_booking_records,
+    now_ms,
+)
+from tests.helpers.state_file import StateFile
 from tests.helpers.support import VISIBLE_TIMEOUT_S
+
+#: Of a history at whose end a rank holds blocks with labels, which few of them do.
+SEED_WITH_LABELS = 51452
 
 
 def seed() -> int:
@@ -87,6 +100,56 @@ def test_a_replay_has_what_a_running_router_has(stack: Stack, run: Run) -> None:
         # The owners run, and have applied what was written. Nothing was ever reported of the three workers.
         assert {str(reason) for reason in replay.router.view.rank_counts().degraded} == {"no_events_yet"}
     assert ["bookings", "4"] in [line.split() for line in as_text(summary(replay)).splitlines()]
+
+
+@pytest.mark.first_ring
+def test_a_file_of_lines_has_everything_that_a_router_has(stack: Stack, run: Run, tmp_path: Path) -> None:
+    """A reader that knows the page alone folds it back into the same index, pools, registry and bookings."""
+    stack.settings = replace(stack.settings, router_avoid_s=60.0, history_window_s=3600.0)
+    worker = stack.worker()
+    api, writer = Api(worker.url), Writer(stack.settings, SEED_WITH_LABELS, 150)
+    fill_registry(stack.settings, api)
+    writer.write(150)
+    writer.wait_known(worker.url)
+    wait_for(lambda: n_booking_records(stack.settings) >= 7, VISIBLE_TIMEOUT_S, "the ends of bookings in the log")
+    file = tmp_path / "state.jsonl"
+    done = run("replay", "--out", str(file), env=as_environ(stack.settings))
+    assert done.returncode == 0, done.stderr
+    read = StateFile(file)
+
+    replay = Replay(stack.settings)
+    replay.advance(cut_now(stack.settings, replay.router.feeds.topics))
+    index, view = replay.router.view.index, replay.router.view
+    members = index.members()
+    assert read.held() == {(rank.worker_id, rank.dp_rank, tier.name.lower(), block) for rank, tier, block in members}
+    epochs = {(state.rank.worker_id, state.rank.dp_rank): tuple(state.epoch) for state in index.rank_states()}
+    ranks = {(line["worker_id"], line["dp_rank"]): line for line in read.lines["rank"]}
+    assert {rank: (line["incarnation"], line["generation"]) for rank, line in ranks.items()} == epochs
+    held = {(rank, block) for rank, _, block in members}
+    labels = {
+        (rank.worker_id, rank.dp_rank, int(block)): (moe.layer_id, moe.expert_id, moe.expert_group)
+        for rank, block, moe in view.facts.labels()
+        if (rank, block) in held
+    }
+    assert read.labels() == labels
+    assert len(labels) > 0
+    rows, _ = view.facts.rows()
+    pooled = {
+        (rank.worker_id, rank.dp_rank, int(block), pool_id, row.placement.state) for block, rank, pool_id, row in rows
+    }
+    names = ("worker_id", "dp_rank", "sequence_hash", "pool_id", "state")
+    assert {tuple(line[name] for name in names) for line in read.lines["pooled"]} == pooled
+    assert len(pooled) > 0
+    for kind, key, expected in (
+        ("worker", "worker_id", set(WORKERS)),
+        ("cordon", "worker_id", {WORKERS[0]}),
+        ("pool", "pool_id", {"rack1"}),
+        ("booking", "request_id", {"r0", "r2", "r3", "r4"}),
+    ):
+        assert {line[key] for line in read.lines[kind]} == expected
+    assert {line["prefilled"] for line in read.lines["booking"] if line["request_id"] == "r0"} == {True}
+    file.write_text(json.dumps(read.scope))
+    assert run("replay", "--until", f"@{file}", env=as_environ(stack.settings)).returncode == 0
 
 
 @pytest.mark.first_ring
@@ -256,7 +319,15 @@ def test_the_commands_of_the_page_run_one_after_the_other(stack: Stack, run: Run
     time.sleep(0.5)  # until the bookings are in the log
     ours = {"http://router:8000": worker.url, "14:03": time_text(now_ms())}
     (tmp_path / "request.json").write_text(json.dumps({"model": MODEL, "token_ids": [1] * 64, "request_id": "asked"}))
-    for beginning in ("replay\n", "replay --until 15m", "replay --verify", "replay --until 14:03", "topics window"):
+    beginnings = (
+        "replay\n",
+        "replay --until 15m",
+        "replay --verify",
+        "replay --until 14:03",
+        "replay --out",
+        "topics window",
+    )
+    for beginning in beginnings:
         for line in block_of("docs/replay.md", f"kvstreams {beginning}").splitlines():
             command, _, file = line.partition(" > ")
             words = [ours.get(word, word) for word in shlex.split(command, comments=True)]

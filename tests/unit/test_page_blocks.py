@@ -69,6 +69,7 @@ TESTED: dict[str, list[tuple[str, str]]] = {
         ("docs/replay.md", "kvstreams replay\n"),
         ("docs/replay.md", "kvstreams replay --until 15m"),
         ("docs/replay.md", "kvstreams replay --verify"),
+        ("docs/replay.md", "kvstreams replay --out"),
         ("docs/replay.md", "kvstreams replay --until 14:03"),
         ("docs/replay.md", "kvstreams topics window"),
     ],
