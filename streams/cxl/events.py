@@ -14,12 +14,23 @@ import numpy as np
 import numpy.typing as npt
 
 from streams.core.cxl_memory import CxlMemoryState, pool_name, state_of
+from streams.core.events import BEFORE_FIRST
 from streams.core.ids import U64_MASK, EngineHash, HashArray, Incarnation, RankId, SequenceHash, WorkerId
 from streams.cxl.states import RULES
 from streams.errors import InvalidEvent, InvalidRequest
 
 #: Blocks per record. Each becomes a row of 100 to 200 bytes, written in the transaction that applies the record.
 TRANSITION_BLOCKS_MAX = 4096
+
+#: Blocks that one row stands for, because they can be read only together. LMCache's chunks have 16 with default
+#: settings.
+SPAN_MAX = 65_536
+
+#: Bytes of an owner's note on one block.
+NOTE_BYTES_MAX = 256
+
+#: `follows` of a transition whose owner has no `kv-events`, so that it waits for no batch.
+STANDS_ALONE = BEFORE_FIRST - 1
 
 #: Characters of a pool's id and of its latency class, both of which are part of keys and rows.
 POOL_NAME_CHARS_MAX = 128
@@ -93,19 +104,23 @@ class AddressedBlocks:
     """The blocks of one transition, as columns.
 
     sequence, parents, engine: uint64[n]; positions: uint32[n]. The parent of a block at position 0 has no meaning.
-    engine: the owner's own names, by which a restarted bridge finds the blocks of its engine again.
+    engine: the owner's own names, by which a restarted bridge finds the blocks of its engine again. notes: what else
+    the owner needs for that, for each block or for none; it has no meaning for anybody else.
     """
 
     sequence: HashArray
     parents: HashArray
     positions: npt.NDArray[np.uint32]
     engine: HashArray
+    notes: tuple[bytes, ...] = ()
 
     def __len__(self) -> int:
         return len(self.sequence)
 
     def __getitem__(self, part: slice) -> AddressedBlocks:
-        return AddressedBlocks(self.sequence[part], self.parents[part], self.positions[part], self.engine[part])
+        return AddressedBlocks(
+            self.sequence[part], self.parents[part], self.positions[part], self.engine[part], self.notes[part]
+        )
 
     def rows(self) -> list[tuple[BlockAddress, EngineHash]]:
         """Return one entry per block."""
@@ -136,8 +151,9 @@ class CxlTransition:
     """One record of `cxl-events`: blocks of one rank enter a state.
 
     follows: the number of the last batch on `kv-events`, within the same incarnation, that the engine published before
-    this transition; BEFORE_FIRST for none. event_id: the engine's own number, shown to people. pool_epoch: the pool's
-    epoch as its owner knew it, 0 if it knew none.
+    this transition; BEFORE_FIRST for none, STANDS_ALONE if its owner is no engine. event_id: the engine's own number,
+    shown to people. pool_epoch: the pool's epoch as its owner knew it, 0 if it knew none. span: how many blocks each of
+    `blocks` stands for, itself and those before it, because they can be read only together.
     """
 
     rank: RankId
@@ -151,6 +167,7 @@ class CxlTransition:
     accessible_workers: tuple[WorkerId, ...]
     emitted_at_ms: int
     blocks: AddressedBlocks
+    span: int = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,11 @@
 
 What lives here: `PooledIndex`. What must not: records (pooled_view), locks, and the weight of a pooled block (cost).
 
+A row may stand for several blocks that can be read only together, as LMCache's chunks. Its fact is under a key made of
+the hash of the last of them and of their number, the span. A request looks each of its blocks up under its own hash,
+and for each span in use under the key of the stretch that it is part of. Stretches begin at multiples of their span. So
+what a worker can read ends with a whole stretch.
+
 The facts of a block are its placements: model, pool, epoch and accessible workers. Which workers can read a block
 follows from these, from the registry's pools and from the registered workers. The result is computed when a request
 needs it, and cached until one of them changes. So the loss of a pool or the departure of a host needs no change of any
@@ -15,14 +20,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
+
 from streams.core.block_facts.fact_sets import FactQueries, FactQuery, FactSets, RankNumbering
 from streams.core.block_facts.interner import FactInterner
 from streams.core.cxl_memory import CxlMemoryState
-from streams.core.ids import SequenceHash, WorkerId
+from streams.core.ids import U64_MASK, HashArray, SequenceHash, WorkerId
 from streams.cxl.events import CxlPool
 from streams.cxl.records import Placement
 from streams.cxl.visibility import reachable_workers
 from streams.errors import IndexFull
+
+#: Different spans in use at a time; each is one more lookup per block. Rows with further ones count for no request.
+SPANS_MAX = 4
+
+#: Tells the keys of stretches from hashes, and those of different spans from each other: 2^64 divided by the golden
+#: ratio.
+_SPAN_STEP = 0x9E3779B97F4A7C15
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +56,9 @@ class PooledIndex:
     """Rows of the table whose state is cxl_pooled, by sequence hash. Not thread-safe: the view has a lock.
 
     pools: the registry's pools; the view changes them, and calls invalidate_masks after each change. over_capacity: the
-    number of rows that are not indexed at the moment because the fact sets were full. _refused: the number of such rows
-    by block and fact; either all owners' rows of one block and fact are indexed, or none.
+    number of rows that are not indexed at the moment because the fact sets were full. _spans: the number of rows by
+    span, of those above 1, in order of their first rows; the first SPANS_MAX of them are looked up. _refused: the
+    number of such rows by block and fact; either all owners' rows of one block and fact are indexed, or none.
     """
 
     def __init__(self, sets: FactSets, pools: Mapping[str, CxlPool]) -> None:
@@ -51,6 +66,7 @@ class PooledIndex:
         self._pools = pools
         self._queries = FactQueries()
         self._facts: FactInterner[_PoolFact] = FactInterner()
+        self._spans: dict[int, int] = {}
         self._refused: Counter[tuple[SequenceHash, _PoolFact]] = Counter()
         self.over_capacity = 0
 
@@ -65,12 +81,39 @@ class PooledIndex:
         arrives while there is capacity.
         """
         old, new = _fact_of(before), _fact_of(after)
-        if old == new:
+        old_key, new_key = _key(sequence, before), _key(sequence, after)
+        if (old, old_key) == (new, new_key):
             return
-        if old is not None:  # first: it may free the space that the new one needs
-            self._remove_fact(sequence, old)
-        if new is not None:
-            self._add_fact(sequence, new)
+        if old is not None and before is not None:  # first: it may free the space that the new one needs
+            self._remove_fact(old_key, old)
+            self._count_span(before.span, -1)
+        if new is not None and after is not None:
+            self._add_fact(new_key, new)
+            self._count_span(after.span, 1)
+
+    def keys_of(self, sequence: HashArray) -> HashArray:
+        """Return the keys under which a request's blocks are looked up.
+
+        sequence: uint64[n]. Returns uint64[n], the hashes themselves, or with k spans in use uint64[1 + k, n]. A block
+        that is in no whole stretch has the key 0.
+        """
+        spans = list(self._spans)[:SPANS_MAX]
+        if not spans:
+            return sequence
+        keys = np.zeros((1 + len(spans), len(sequence)), dtype=np.uint64)
+        keys[0] = sequence
+        for number, span in enumerate(spans, 1):
+            lasts = sequence[span - 1 :: span] ^ np.uint64(span * _SPAN_STEP & U64_MASK)
+            keys[number, : len(lasts) * span] = np.repeat(lasts, span)
+        return keys
+
+    def _count_span(self, span: int, more: int) -> None:
+        if span > 1:
+            n_rows = self._spans.get(span, 0) + more
+            if n_rows:
+                self._spans[span] = n_rows
+            else:
+                del self._spans[span]
 
     def invalidate_masks(self) -> None:
         """Drop the cached results, because a pool has changed."""
@@ -120,6 +163,13 @@ class PooledIndex:
                 ):
                     mask |= numbers.workers[worker]
         return mask
+
+
+def _key(sequence: SequenceHash, placement: Placement | None) -> SequenceHash:
+    """Return the key of a row's fact: the block's hash, changed by the span if the row stands for several blocks."""
+    if placement is None or placement.span == 1:
+        return sequence
+    return SequenceHash(sequence ^ (placement.span * _SPAN_STEP & U64_MASK))
 
 
 def _fact_of(placement: Placement | None) -> _PoolFact | None:

@@ -15,11 +15,13 @@ import numpy as np
 import numpy.typing as npt
 
 from streams.core.cxl_memory import CxlMemoryState
-from streams.core.events import BEFORE_FIRST
 from streams.core.ids import EngineHash, Incarnation, RankId, SequenceHash, WorkerId
 from streams.cxl.events import (
+    NOTE_BYTES_MAX,
     POOL_EPOCH_MAX,
     POOL_MEMBERS_MAX,
+    SPAN_MAX,
+    STANDS_ALONE,
     TRANSITION_BLOCKS_MAX,
     AddressedBlocks,
     CxlPool,
@@ -32,6 +34,7 @@ from streams.kafka.shapes import (
     HASHES,
     I32_MAX,
     RANK,
+    TEXTS,
     U64,
     Field,
     FixedKey,
@@ -71,6 +74,7 @@ class Placement:
 
     state: the state entered (in_transit, cxl_pooled or evicted), even if the owner's incarnation has ended since.
     incarnation: the owner's incarnation in which the state was entered. entered_at_ms: append time of the transition.
+    span: how many blocks a row stands for, itself and those before it.
     """
 
     state: CxlMemoryState
@@ -80,16 +84,18 @@ class Placement:
     model: str
     incarnation: Incarnation
     entered_at_ms: int
+    span: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class BlockRow:
-    """A row of the table: a block's position in its chain, its owner's name of it, and its placement."""
+    """A row of the table: a block's position in its chain, its owner's name and note of it, and its placement."""
 
     placement: Placement
     parent: SequenceHash | None
     position: int
     engine: EngineHash
+    note: bytes = b""
 
 
 class EndedIncarnation(NamedTuple):
@@ -151,15 +157,19 @@ def _check_blocks(blocks: AddressedBlocks) -> None:
         raise BadRecord("bad_hashes", f"columns differ in length: {counts} hashes, parents, positions, engine hashes")
     if counts[0] and int(blocks.positions.max()) > I32_MAX:
         raise BadRecord("bad_hashes", f"position {blocks.positions.max()} is out of range")
+    if blocks.notes and (len(blocks.notes) != counts[0] or max(map(len, blocks.notes)) > NOTE_BYTES_MAX):
+        raise BadRecord("bad_transition", f"{len(blocks.notes)} notes on {counts[0]} blocks, or one is too long")
     if not 1 <= counts[0] <= TRANSITION_BLOCKS_MAX:
         raise BadRecord("bad_transition", f"{counts[0]} blocks; a record has 1 to {TRANSITION_BLOCKS_MAX}")
 
 
 def _check_transition(transition: CxlTransition) -> None:
-    if transition.follows < BEFORE_FIRST:
+    if transition.follows < STANDS_ALONE:
         raise BadRecord("bad_sequence", f"a transition cannot follow batch {transition.follows}")
     if not 0 <= transition.pool_epoch <= POOL_EPOCH_MAX:
         raise BadRecord("bad_pool", f"epoch {transition.pool_epoch} of a pool is out of range")
+    if not 1 <= transition.span <= SPAN_MAX:
+        raise BadRecord("bad_transition", f"each block stands for {transition.span}; at most {SPAN_MAX}")
     n_workers = len(transition.accessible_workers)
     if n_workers > POOL_MEMBERS_MAX:
         raise BadRecord("bad_transition", f"{n_workers} workers; at most {POOL_MEMBERS_MAX}")
@@ -179,6 +189,7 @@ _BLOCKS = Shape(
     parents=HASHES,
     positions=Field(lambda positions: positions.astype("<u4").tobytes(), _positions),
     engine=HASHES.named("engine_hashes"),
+    notes=TEXTS,
 )
 _TRANSITION = RecordShape(
     "cxl-events",
@@ -259,7 +270,7 @@ def decode_block(key: bytes, value: bytes) -> tuple[BlockKey, BlockRow]:
     """Decode a block's row; raises BadRecord."""
     block = parse_block_key(key)
     row = _BLOCK.decode(value, pool_id=block.pool_id)
-    if row.position < 0 or (row.position == 0) != (row.parent is None):
+    if row.position < 0 or (row.position == 0) != (row.parent is None) or row.placement.span < 1:
         raise BadRecord("bad_row", f"block {block.sequence} at position {row.position} has parent {row.parent}")
     return block, row
 

@@ -12,7 +12,8 @@ reading of the two logs was interleaved, because each log decides different thin
   later incarnation treats a block in transit as evicted. A transition is refused if an earlier one of its rank has a
   newer incarnation.
 - `kv-events` alone decides which transitions are applied: those whose incarnation reaches the batch that they follow.
-  While that is unknown, the transition is parked, and so are all later ones of its rank. It is dropped if a newer
+  While that is unknown, the transition is parked, and so are all later ones of its rank. One whose owner is no engine
+  (STANDS_ALONE) follows none and is applied at once. It is dropped if a newer
   incarnation has begun and the older one ended before that batch. The owner's row keeps the last batch of each ended
   incarnation, for transitions that are read later.
 - `kv-events` alone decides which incarnations have ended. Rows are not rewritten for that: a reader treats a block in
@@ -38,7 +39,7 @@ from streams.core.cxl_memory import CxlMemoryMetadata, CxlMemoryState
 from streams.core.events import BEFORE_FIRST
 from streams.core.ids import Incarnation, RankId, SequenceHash
 from streams.core.reducer.ordering import Health, Progress
-from streams.cxl.events import CxlTransition
+from streams.cxl.events import STANDS_ALONE, CxlTransition
 from streams.cxl.records import BlockKey, BlockRow, EndedIncarnation, OwnerRow, ParkedKey, ParkedRow, Placement
 from streams.cxl.states import NOT_POOLED, RefusalReason, TransitionRefused, after_owner_ended, transition
 from streams.errors import BadRecord
@@ -258,6 +259,8 @@ class PooledBlockTable:
 
     def _readiness(self, change: CxlTransition) -> _Readiness:
         """Return whether the batch that a transition follows has been read, will be, or can no longer be."""
+        if change.follows == STANDS_ALONE:
+            return _Readiness.READY
         progress = self._progress_of(change.rank)
         if progress is None or change.incarnation > progress.epoch.incarnation:
             return _Readiness.EARLY
@@ -318,7 +321,8 @@ class PooledBlockTable:
         """Enter the new state for all blocks for which this is legal, then raise BadRecord if blocks were refused."""
         fresh: dict[Placement | None, Placement] = {}  # blocks that shared an old placement also share the new one
         refusals: list[tuple[SequenceHash, TransitionRefused]] = []
-        for address, engine in change.blocks.rows():
+        notes = change.blocks.notes or (b"",) * len(change.blocks)
+        for (address, engine), note in zip(change.blocks.rows(), notes, strict=True):
             row = self._blocks.get(change.rank, address.sequence)
             known = NOT_POOLED if row is None else _metadata_for(change.incarnation, row.placement)
             entered = transition(known, change.state, change.pool_id, change.accessible_workers)
@@ -332,7 +336,7 @@ class PooledBlockTable:
                 old = None if change.state is CxlMemoryState.IN_TRANSIT or row is None else row.placement
                 if old not in fresh:
                     fresh[old] = _placement(old, entered, change, timestamp_ms)
-                row = BlockRow(fresh[old], address.parent, address.position, engine)
+                row = BlockRow(fresh[old], address.parent, address.position, engine, note)
                 self._blocks.put(change.rank, address.sequence, row)
         self.counts[PooledTableCount.BLOCKS_ENTERED] += len(change.blocks) - len(refusals)
         if refusals:
@@ -381,5 +385,6 @@ def _placement(
             model=change.model,
             incarnation=change.incarnation,
             entered_at_ms=timestamp_ms,
+            span=change.span,
         )
     return replace(old, state=entered.state, incarnation=change.incarnation, entered_at_ms=timestamp_ms)

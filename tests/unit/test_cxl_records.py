@@ -188,7 +188,7 @@ def datum(**changed: object) -> bytes:
     ("raw", "reason"),
     [
         (datum(dp_rank=-1), "bad_rank"),
-        (datum(follows=-2), "bad_sequence"),
+        (datum(follows=-3), "bad_sequence"),
         (datum(pool_epoch=-1), "bad_pool"),
         (datum(pool_id=""), "bad_pool"),
         (datum(pool_id="p" * 129), "bad_pool"),

@@ -98,3 +98,52 @@ def test_the_order_and_repetition_of_named_workers_makes_no_difference(monkeypat
     index.replace(SequenceHash(1), placed(*range(8)), placed(*reversed(range(8))))
     index.replace(SequenceHash(1), placed(3, *range(8)), replace(placed(), state=CxlMemoryState.EVICTED))
     assert (len(index), reached(index, sets, SequenceHash(1))) == (999, set())
+
+
+def _walked(pooled: list[set[int]], held: list[set[int]], worker: int, start: int) -> int:
+    """Count the pooled blocks that a worker reads from `start` on, over own blocks that follow them."""
+    at, n_read = start, 0
+    while at < len(pooled) and (worker in pooled[at] or worker in held[at]):
+        n_read += worker in pooled[at]
+        at += 1
+    return n_read
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_a_row_that_stands_for_several_blocks_is_read_as_a_whole(seed: int) -> None:
+    """Blocks of a stretch can be read if its row is there, and its stretch is in the request as a whole."""
+    rng, sets = random.Random(seed), FactSets()
+    index = PooledIndex(sets, {})
+    n_blocks, spans = rng.randrange(1, 40), rng.sample([1, 2, 4, 8], rng.randrange(1, 4))
+    sequence = np.array([rng.randrange(1, 1 << 64) for _ in range(n_blocks)], dtype=np.uint64)
+    pooled: list[set[int]] = [set() for _ in range(n_blocks)]
+    rows = []
+    for span in spans:
+        for last in range(span - 1, n_blocks, span):
+            if rng.random() < 0.7:
+                named = rng.sample(range(3), rng.randrange(1, 3))
+                row = replace(placed(*named), span=span)
+                index.replace(SequenceHash(int(sequence[last])), None, row)
+                rows.append((SequenceHash(int(sequence[last])), row))
+                if rng.random() < 0.1:  # it ends again
+                    index.replace(*rows.pop(), None)
+                    continue
+                for part in range(last - span + 1, last + 1):
+                    pooled[part].update(named)
+    keys, candidates = index.keys_of(sequence), Candidates(RANKS.ranks)
+    masks, numbers = index.query("m", RANKS).masks(), RANKS.of(candidates)
+    starts = np.array([rng.randrange(n_blocks + 1) for _ in RANKS.ranks], dtype=np.int64)
+    weighed = sets.weigh(masks, None, keys, numbers, starts, starts.astype(float), 0.5, 0.0)
+    nothing: list[set[int]] = [set() for _ in range(n_blocks)]
+    read = [_walked(pooled, nothing, worker, start) for worker, start in enumerate(starts.tolist())]
+    found = weighed.cxl_accessible_scores
+    assert read == ([0] * len(read) if found is None else found.tolist())
+    held = [{worker for worker in range(8) if rng.random() < 0.3} for _ in range(n_blocks)]
+    bits = np.array([sum(1 << worker for worker in workers) for workers in held], dtype=np.int64)
+    path = index.query("m", RANKS).path(keys)
+    walked = None if path is None else path.walk(candidates, starts, (np.arange(n_blocks), bits, 1))
+    read = [_walked(pooled, held, worker, start) for worker, start in enumerate(starts.tolist())]
+    assert read == ([0] * len(read) if walked is None else walked.tolist())
+    for block, row in rows:
+        index.replace(block, row, None)
+    assert len(index) == 0 and index.keys_of(sequence) is sequence

@@ -130,7 +130,7 @@ class QueryMasks:
 class RequestPath:
     """The mask rows of a request's blocks for one query, as they were at the lookup; later changes do not affect it.
 
-    found: int64[2 * n], see kernels.fact_sets.
+    found: int64[k, 2 * n], for each of the keys of a block, see kernels.fact_sets.
     """
 
     __slots__ = ("_bits", "_numbers", "_sets", "_words", "found")
@@ -141,8 +141,8 @@ class RequestPath:
         self.found = found
 
     def rows(self) -> Int64Array:
-        """Return the row of each block, 0 for a block that no rank may use: int64[n]."""
-        return self.found[: len(self.found) // 2]
+        """Return the row of each block under its first key, 0 for a block that no rank may use: int64[n]."""
+        return self.found[0, : self.found.shape[1] // 2]
 
     def walk(self, candidates: Candidates, starts: Int64Array, held: HolderBitmaps) -> Int64Array | None:
         """Walk on from the end of each candidate's own blocks, over blocks that it may use or holds.
@@ -150,7 +150,7 @@ class RequestPath:
         starts: int64[m], own leading blocks. held: the candidates that hold each block, see HolderBitmaps. Returns the
         number of blocks that each candidate may use, int64[m], or None if no candidate may use any.
         """
-        return self._sets.walk(self.found, self._bits, self._words, self._numbers.of(candidates), starts, held)
+        return self._sets.walk(self.found.ravel(), self._bits, self._words, self._numbers.of(candidates), starts, held)
 
 
 class FactQuery:
@@ -174,9 +174,9 @@ class FactQuery:
         """Return the masks worked out so far."""
         return self.sets.masks(self._key, self.numbers, self._mask_of)
 
-    def path(self, sequence: HashArray) -> RequestPath | None:
-        """Look up a whole request; None if no rank may use any of its blocks. sequence: uint64[n], contiguous."""
-        return self.sets.path(sequence, self.masks())
+    def path(self, keys: HashArray) -> RequestPath | None:
+        """Look up a whole request; None if no rank may use any of its blocks. keys: see FactSets.weigh."""
+        return self.sets.path(keys, self.masks())
 
 
 class FactQueries:
@@ -311,14 +311,16 @@ class FactSets:
         masks.widen(len(self._sets))
         return masks
 
-    def path(self, sequence: HashArray, masks: QueryMasks) -> RequestPath | None:
-        """Look up a request; None if no rank may use any of its blocks. sequence: uint64[n], contiguous."""
-        found = np.empty(2 * len(sequence), dtype=np.int64)
-        while True:
-            n_found = self._find(masks.row_of, sequence, found)
-            if n_found >= 0:
-                return RequestPath(masks, found) if n_found else None
-            self._add_set_to(masks, -n_found)
+    def path(self, keys: HashArray, masks: QueryMasks) -> RequestPath | None:
+        """Look up a request; None if no rank may use any of its blocks. keys: see `weigh`."""
+        lookups = np.atleast_2d(keys)
+        found = np.zeros((len(lookups), 2 * lookups.shape[1]), dtype=np.int64)
+        n_found_of_all = 0
+        for of_lookup, into in zip(lookups, found, strict=True):
+            while (n_found := self._find(masks.row_of, of_lookup, into)) < 0:
+                self._add_set_to(masks, -n_found)
+            n_found_of_all += n_found
+        return RequestPath(masks, found) if n_found_of_all else None
 
     def _add_set_to(self, masks: QueryMasks, number: int) -> None:
         masks.add_set(number, self._sets[number])
@@ -387,7 +389,7 @@ class FactSets:
         self,
         pooled: QueryMasks | None,
         labelled: QueryMasks | None,
-        sequence: HashArray,
+        keys: HashArray,
         numbers: Int64Array,
         overlap: Int64Array,
         effective: Float64Array,
@@ -396,18 +398,21 @@ class FactSets:
     ) -> WeighedMatches:
         """Count and weigh CXL-accessible and MoE-matching blocks of each candidate; see kernels.fact_sets.weigh.
 
-        pooled, labelled: masks of fact sets of this class. sequence: uint64[n], contiguous. numbers: int64[m], the rank
+        pooled, labelled: masks of fact sets of this class. keys: uint64[n] or uint64[k, n], contiguous, the keys under
+        which each block's facts are; labels are under the first alone. numbers: int64[m], the rank
         number of each candidate, -1 for none. overlap: int64[m], its own leading blocks. effective: float64[m], the
         weight of those.
         """
         kernels, m = self._kernels, len(numbers)
-        counts = np.empty(2 * m + 3 * len(sequence), dtype=np.int64)
+        n_keys, n_blocks = keys.size, keys.shape[-1]
+        counts = np.empty(2 * m + 2 * n_keys + n_blocks, dtype=np.int64)
         weighed = np.empty(2 * m)
         while True:
             found = kernels.weigh(
                 0 if pooled is None else pooled.address,
                 0 if labelled is None else labelled.address,
-                sequence,
+                keys.reshape(-1),
+                n_blocks,
                 numbers,
                 overlap,
                 effective,
@@ -417,13 +422,16 @@ class FactSets:
                 weighed,
             )
             if found >= 0:
+                rows = counts[2 * m : 2 * m + n_keys]
+                if n_keys != n_blocks:  # a block that is in a pool under any key is in one
+                    rows = (rows.reshape(-1, n_blocks) != 0).any(axis=0).astype(np.int64)
                 return WeighedMatches(
                     counts[:m] if found & kernels.POOLED_ANY else None,
                     counts[m : 2 * m] if found & kernels.LABELLED_ANY else None,
                     weighed[:m],
                     weighed[m:],
                     found & _BLOCKS_MASK,
-                    counts[2 * m :],
+                    rows,
                 )
             if found < -kernels.LABELLED_SET:
                 assert labelled is not None  # the kernel found a set in its map

@@ -32,11 +32,12 @@ def locked_holders(holders_along: HoldersAlong, index_lock: AbstractContextManag
 class SupplementaryMatches:
     """The supplementary matches of one request.
 
-    sequence: uint64[n], the request's sequence hashes, contiguous. pooled, labelled: queries, None if the request does
-    not use such facts or there are none. facts_lock: facts change only under it; it is held for microseconds.
+    sequence: uint64[n], the request's sequence hashes, contiguous. keys: the keys under which each block's facts are,
+    see FactSets.weigh. pooled, labelled: queries, None if the request does not use such facts or there are none.
+    facts_lock: facts change only under it; it is held for microseconds.
     """
 
-    __slots__ = ("_facts_lock", "_holders_along", "_labelled", "_pooled", "_sequence")
+    __slots__ = ("_facts_lock", "_holders_along", "_keys", "_labelled", "_pooled", "_sequence")
 
     def __init__(
         self,
@@ -45,8 +46,10 @@ class SupplementaryMatches:
         labelled: FactQuery | None,
         holders_along: HoldersAlong,
         facts_lock: AbstractContextManager[object],
+        keys: HashArray | None = None,
     ) -> None:
         self._sequence = sequence
+        self._keys = sequence if keys is None else keys
         self._pooled = pooled
         self._labelled = labelled
         self._holders_along = holders_along
@@ -72,7 +75,7 @@ class SupplementaryMatches:
             weighed = query.sets.weigh(
                 None if self._pooled is None else self._pooled.masks(),
                 None if self._labelled is None else self._labelled.masks(),
-                sequence,
+                self._keys,
                 numbers,
                 scores,
                 effective,
@@ -100,7 +103,7 @@ class SupplementaryMatches:
             return None
         # The path may include facts that were folded since the first count. They are used as far as `held` goes.
         with self._facts_lock:
-            path = self._pooled.path(self._sequence)
+            path = self._pooled.path(self._keys)
         return None if path is None else path.walk(candidates, scores, held)
 
     def matching(self, ranks: Sequence[RankId], scores: PrefixScores) -> set[RankId]:

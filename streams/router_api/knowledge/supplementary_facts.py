@@ -145,7 +145,8 @@ class SupplementaryFacts:
         with self._facts_lock:
             reached = self._pooled.query(model, numbers) if pooled and len(self._pooled) else None
             labelled = self._labels.query(moe, numbers) if moe is not None and self._labels else None
-        return SupplementaryMatches(sequence, reached, labelled, self._holders_along, self._facts_lock)
+            keys = sequence if reached is None else self._pooled.keys_of(sequence)
+        return SupplementaryMatches(sequence, reached, labelled, self._holders_along, self._facts_lock, keys)
 
     def wants(self, moe: MoeSelector | None, *, pooled: bool) -> bool:
         """Whether a request with this query of labels can have supplementary matches."""

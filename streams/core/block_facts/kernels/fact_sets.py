@@ -166,21 +166,27 @@ def walk(
 ) -> int:
     """Walk on, for each candidate, from the end of its own blocks while it may use the next block or holds it.
 
-    found: from find_rows. bits: bitmaps with `words` int64 per row and one bit per rank number. numbers: int64[m], the
-    rank number of each candidate, -1 for none. starts: int64[m], the number of its own leading blocks. held_rows:
-    int64[n], for each block the row of held_bits, which has one bit per candidate. out: int64[m], written: the number
-    of blocks that each candidate may use. Returns the number of candidates that may use any block.
+    found: from find_rows, one after the other for each lookup of the request (see `weigh`). bits: bitmaps with `words`
+    int64 per row and one bit per rank number. numbers: int64[m], the rank number of each candidate, -1 for none.
+    starts: int64[m], the number of its own leading blocks. held_rows: int64[n], for each block the row of held_bits,
+    which has one bit per candidate. out: int64[m], written: the number of blocks that each candidate may use. Returns
+    the number of candidates that may use any block.
     """
-    n_blocks, n_candidates = found.size >> 1, numbers.size
-    rows, bitmap = address_of(found), address_of(bits)
+    n_blocks, n_candidates = held_rows.size, numbers.size
+    first_rows, bitmap, lookup_bytes = address_of(found), address_of(bits), n_blocks << 4
+    last_rows = first_rows + (found.size << 3) - lookup_bytes
     held, held_bitmap = address_of(held_rows), address_of(held_bits)
     n_counting = 0
     for candidate in range(n_candidates):
         number, at, count = numbers[candidate], starts[candidate], 0
         while at < n_blocks:
-            row = load(rows + (at << 3))
-            if row != 0 and number >= 0 and _is_set(bitmap, words, row, number):
-                end = load(rows + ((n_blocks + at) << 3))
+            end, rows = at, first_rows
+            while rows <= last_rows and end == at:
+                row = load(rows + (at << 3))
+                if row != 0 and number >= 0 and _is_set(bitmap, words, row, number):
+                    end = load(rows + ((n_blocks + at) << 3))
+                rows += lookup_bytes
+            if end != at:
                 count += end - at
                 at = end
             elif _is_set(held_bitmap, held_words, load(held + (at << 3)), candidate):
@@ -234,13 +240,14 @@ def _forget_rows(rows: int, ends: int, n_blocks: int) -> None:
 
 
 @kernel(
-    int64(int64, int64, HASHES, _WORDS, _WORDS, _FLOATS, float64, float64, _WORDS, _FLOATS),
+    int64(int64, int64, HASHES, int64, _WORDS, _WORDS, _FLOATS, float64, float64, _WORDS, _FLOATS),
     nogil=False,
 )
 def weigh(
     pooled: int,
     labelled: int,
     query: HashArray,
+    n_blocks: int,
     numbers: Int64Array,
     overlap: Int64Array,
     effective: Float64Array,
@@ -252,35 +259,42 @@ def weigh(
     """Count and weigh CXL-accessible and MoE-matching blocks of each candidate.
 
     Blocks that cannot count for any candidate are not looked up. pooled, labelled: `QueryMasks.address`, 0 for none.
-    query: uint64[n], sequence hashes. numbers: int64[m], the rank number of each candidate, -1 for none. overlap:
-    int64[m], its own leading blocks. effective: float64[m], the weight of those. counts: int64[2 * m + 3 * n], written:
-    for each candidate the pooled blocks directly after its own that it may use, then for each candidate its own blocks
-    whose labels match, then for each block its row of pooled blocks, UNREAD if no candidate needed it; the rest is
-    scratch space. weighed: float64[2 * m], written: effective blocks with the pooled ones, then with both.
+    query: uint64[k * n], the keys under which each block's facts are: first its sequence hash, then the keys of what it
+    is a part of (cxl.pooled_index); labels are under the first alone. numbers: int64[m], the rank number of each
+    candidate, -1 for none. overlap: int64[m], its own leading blocks. effective: float64[m], the weight of those.
+    counts: int64[2 * m + (2 * k + 1) * n], written: for each candidate the pooled blocks directly after its own that it
+    may use, then for each candidate its own blocks whose labels match, then for each key its row of pooled blocks,
+    UNREAD if no candidate needed it; the rest is scratch space. weighed: float64[2 * m], written: effective blocks with
+    the pooled ones, then with both.
 
     Returns the first block at which a candidate that uses pooled blocks ends, n if there is none, with POOLED_ANY and
     LABELLED_ANY set if any candidate has such blocks. Returns -number of a set of pooled blocks that has no row yet, or
     -(number + LABELLED_SET) of a set of labels.
     """
-    n_blocks, n_candidates, blocks = query.size, numbers.size, address_of(query)
+    n_keys, n_candidates, blocks = query.size, numbers.size, address_of(query)
     rows = address_of(counts) + (n_candidates << 4)
-    ends = rows + (n_blocks << 3)
+    ends = rows + (n_keys << 3)
     first_end, found = n_blocks, 0
     if pooled != 0:
-        _forget_rows(rows, ends, n_blocks)
+        _forget_rows(rows, ends, n_keys)
         bits, words = load(pooled + 16), load(pooled + 24)
         for candidate in range(n_candidates):
             number, start = numbers[candidate], overlap[candidate]
             at = start
             while number >= 0 and at < n_blocks:
-                row = _row_at(pooled, blocks, rows, at)
-                if row < 0:
-                    return row
-                if row == 0 or not _is_set(bits, words, row, number):
+                end, shift = at, 0
+                while shift < n_keys << 3 and end == at:
+                    row = _row_at(pooled, blocks + shift, rows + shift, at)
+                    if row < 0:
+                        return row
+                    if row != 0 and _is_set(bits, words, row, number):
+                        end = _end_of(pooled, blocks + shift, rows + shift, ends + shift, at, n_blocks)
+                        if end < 0:
+                            return end
+                    shift += n_blocks << 3
+                if end == at:
                     break
-                at = _end_of(pooled, blocks, rows, ends, at, n_blocks)
-                if at < 0:
-                    return at
+                at = end
             counts[candidate] = at - start
             if at != start:
                 found |= POOLED_ANY
@@ -288,7 +302,7 @@ def weigh(
     else:
         counts[:n_candidates] = 0
     if labelled != 0:
-        rows = ends + (n_blocks << 3)
+        rows = ends + (n_keys << 3)
         _forget_rows(rows, ends, n_blocks)
         bits, words = load(labelled + 16), load(labelled + 24)
         stop = 0

@@ -1,0 +1,443 @@
+"""Which chunks LMCache's pools have, folded from the batches of its instances (pure).
+
+What lives here: the gate that orders an instance's batches, the ranks that hold each chunk, and the changes that
+follow. What must not: bytes (wire, rows), Kafka, leases (bridge). The rules are those of LMCache's coordinator
+(`EventGate`, `KeyDirectory`), so that its directory and these pools agree chunk by chunk.
+
+A feed is what one bridge folds at a time: an instance, or a backend that instances share. In a shared backend any
+instance may delete what another one has stored, so that its batches of all instances are one feed.
+
+A pool is one backend of one tier, so that it has one medium. A chunk counts once all ranks of its world size hold it.
+Memory of a server (L1) is empty after its restart, and what it has offloaded (L2) is not.
+
+State: the pools of one feed.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+from urllib.parse import quote, unquote
+
+import xxhash
+
+from streams.core.cxl_memory import CxlMemoryState
+from streams.core.ids import DpRank, RankId, WorkerId
+from streams.lmcache.chunk_names import ChunkAddress, ChunkNames, NameKey, NameSpace, Unnamed, name_space
+from streams.lmcache.wire import CacheBatch, Entry, EventType, Tier
+
+INSTANCE_PREFIX = "lmcache/"
+SHARED_PREFIX = "lmcache-shared/"
+
+#: Chunks of one feed, 600 bytes each. Further ones are counted, and are in no pool of ours.
+CHUNKS_MAX = 2_000_000
+
+#: Instances that share a backend. The cursor of each is part of the feed's record.
+INSTANCES_MAX = 1024
+
+#: The only group of layers whose objects count. With `--separate-object-groups`, other groups have windows, and a hit
+#: may need fewer of their objects than a prefix has chunks.
+_FIRST_GROUP = 0
+
+
+class NotCounted(enum.StrEnum):
+    """Why stored objects are in no pool of ours, besides the reasons of `Unnamed`. The values are in metrics."""
+
+    OTHER_GROUP = "other_group"
+    OVER_CAPACITY = "over_capacity"
+
+
+class Verdict(enum.StrEnum):
+    """What a batch is, in the order of its instance's batches. The values are in metrics."""
+
+    APPLIED = "applied"
+    GAP = "gap"  # applied, but batches before it are missing
+    DUPLICATE = "duplicate"
+    STALE = "stale"  # of an earlier incarnation
+    OVER_CAPACITY = "over_capacity"  # of an instance beyond INSTANCES_MAX
+
+
+class Feed(NamedTuple):
+    """What one lease covers: an instance, or a backend that instances share. name: of either."""
+
+    name: str
+    is_shared: bool = False
+
+    @property
+    def key(self) -> str:
+        """Its key in the registry, which is also the beginning of its pools' ids."""
+        return (SHARED_PREFIX if self.is_shared else INSTANCE_PREFIX) + quote(self.name, safe="")
+
+    @property
+    def worker_id(self) -> WorkerId:
+        """The id under which its rows are owned and its records are partitioned."""
+        return WorkerId(xxhash.xxh3_64_intdigest(self.key.encode()))
+
+
+def parse_feed(key: str) -> Feed | None:
+    """Return the feed with a key; None for any other key."""
+    for prefix, is_shared in ((INSTANCE_PREFIX, False), (SHARED_PREFIX, True)):
+        name = key.removeprefix(prefix)
+        if name != key and name and "/" not in name:
+            return Feed(unquote(name), is_shared)
+    return None
+
+
+class Pool(NamedTuple):
+    """One backend of one tier. instance: None if instances share it."""
+
+    instance: str | None
+    tier: Tier
+    backend: str
+
+    @property
+    def id(self) -> str:
+        """Its id in the registry: `lmcache/INSTANCE/BACKEND`, with `l2/` before the backend if it is one of L2."""
+        feed = Feed(self.backend, True) if self.instance is None else Feed(self.instance)
+        tier = "" if self.tier is (Tier.L2 if self.instance is None else Tier.L1) else f"/{self.tier}"
+        return feed.key + tier + ("" if self.instance is None else f"/{quote(self.backend, safe='')}")
+
+
+def parse_pool(pool_id: str) -> Pool | None:
+    """Return the pool of LMCache with an id; None for any other pool."""
+    parts = pool_id.split("/")
+    feed = parse_feed("/".join(parts[:2]))
+    if feed is None:
+        return None
+    if feed.is_shared:
+        pool = Pool(None, Tier(parts[2]) if parts[2:] in (["l1"], ["l2"]) else Tier.L2, feed.name)
+    elif len(parts) in (3, 4):
+        pool = Pool(feed.name, Tier.L1 if len(parts) == 3 else Tier.L2, unquote(parts[-1]))
+    else:
+        return None
+    return pool if pool.id == pool_id else None
+
+
+class Owner(NamedTuple):
+    """The owner of rows: a pool's chunks of one model and world size. model: by our name."""
+
+    pool: Pool
+    model: str
+    world_size: int
+
+    @property
+    def rank(self) -> RankId:
+        """The owner as the table of pooled blocks has it."""
+        feed = Feed(self.pool.backend, True) if self.pool.instance is None else Feed(self.pool.instance)
+        text = f"{self.pool.id}\0{self.model}\0{self.world_size}"
+        return RankId(feed.worker_id, DpRank(xxhash.xxh3_64_intdigest(text.encode()) & 0x7FFFFFFF))
+
+
+@dataclass(slots=True)
+class Chunk:
+    """A chunk in one pool.
+
+    ranks: bits of the ranks that hold it. stored_s: when it was last stored, by its record's append time. published:
+    the state that routers know, None for none; published_ranks: the ranks at that time.
+    """
+
+    key: NameKey
+    ranks: int = 0
+    stored_s: int = 0
+    address: ChunkAddress | None = None
+    published: CxlMemoryState | None = None
+    published_ranks: int = 0
+
+
+@dataclass(slots=True)
+class Cursor:
+    """How far an instance's batches were applied. gap_s: since when batches are missing whose loss matters; 0: none."""
+
+    incarnation: int
+    number: int = 0
+    gap_s: int = 0
+
+
+class Change(NamedTuple):
+    """Chunks of one owner that enter a state together."""
+
+    owner: Owner
+    state: CxlMemoryState
+    chunks: list[Chunk]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelNames:
+    """LMCache's names of models, which are those that its engines were started with, and ours.
+
+    ours: for names that differ. block_size_of: of one of our models.
+    """
+
+    block_size_of: Callable[[str], int]
+    ours: dict[str, str] = field(default_factory=dict)
+
+    def our_name(self, name: str) -> str:
+        """Return our name of a model."""
+        return self.ours.get(name, name)
+
+
+class FeedPools:
+    """The pools of one feed. counts: objects that are not counted, by reason; capacities: bytes, by pool."""
+
+    def __init__(self, feed: Feed, names: ChunkNames, models: ModelNames, chunks_max: int = CHUNKS_MAX) -> None:
+        self.feed = feed
+        self.cursors: dict[str, Cursor] = {}
+        self.counts: Counter[str] = Counter()
+        self.capacities: dict[Pool, int] = {}
+        self.chunk_bytes: dict[Pool, tuple[int, int]] = {}  # bytes of the last chunk stored, and its blocks
+        self._names = names
+        self._models = models
+        self._chunks_max = chunks_max
+        self._n_chunks = 0
+        self._chunks: dict[Owner, dict[NameKey, Chunk]] = {}
+        self._changed: dict[Owner, dict[NameKey, Chunk]] = {}
+        self._unnamed: dict[NameKey, set[Owner]] = {}  # chunks that are held, and have no address yet
+        self._revision = 0  # of the capacities
+        self._spaces: dict[tuple[str, str], NameSpace] = {}
+        self._owners: dict[tuple[Pool, str, int], Owner] = {}
+
+    def __len__(self) -> int:
+        """Return the number of chunks that any rank holds."""
+        return self._n_chunks
+
+    def chunks(self) -> Iterator[tuple[Owner, Chunk]]:
+        """Iterate over all chunks that any rank holds."""
+        for owner, chunks in self._chunks.items():
+            for chunk in chunks.values():
+                yield owner, chunk
+
+    def pools(self) -> set[Pool]:
+        """Return the pools that have, had or declared anything."""
+        return {owner.pool for owner in self._chunks} | set(self.capacities)
+
+    def is_incomplete(self) -> bool:
+        """Whether batches are missing whose loss still matters."""
+        return any(cursor.gap_s for cursor in self.cursors.values())
+
+    def epoch_of(self, pool: Pool) -> int:
+        """Return a pool's epoch: the incarnation of the server whose memory it is, 0 for what outlives a server."""
+        cursor = None if pool.instance is None or pool.tier is Tier.L2 else self.cursors.get(pool.instance)
+        return 0 if cursor is None else cursor.incarnation
+
+    # -- batches -------------------------------------------------------------------------------------------------------
+
+    def apply(self, batch: CacheBatch, at_s: int) -> Verdict:
+        """Apply one batch. at_s: its record's append time. Batches of other instances or backends only count."""
+        if not self.feed.is_shared and batch.instance != self.feed.name:
+            return Verdict.APPLIED
+        verdict = self._admit(batch, at_s)
+        if verdict not in (Verdict.APPLIED, Verdict.GAP):
+            return verdict
+        if batch.shared == self.feed.is_shared and (not batch.shared or batch.backend == self.feed.name):
+            pool = Pool(None if batch.shared else batch.instance, batch.tier, batch.backend)
+            match batch.kind:
+                case EventType.STORE:
+                    self._store(pool, batch.entries, at_s)
+                case EventType.DELETE:
+                    self._delete(pool, batch.entries)
+                case EventType.CONFIG:
+                    self._declare(pool, batch)
+                case EventType.ACCESS:
+                    pass
+        if batch.kind is EventType.ACCESS:  # it names no backend
+            for entry in batch.entries:
+                self._names.used(entry.key.chunk_hash, self._space(entry))
+        return verdict
+
+    def _admit(self, batch: CacheBatch, at_s: int) -> Verdict:
+        """Fence by incarnation, drop duplicates, and notice gaps, as LMCache's EventGate does."""
+        cursor = self.cursors.get(batch.instance)
+        if cursor is not None:
+            if batch.incarnation < cursor.incarnation:
+                return Verdict.STALE
+            if batch.incarnation > cursor.incarnation:
+                self._fence(batch.instance)
+                cursor = None
+            elif batch.number <= cursor.number:
+                return Verdict.DUPLICATE
+        if cursor is None:
+            if batch.instance not in self.cursors and len(self.cursors) >= INSTANCES_MAX:
+                return Verdict.OVER_CAPACITY
+            cursor = self.cursors[batch.instance] = Cursor(batch.incarnation)
+        is_gap = batch.number > cursor.number + 1
+        if is_gap:
+            cursor.gap_s = max(at_s, 1)
+        cursor.number = batch.number
+        return Verdict.GAP if is_gap else Verdict.APPLIED
+
+    def _fence(self, instance: str) -> None:
+        """Empty the memory of a server that was restarted. Its pools' next epoch ends their rows."""
+        for owner, chunks in self._chunks.items():
+            if owner.pool.tier is Tier.L1 and owner.pool.instance == instance:
+                self._n_chunks -= len(chunks)
+                for key in chunks:
+                    self._forget_unnamed(key, owner)
+                chunks.clear()
+                self._changed.pop(owner, None)
+
+    def _store(self, pool: Pool, entries: list[Entry], at_s: int) -> None:
+        before = b""
+        for entry in entries:
+            key, space = entry.key, self._space(entry)
+            if key.group != _FIRST_GROUP:
+                self.counts[NotCounted.OTHER_GROUP] += 1
+                continue
+            owner, chunk_key = self._owner(pool, entry), (key.chunk_hash, space)
+            chunks = self._chunks.setdefault(owner, {})
+            chunk = chunks.get(chunk_key)
+            if chunk is None:
+                if self._n_chunks >= self._chunks_max:
+                    self.counts[NotCounted.OVER_CAPACITY] += 1
+                    continue
+                # One that was deleted a moment ago is still published.
+                chunk = self._changed.get(owner, {}).get(chunk_key) or Chunk(chunk_key)
+                chunks[chunk_key] = chunk
+                self._n_chunks += 1
+            chunk.ranks |= 1 << key.rank
+            chunk.stored_s = at_s
+            if chunk.address is None:
+                named = self._names.resolve(key.chunk_hash, space, entry.tokens, entry.offset, before)
+                if isinstance(named, Unnamed):
+                    self.counts[named] += 1
+                    self._unnamed.setdefault(chunk_key, set()).add(owner)
+                    continue
+                chunk.address = named
+                self._forget_unnamed(chunk_key, owner)
+            before = key.chunk_hash
+            self.chunk_bytes[pool] = entry.n_bytes * key.world_size, chunk.address.n_blocks
+            self._changed.setdefault(owner, {})[chunk_key] = chunk
+
+    def _delete(self, pool: Pool, entries: list[Entry]) -> None:
+        for entry in entries:
+            owner, chunk_key = self._owner(pool, entry), (entry.key.chunk_hash, self._space(entry))
+            chunk = self._chunks.get(owner, {}).get(chunk_key)
+            if chunk is not None and entry.key.group == _FIRST_GROUP:
+                chunk.ranks &= ~(1 << entry.key.rank)
+                self._touch(owner, chunk)
+
+    def _touch(self, owner: Owner, chunk: Chunk) -> None:
+        """Note that a chunk's ranks have changed; one that no rank holds is dropped."""
+        if not chunk.ranks:
+            self._chunks[owner].pop(chunk.key, None)
+            self._n_chunks -= 1
+            self._forget_unnamed(chunk.key, owner)
+        if chunk.address is not None:
+            self._changed.setdefault(owner, {})[chunk.key] = chunk
+
+    def _declare(self, pool: Pool, batch: CacheBatch) -> None:
+        """Note a pool's capacity. A declaration has one batch for each pool, all with the same revision."""
+        if not self.feed.is_shared and batch.capacity_revision != self._revision:
+            self._revision = batch.capacity_revision
+            self.capacities.clear()
+        self.capacities[pool] = batch.capacity_bytes
+
+    def take_names(self, named: Iterable[NameKey]) -> None:
+        """Take the names of chunks that had none when they were stored, whichever instance has shown them."""
+        if not self._unnamed:
+            return
+        for key in named:
+            for owner in self._unnamed.pop(key, ()):
+                chunk = self._chunks[owner][key]
+                chunk.address = self._names.get(*key)
+                if chunk.address is not None:
+                    self._changed.setdefault(owner, {})[key] = chunk
+
+    def _forget_unnamed(self, key: NameKey, owner: Owner) -> None:
+        owners = self._unnamed.get(key)
+        if owners is not None:
+            owners.discard(owner)
+            if not owners:
+                del self._unnamed[key]
+
+    def _space(self, entry: Entry) -> NameSpace:
+        key = entry.key.salt, entry.key.model
+        space = self._spaces.get(key)
+        if space is None:
+            if len(self._spaces) > _SPACES_KEPT_MAX:
+                self._spaces.clear()
+            block_size = self._models.block_size_of(self._models.our_name(entry.key.model))
+            space = self._spaces[key] = name_space(entry.key.salt, block_size)
+        return space
+
+    def _owner(self, pool: Pool, entry: Entry) -> Owner:
+        key = pool, entry.key.model, entry.key.world_size
+        owner = self._owners.get(key)
+        if owner is None:
+            owner = Owner(pool, self._models.our_name(entry.key.model), entry.key.world_size)
+            self._owners[key] = owner
+        return owner
+
+    # -- what follows --------------------------------------------------------------------------------------------------
+
+    def adopt(self, owner: Owner, chunk: Chunk) -> None:
+        """Add a chunk that was published before."""
+        self._n_chunks += chunk.key not in self._chunks.setdefault(owner, {})
+        self._chunks[owner][chunk.key] = chunk
+        if chunk.address is not None:
+            self._names.adopt(*chunk.key, chunk.address)
+
+    def expire(self, now_s: int, unconfirmed_ttl_s: int) -> int:
+        """End gaps whose time is over: evict what was last stored before them. Returns the number of these chunks.
+
+        unconfirmed_ttl_s: 0 for never.
+        """
+        ended = {
+            instance: cursor.gap_s
+            for instance, cursor in self.cursors.items()
+            if cursor.gap_s and unconfirmed_ttl_s and now_s >= cursor.gap_s + unconfirmed_ttl_s
+        }
+        if not ended:
+            return 0
+        before_s = max(ended.values())
+        unconfirmed = [(owner, chunk) for owner, chunk in self.chunks() if chunk.stored_s < before_s]
+        for owner, chunk in unconfirmed:
+            chunk.ranks = 0
+            self._touch(owner, chunk)
+        for instance in ended:
+            self.cursors[instance].gap_s = 0
+        return len(unconfirmed)
+
+    def take_changes(self) -> list[Change]:
+        """Return what must be published since the last call, in this order."""
+        if not self._changed:
+            return []
+        changes: list[Change] = []
+        for owner, chunks in self._changed.items():
+            whole = (1 << owner.world_size) - 1
+            entered: dict[CxlMemoryState, list[Chunk]] = {state: [] for state in _STATES}
+            for chunk in chunks.values():
+                state = _state_of(chunk, whole)
+                if state == chunk.published and chunk.ranks == chunk.published_ranks:
+                    continue
+                if state is not None:
+                    entered[CxlMemoryState.IN_TRANSIT].append(chunk)
+                if state is not CxlMemoryState.IN_TRANSIT:
+                    entered[state or CxlMemoryState.EVICTED].append(chunk)
+                chunk.published, chunk.published_ranks = state, chunk.ranks
+            changes += [Change(owner, state, of_state) for state, of_state in entered.items() if of_state]
+        self._changed.clear()
+        return changes
+
+    def publish_all(self) -> None:
+        """Have every chunk published again: routers know nothing of them."""
+        for owner, chunk in self.chunks():
+            chunk.published = None
+            if chunk.address is not None:
+                self._changed.setdefault(owner, {})[chunk.key] = chunk
+
+
+#: Pairs of a salt and a model whose name space is cached.
+_SPACES_KEPT_MAX = 65_536
+
+#: The states that chunks enter, in the order in which they are published.
+_STATES = (CxlMemoryState.EVICTED, CxlMemoryState.IN_TRANSIT, CxlMemoryState.CXL_POOLED)
+
+
+def _state_of(chunk: Chunk, whole: int) -> CxlMemoryState | None:
+    """Return the state of a chunk: all ranks hold it, or some of them; None if none does."""
+    if chunk.ranks == whole:
+        return CxlMemoryState.CXL_POOLED
+    return CxlMemoryState.IN_TRANSIT if chunk.ranks else None

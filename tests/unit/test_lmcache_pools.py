@@ -1,0 +1,443 @@
+"""LMCache's cache events, as its own classes publish them, become pools that agree with its own directory."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from streams.core.cxl_memory import CxlMemoryState
+from streams.core.hashing import BASE_SEED, request_hashes, salted_seed
+from streams.core.ids import Incarnation
+from streams.core.kernels.blake3 import SCRATCH_WORDS, find_parent
+from streams.cxl.records import decode_transition, encode_transition
+from streams.errors import BadRecord
+from streams.lmcache.chunk_names import ChunkNames, Unnamed, name_space
+from streams.lmcache.pools import (
+    Change,
+    Chunk,
+    Feed,
+    FeedPools,
+    ModelNames,
+    Owner,
+    Pool,
+    Verdict,
+    parse_feed,
+    parse_pool,
+)
+from streams.lmcache.rows import chunk_of, transitions
+from streams.lmcache.wire import Tier, decode_record
+
+BLOCK_SIZE = 16
+MODELS = ModelNames(lambda _: BLOCK_SIZE)
+FEEDS = (Feed("node-a"), Feed("node-b"), Feed("s3", True))
+
+#: Made by `tests/helpers/lmcache_producer.py golden`, with lmcache 0.5.6: two servers with two ranks each, a shared
+#: backend, restarts, and batches that were dropped.
+GOLDEN = Path(__file__).parents[1] / "golden_lmcache.json"
+
+POOLED, IN_TRANSIT, EVICTED = CxlMemoryState.CXL_POOLED, CxlMemoryState.IN_TRANSIT, CxlMemoryState.EVICTED
+
+
+@cache
+def golden() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(GOLDEN.read_text())
+    return found
+
+
+class Fold:
+    """What a bridge does with records, without Kafka: all feeds with one set of names, and the published rows."""
+
+    def __init__(self, feeds: Iterable[Feed] = FEEDS) -> None:
+        self.names = ChunkNames()
+        self.feeds = [FeedPools(feed, self.names, MODELS) for feed in feeds]
+        self.rows: dict[tuple[Owner, bytes, int], tuple[CxlMemoryState, int]] = {}
+        self.verdicts: list[Verdict] = []
+
+    def take(self, value: bytes, at_s: int = 100) -> None:
+        for batch in decode_record(value):
+            for pools in self.feeds:
+                self.verdicts.append(pools.apply(batch, at_s))
+            for pools in self.feeds:
+                pools.take_names(self.names.added)
+            self.names.added.clear()
+
+    def publish(self) -> list[Change]:
+        changes = [change for pools in self.feeds for change in pools.take_changes()]
+        for change in changes:
+            for chunk in change.chunks:
+                self.rows[change.owner, *_chunk_key(chunk)] = change.state, chunk.ranks
+        return changes
+
+    def held(self) -> list[list[object]]:
+        """The objects that ranks hold, as LMCache's directory lists them."""
+        return sorted(
+            [*_name_of(chunk), rank, owner.pool.instance or "", owner.pool.tier.value, owner.pool.backend]
+            for pools in self.feeds
+            for owner, chunk in pools.chunks()
+            for rank in range(owner.world_size)
+            if chunk.ranks >> rank & 1
+        )
+
+
+def _name_of(chunk: Chunk) -> tuple[str, int]:
+    return chunk.key[0].hex(), chunk.key[1].first_seed
+
+
+def _chunk_key(chunk: Chunk) -> tuple[bytes, int]:
+    return chunk.key[0], chunk.key[1].first_seed
+
+
+def directory_objects(contents: list[list[Any]]) -> list[list[object]]:
+    """The same of LMCache's directory."""
+    return sorted(
+        [chunk, salted_seed(BASE_SEED, salt or None), kv_rank >> 16 & 0xFF, "" if shared else instance, tier, backend]
+        for chunk, _, kv_rank, salt, instance, tier, backend, shared in contents
+    )
+
+
+def store(number: int, *entries: dict[str, Any], **fields: Any) -> bytes:
+    batch = {
+        "instance_id": "node-a",
+        "incarnation": 7,
+        "seq": number,
+        "event_type": "store",
+        "tier": "l1",
+        "backend": "dram",
+        "entries": list(entries),
+        "shared": False,
+        "ts": 1.0,
+        **fields,
+    }
+    return json.dumps({"batches": [batch]}).encode()
+
+
+def entry(
+    chunk_hash: str, rank: int = 0, world: int = 1, tokens: list[int] | None = None, at: int = -1
+) -> dict[str, Any]:
+    key = {"chunk_hash_hex": chunk_hash, "model_name": "m", "kv_rank": world << 24 | rank << 16 | world << 8 | rank}
+    return {"key": key, "size_bytes": 5, "token_ids": tokens or [], "token_offset": at}
+
+
+def states(changes: list[Change]) -> list[tuple[CxlMemoryState, list[str]]]:
+    return [(change.state, [chunk.key[0].hex() for chunk in change.chunks]) for change in changes]
+
+
+def test_pools_agree_with_the_directory_of_lmcache() -> None:
+    """After the golden records, the pools have exactly the objects that LMCache's own directory lists."""
+    fold = Fold()
+    for record in golden()["records"]:
+        fold.take(record["value"].encode())
+    assert fold.held() == directory_objects(golden()["directory"])
+    assert Verdict.GAP in fold.verdicts
+    assert all(chunk.address is not None for pools in fold.feeds for _, chunk in pools.chunks())
+
+
+def test_chunks_have_the_hashes_of_the_prompts_blocks() -> None:
+    """A chunk's address is the one that a request with its whole prompt has, also behind a cache salt."""
+    fold = Fold()
+    tokens: dict[str, list[int]] = {}
+    for record in golden()["records"]:
+        fold.take(record["value"].encode())
+        for each in json.loads(record["value"])["batches"][0]["entries"]:
+            if each["token_offset"] == 0:
+                tokens[each["key"]["chunk_hash_hex"]] = each["token_ids"]
+    checked = set()
+    for pools in fold.feeds:
+        for _, chunk in pools.chunks():
+            name, space = chunk.key
+            if name.hex() in tokens and chunk.address is not None:
+                _, sequence = request_hashes(tokens[name.hex()], BLOCK_SIZE, first_seed=space.first_seed)
+                assert chunk.address == (sequence[-1], sequence[-2], len(sequence) - 1, len(sequence))
+                checked.add(space.first_seed)
+    assert len(checked) == 2
+
+
+def test_what_was_published_is_what_is_held_whenever_it_is_taken() -> None:
+    """Changes can be taken at any time: the states published last are those of all chunks."""
+    chance = random.Random(3)
+    fold = Fold()
+    for record in golden()["records"]:
+        fold.take(record["value"].encode())
+        if chance.random() < 0.3:
+            fold.publish()
+    fold.publish()
+    held = {
+        (owner, *_chunk_key(chunk)): (POOLED if chunk.ranks == 3 else IN_TRANSIT, chunk.ranks)
+        for pools in fold.feeds
+        for owner, chunk in pools.chunks()
+    }
+    l1 = {where: row for where, row in fold.rows.items() if where[0].pool.tier is Tier.L2 and row[0] is not EVICTED}
+    assert l1 == {where: row for where, row in held.items() if where[0].pool.tier is Tier.L2}
+    assert held.items() <= fold.rows.items()  # rows of L1 of earlier incarnations end with their pool's epoch
+
+
+def test_a_bridge_that_takes_over_continues_from_the_rows() -> None:
+    """Rows, as they are on Kafka, bring back every published chunk with its ranks; what follows is the same."""
+    records = golden()["records"]
+    fold, after = Fold(), Fold()
+    for record in records[:50]:
+        fold.take(record["value"].encode())
+    rows: dict[tuple[object, ...], tuple[Owner, Chunk]] = {}
+    for pools in fold.feeds:
+        for record in transitions(pools.take_changes(), Incarnation(9), pools.epoch_of, 5):
+            read = decode_transition(encode_transition(record))
+            notes = read.blocks.notes or (b"",) * len(read.blocks)
+            for block, note in zip(read.blocks.rows(), notes, strict=True):
+                where = read.rank, block[0].sequence
+                found = chunk_of(read.rank, read.pool_id, read.model, read.state, block, note, read.span, BLOCK_SIZE)
+                if found is None:
+                    rows.pop(where, None)
+                else:
+                    rows[where] = found
+    for owner, chunk in rows.values():
+        pools = next(pools for pools in after.feeds if pools.feed.worker_id == owner.rank.worker_id)
+        pools.adopt(owner, chunk)
+    for pools, before in zip(after.feeds, fold.feeds, strict=True):
+        pools.cursors.update(before.cursors)
+        assert not pools.take_changes()
+    assert after.held() == fold.held()
+    for record in records[40:]:  # the position is older than the rows
+        after.take(record["value"].encode())
+    assert after.held() == directory_objects(golden()["directory"])
+
+
+def test_a_chunk_counts_once_all_ranks_hold_it() -> None:
+    """Some ranks: in transit. All: pooled. One less: in transit again. None: evicted."""
+    fold = Fold()
+    tokens = list(range(32))
+    fold.take(store(1, entry("aa", 0, 2, tokens, 0)))
+    assert states(fold.publish()) == [(IN_TRANSIT, ["aa"])]
+    fold.take(store(2, entry("aa", 1, 2, tokens, 0)))
+    assert states(fold.publish()) == [(IN_TRANSIT, ["aa"]), (POOLED, ["aa"])]
+    fold.take(store(3, entry("aa", 1, 2, tokens, 0)))
+    assert not fold.publish()
+    fold.take(store(4, entry("aa", 0, 2), event_type="delete"))
+    assert states(fold.publish()) == [(IN_TRANSIT, ["aa"])]
+    fold.take(store(5, entry("aa", 1, 2), event_type="delete"))
+    assert states(fold.publish()) == [(EVICTED, ["aa"])]
+    fold.take(store(6, entry("aa", 1, 2), event_type="delete"))
+    assert not fold.publish()
+
+
+def test_a_chunk_that_comes_and_goes_between_two_looks_is_evicted() -> None:
+    """A published chunk that was deleted, stored and deleted again is evicted, not forgotten."""
+    fold = Fold()
+    fold.take(store(1, entry("aa", tokens=list(range(32)), at=0)))
+    fold.publish()
+    fold.take(store(2, entry("aa"), event_type="delete"))
+    fold.take(store(3, entry("aa", tokens=list(range(32)), at=0)))
+    fold.take(store(4, entry("aa"), event_type="delete"))
+    assert states(fold.publish()) == [(EVICTED, ["aa"])]
+    assert not fold.held()
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        (entry("aa"), Unnamed.NO_TOKENS),
+        (entry("aa", tokens=list(range(32))), Unnamed.NO_TOKENS),
+        (entry("aa", tokens=list(range(30)), at=0), Unnamed.CHUNK_SIZE),
+        (entry("aa", tokens=list(range(32)), at=8), Unnamed.CHUNK_SIZE),
+        (entry("aa", tokens=list(range(32)), at=32), Unnamed.UNKNOWN_PARENT),
+        (entry("aa", tokens=[-1] * 32, at=0), Unnamed.BAD_TOKENS),
+        ({**entry("aa", at=0), "token_ids": "text"}, Unnamed.BAD_TOKENS),
+        ({**entry("aa", at=0), "token_ids": [1.5] * 32}, Unnamed.BAD_TOKENS),
+    ],
+)
+def test_a_store_without_usable_content_is_counted(given: dict[str, Any], reason: Unnamed) -> None:
+    """Such a chunk is held, but in no pool of ours, until a store shows its content."""
+    fold = Fold()
+    fold.take(store(1, given))
+    assert not fold.publish()
+    assert fold.feeds[0].counts == {reason: 1}
+    fold.take(store(2, entry("aa", tokens=list(range(32)), at=0)))
+    assert states(fold.publish()) == [(IN_TRANSIT, ["aa"]), (POOLED, ["aa"])]
+
+
+def test_a_chunk_waits_for_the_one_that_it_follows() -> None:
+    """Chunks that arrive in any order get the same names, in whichever instance their predecessors are stored."""
+    entries = {}
+    for record in golden()["records"]:
+        for batch in json.loads(record["value"])["batches"]:
+            for each in batch["entries"]:
+                if each["token_ids"] and not each["key"]["cache_salt"]:
+                    entries[each["key"]["chunk_hash_hex"]] = each
+    chance = random.Random(1)
+    order = list(entries.values())
+    fold, shuffled = Fold(), Fold()
+    fold.take(store(1, *order))
+    chance.shuffle(order)
+    for number, each in enumerate(order[:30], 1):
+        shuffled.take(store(number, each))
+    shuffled.take(store(1, *order[30:], instance_id="node-b"))
+    addresses = [
+        {chunk.key: chunk.address for pools in each.feeds for _, chunk in pools.chunks()} for each in (fold, shuffled)
+    ]
+    assert addresses[0] == addresses[1] and None not in addresses[0].values() and len(addresses[0]) > 40
+
+
+def test_a_chunk_of_another_hash_algorithm_has_a_name_only_at_the_beginning_of_a_prompt() -> None:
+    """Such hashes cannot be verified, so that what precedes a later chunk is unknown."""
+    names, space = ChunkNames(), name_space("", BLOCK_SIZE)
+    first = names.resolve(b"12345678", space, json.dumps(list(range(32))).encode(), 0)
+    assert not isinstance(first, Unnamed)
+    assert names.resolve(b"abcdefgh", space, json.dumps(list(range(32))).encode(), 32, b"12345678") is (
+        Unnamed.UNKNOWN_PARENT
+    )
+
+
+def test_a_restart_empties_the_memory_and_keeps_what_was_offloaded() -> None:
+    """L1 begins another epoch; L2 stays, and stale batches change nothing."""
+    fold = Fold()
+    tokens = list(range(32))
+    fold.take(store(1, entry("aa", tokens=tokens, at=0)))
+    fold.take(store(2, entry("aa", tokens=tokens, at=0), tier="l2", backend="fs"))
+    pools = fold.feeds[0]
+    l1, l2 = Pool("node-a", Tier.L1, "dram"), Pool("node-a", Tier.L2, "fs")
+    assert (pools.epoch_of(l1), pools.epoch_of(l2), len(pools)) == (7, 0, 2)
+    fold.take(store(1, entry("bb", tokens=tokens, at=0), incarnation=8, event_type="access", backend=""))
+    assert (pools.epoch_of(l1), len(pools)) == (8, 1)
+    assert [change.owner.pool for change in fold.publish()] == [l2, l2]
+    fold.verdicts.clear()
+    fold.take(store(3, entry("aa", tokens=tokens, at=0)))
+    assert fold.verdicts[0] is Verdict.STALE and len(pools) == 1
+
+
+def test_a_gap_leaves_chunks_in_doubt_until_they_are_stored_again() -> None:
+    """What was stored before a gap is evicted after a time, unless it was stored since; then nothing is in doubt."""
+    fold = Fold()
+    tokens = list(range(64))
+    fold.take(store(1, entry("aa", tokens=tokens[:32], at=0), entry("bb", tokens=tokens[16:48], at=0)), at_s=100)
+    fold.publish()
+    fold.take(store(3, entry("cc", tokens=tokens[32:], at=0)), at_s=150)
+    pools = fold.feeds[0]
+    assert fold.verdicts[-3] is Verdict.GAP and pools.is_incomplete()
+    fold.take(store(4, entry("bb", tokens=tokens[16:48], at=0)), at_s=160)
+    assert pools.expire(1000, 0) == 0 and pools.expire(209, 60) == 0
+    assert pools.expire(210, 60) == 1 and not pools.is_incomplete()
+    assert states(fold.publish()) == [(EVICTED, ["aa"]), (IN_TRANSIT, ["cc"]), (POOLED, ["cc"])]
+
+
+def test_a_shared_backend_is_one_pool_of_all_instances() -> None:
+    """Whichever instance deletes an object there, it is gone."""
+    fold = Fold()
+    shared = {"tier": "l2", "backend": "s3", "shared": True}
+    fold.take(store(1, entry("aa", tokens=list(range(32)), at=0), **shared))
+    fold.take(store(1, entry("aa", tokens=list(range(32)), at=0), instance_id="node-b", **shared))
+    assert {change.owner.pool.id for change in fold.publish()} == {"lmcache-shared/s3"}
+    fold.take(store(2, entry("aa"), event_type="delete", instance_id="node-b", **shared))
+    assert states(fold.publish()) == [(EVICTED, ["aa"])]
+
+
+def test_objects_of_other_groups_of_layers_are_counted() -> None:
+    """A chunk is pooled by the objects of the first group alone."""
+    fold = Fold()
+    other = entry("aa", tokens=list(range(32)), at=0)
+    other["key"]["object_group_id"] = 1
+    fold.take(store(1, other))
+    assert not fold.publish() and fold.feeds[0].counts == {"other_group": 1}
+
+
+@pytest.mark.parametrize(
+    ("pool", "pool_id"),
+    [
+        (Pool("node-a", Tier.L1, "dram"), "lmcache/node-a/dram"),
+        (Pool("a/b", Tier.L1, "devdax"), "lmcache/a%2Fb/devdax"),
+        (Pool("node-a", Tier.L2, "fs"), "lmcache/node-a/l2/fs"),
+        (Pool("node-a", Tier.L2, "l2"), "lmcache/node-a/l2/l2"),
+        (Pool(None, Tier.L2, "s3"), "lmcache-shared/s3"),
+        (Pool(None, Tier.L1, "cxl"), "lmcache-shared/cxl/l1"),
+    ],
+)
+def test_a_pools_id_names_it(pool: Pool, pool_id: str) -> None:
+    """Both directions agree, so that two pools never have one id."""
+    assert pool.id == pool_id and parse_pool(pool_id) == pool
+
+
+@pytest.mark.parametrize(
+    "other", ["rack1", "lmcache/", "lmcache/a", "lmcache/a/l3/x", "lmcache/a/b/c/d", "lmcache-shared"]
+)
+def test_another_pools_id_is_none_of_lmcache(other: str) -> None:
+    """Pools of other writers may have any id."""
+    assert parse_pool(other) is None
+
+
+def test_a_feeds_key_names_it() -> None:
+    """Both directions agree."""
+    for feed in (*FEEDS, Feed("a/b%"), Feed("s3/x", True)):
+        assert parse_feed(feed.key) == feed
+    assert parse_feed("pool/lmcache") is None and parse_feed("lmcache/a/dram") is None
+
+
+DAMAGED: list[tuple[bytes | None, str]] = [
+    (None, "empty"),
+    (b"", "empty"),
+    (b"\x00\x01", "not_json"),
+    (b"{", "not_json"),
+    (b"[]", "not_cache_events"),
+    (b"{}", "not_cache_events"),
+    (b'{"batches": 1}', "not_cache_events"),
+    (b'{"batches": [1]}', "not_cache_events"),
+    (b'{"batches": [{}]}', "not_cache_events"),
+    (store(1, event_type="relocate"), "not_cache_events"),
+    (store(1, tier="l3"), "not_cache_events"),
+    (store(1, entries=[{"key": "aa"}]), "not_cache_events"),
+    (store(1, entries={"packed": "AAAA"}), "not_cache_events"),
+    (store(1, seq="1"), "not_cache_events"),
+    (store(0), "bad_sequence"),
+    (store(1, incarnation=-1), "bad_sequence"),
+    (store(1, incarnation=1 << 60), "bad_sequence"),
+    (store(1, instance_id=""), "bad_name"),
+    (store(1, instance_id="a\n"), "bad_name"),
+    (store(1, instance_id="x" * 100), "bad_name"),
+    (store(1, backend=""), "bad_name"),
+    (store(1, ts=-1.0), "bad_batch"),
+    (store(1, capacity_bytes=-1), "bad_batch"),
+    (store(1, entry("aa"), event_type="config"), "bad_batch"),
+    (store(1, entry("xy")), "bad_key"),
+    (store(1, entry("")), "bad_key"),
+    (store(1, entry("aa", 2, 2)), "bad_key"),
+    (store(1, {**entry("aa"), "size_bytes": -1}), "bad_entry"),
+    (store(1, entry("aa", at=-2)), "bad_entry"),
+]
+
+
+@pytest.mark.parametrize(("value", "reason"), DAMAGED)
+def test_a_record_that_is_not_of_this_format_is_refused_with_its_reason(value: bytes | None, reason: str) -> None:
+    """The reason is the one of the dead letter, whose text contains nothing of the record's content."""
+    with pytest.raises(BadRecord) as refused:
+        decode_record(value)
+    assert refused.value.reason == reason and "relocate" not in refused.value.message
+
+
+def test_a_later_version_that_only_adds_fields_is_read() -> None:
+    """Unknown fields are ignored at every level."""
+    added = {**entry("aa", tokens=list(range(32)), at=0), "parent_hash": "00", "later": {"a": 1}}
+    added["key"]["adapter"] = "x"
+    fold = Fold()
+    fold.take(json.dumps({**json.loads(store(1, added, priority=3)), "version": 2}).encode())
+    assert states(fold.publish()) == [(IN_TRANSIT, ["aa"]), (POOLED, ["aa"])]
+
+
+@pytest.mark.parametrize("n_tokens", [1, 8, 248, 249, 256, 1000, 5000])
+def test_the_kernel_computes_blake3(n_tokens: int) -> None:
+    """It agrees with the digests of the blake3 package, over messages of one to twenty of its chunks."""
+    digests = golden()["blake3"]
+    tokens = np.arange(n_tokens, dtype=np.int64) * 2_654_435_761 % (1 << 32)
+    parents = np.concatenate([words(bytes(32)), words(bytes(range(32)))])
+    scratch = np.empty(SCRATCH_WORDS, dtype=np.int64)
+    wanted = words(bytes.fromhex(digests[str(n_tokens)]))
+    assert find_parent(parents, tokens, wanted, scratch) == 1
+    wanted[0] ^= 1
+    assert find_parent(parents, tokens, wanted, scratch) == -1
+
+
+def words(hashes: bytes) -> Any:
+    return np.frombuffer(hashes, dtype="<u4").astype(np.int64)
