@@ -56,9 +56,14 @@ CONNECT_TIMEOUT_S = 5.0
 #: then aborts the process (libzmq issue 2163, "Assertion failed: !_more").
 _NEVER_MS = 24 * 60 * 60 * 1000
 
-#: ZMQ's own heartbeats on the connection. They end a connection to a host that vanished, for which TCP takes minutes.
-PING_INTERVAL_S = 2.0
-PING_TIMEOUT_S = 6.0
+#: ZMQ's own heartbeats: a connection over which no answer comes for so long is ended. TCP alone takes minutes to
+#: notice that a host vanished, or that every packet is lost, and until then the engine looks idle. The engine's ZMQ
+#: answers in a thread of its own, also while the engine computes.
+PING_INTERVAL_S = 0.25
+PING_TIMEOUT_S = 0.6
+
+#: Without a replay socket, a connection that is ended too early loses batches for good.
+PING_TIMEOUT_WITHOUT_REPLAY_S = 6.0
 
 #: vLLM 0.32 listens only if its endpoint is `tcp://*:PORT`, `::` or ipc. With another host, also 0.0.0.0, it connects.
 NOTHING_LISTENS = (
@@ -117,16 +122,18 @@ class EventConnection:
         watch: SocketWatch | None = None,
         *,
         listens: bool = False,
+        ping_timeout_s: float = PING_TIMEOUT_WITHOUT_REPLAY_S,
     ) -> None:
         """receive_hwm: returns how many batches may wait in a socket that is opened now. on_message: called when a
         message has arrived and none waited before; it may take messages. watch: of all sockets of the bridge.
-        listens: whether the engine connects to the address.
+        listens: whether the engine connects to the address. ping_timeout_s: how soon a silent connection is ended.
         """
         self._receive_hwm = receive_hwm
         self._on_message = on_message
         self._watch = SocketWatch() if watch is None else watch
         self._context = context
         self._listens = listens
+        self._ping_timeout_s = ping_timeout_s
         self._address = address
         # Not a socket of zmq.asyncio, which creates a future and three callbacks for each message.
         self._socket: zmq.Socket[bytes] | None = None
@@ -260,7 +267,7 @@ class EventConnection:
         socket.setsockopt(zmq.MAXMSGSIZE, MESSAGE_BYTES_MAX)
         socket.setsockopt(zmq.RECONNECT_IVL, _NEVER_MS)
         socket.setsockopt(zmq.HEARTBEAT_IVL, round(PING_INTERVAL_S * 1000))
-        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, round(PING_TIMEOUT_S * 1000))
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, round(self._ping_timeout_s * 1000))
         socket.setsockopt(zmq.SUBSCRIBE, b"")
         socket.monitor(address := f"inproc://monitor-{next(_monitors)}", _EVENTS)
         self._monitor = self._context.socket(zmq.PAIR)

@@ -20,7 +20,12 @@ from typing import Any, assert_never
 from streams.core.ids import RankId
 from streams.engines.address import BIND, port_above
 from streams.engines.batch_publishing import BatchPublisher
-from streams.engines.connection import Change, EventConnection
+from streams.engines.connection import (
+    PING_TIMEOUT_S,
+    PING_TIMEOUT_WITHOUT_REPLAY_S,
+    Change,
+    EventConnection,
+)
 from streams.engines.feed_counters import FeedCounters
 from streams.engines.feed_machine import (
     Event,
@@ -80,6 +85,7 @@ class Receiver:
             self._on_message,
             wiring.watch,
             listens=self._address.startswith(BIND),
+            ping_timeout_s=PING_TIMEOUT_S if self._replay_address else PING_TIMEOUT_WITHOUT_REPLAY_S,
         )
         #: The order of the incarnation's batches; `begin` replaces it.
         self.order = self._new_order()

@@ -26,7 +26,7 @@ def slow_link(address: str, bytes_per_s: float, cut: threading.Event | None = No
         with source, sink, selectors.DefaultSelector() as readable:
             readable.register(source, selectors.EVENT_READ)
             while not stopping.is_set():
-                if is_cut() or not readable.select(0.1):
+                if not readable.select(0.1) or is_cut():
                     continue
                 try:
                     part = source.recv(2048)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+import threading
 import time
 
 import pytest
 
+from streams.engines.connection import PING_INTERVAL_S, PING_TIMEOUT_S, PING_TIMEOUT_WITHOUT_REPLAY_S
 from streams.engines.link_delay import LATE_S
 from streams.lab.kafka.ports import free_port
 from streams.process.waiting import wait_for
@@ -140,6 +143,39 @@ def test_live_batches_that_arrive_late_are_not_exact(fleet: TrustFleet, has_repl
         assert time.monotonic() > stored_s + LATE_KNOWN_AFTER_S + 1.0, "the link was not slow"
         after_s = [one.sent_s - stored_s for one in watch.wrong_while_exact(N_BLOCKS)]
         assert not [each for each in after_s if each > LATE_KNOWN_AFTER_S]
+
+
+@pytest.mark.parametrize("has_replay", [True, False])
+def test_a_link_that_loses_everything_is_noticed(fleet: TrustFleet, has_replay: bool) -> None:
+    """The engine stores blocks while nothing passes between it and its bridge, and no connection is closed."""
+    model, worker_id, cut = fleet.model(), fleet.worker_id(), threading.Event()
+    with (
+        EngineDouble(model=model) as engine,
+        slow_link(engine.events, math.inf, cut) as events,
+        slow_link(engine.replay, math.inf, cut) as replay,
+        slow_link(engine.url, math.inf, cut) as url,
+    ):
+        fleet.bridge(engine_option(worker_id, engine, url=url, events=events, replay=replay if has_replay else ""))
+        fleet.wait_answer(model, PROMPT, lambda found: bool(found["candidates"]), "the worker")
+
+        def exact() -> bool:
+            engine.store(50_000)
+            engine.clear()  # without a replay socket, a batch proves the stream; and a clear, that nothing is missing
+            return bool(fleet.route(model, PROMPT)["mode"] == "exact")
+
+        wait_for(exact, PATIENCE_S, "exact answers", 0.5)
+        cut.set()
+        with fleet.watching(model, PROMPT) as watch:
+            stored_s = time.monotonic()
+            engine.store(PROMPT.start, N_BLOCKS)
+            time.sleep(PING_INTERVAL_S + PING_TIMEOUT_WITHOUT_REPLAY_S + WATCHED_S)
+            cut.clear()
+            if has_replay:
+                fleet.wait_exact(model, PROMPT, N_BLOCKS)
+        noticed_s = PING_INTERVAL_S + (PING_TIMEOUT_S if has_replay else PING_TIMEOUT_WITHOUT_REPLAY_S)
+        wrong_after_s = [one.sent_s - stored_s for one in watch.wrong_while_exact(N_BLOCKS)]
+        assert wrong_after_s, "the link was not cut"
+        assert max(wrong_after_s) < noticed_s + KNOWN_AFTER_S
 
 
 def test_an_engine_whose_http_port_does_not_answer_is_fed_from_its_events(fleet: TrustFleet) -> None:
