@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -54,6 +55,18 @@ if TYPE_CHECKING:
     help="write the state as JSON lines, without tokens or text (docs/replay.md)",
 )
 @click.option(
+    "--into",
+    metavar="SCOPE",
+    default=None,
+    help="load the state into the scope with this topic_prefix, and follow until this process ends (docs/replay.md)",
+)
+@click.option(
+    "--into-kafka",
+    metavar="ADDRESS",
+    default=None,
+    help="address of that scope's Kafka, for which the same credentials are used  [default: the same Kafka]",
+)
+@click.option(
     "--token-file",
     type=click.Path(path_type=Path),
     default=None,
@@ -66,6 +79,8 @@ def replay(
     request_file: Path | None,
     url: str | None,
     out_file: Path | None,
+    into: str | None,
+    into_kafka: str | None,
     token_file: Path | None,
     as_json: bool,
 ) -> None:
@@ -73,7 +88,8 @@ def replay(
 
     It reads Kafka only, with the readers and folds of a router, and changes nothing. With --route, it prints what a
     router with these settings would have answered. With --verify, it compares a router with the topics. With --out, it
-    writes the state to a file.
+    writes the state to a file. With --into, it copies the scope to another one, whose partitions may differ in number,
+    until it is stopped.
     """
     import orjson
     from rich.console import Console
@@ -88,6 +104,11 @@ def replay(
     from streams.replay.summary import as_text, summary
     from streams.topics import topics
 
+    if into is not None:
+        if any(each is not None for each in (until, request_file, url, out_file)):
+            raise click.UsageError("--into copies what a scope has now; it cannot be combined with the other options")
+        _move(resolved.settings, into, into_kafka)
+        return
     if url is not None and any(each is not None for each in (until, request_file, out_file)):
         raise click.UsageError("--verify is about what a router has now; it cannot be combined with the other options")
     settings = resolved.settings
@@ -110,6 +131,39 @@ def replay(
         return
     values = summary(replayed)
     click.echo(orjson.dumps(values, option=orjson.OPT_INDENT_2) if as_json else as_text(values).rstrip("\n"))
+
+
+def _move(settings: RouterServerSettings, topic_prefix: str, kafka: str | None) -> None:
+    """Copy a scope to another one until a signal."""
+    import signal
+    import threading
+    from contextlib import closing
+
+    from rich.console import Console
+
+    from streams.kafka.clients import describe_topics, require_topics
+    from streams.process import log
+    from streams.process.progress import shown
+    from streams.replay.moving import Move
+    from streams.topics import topics
+
+    log.configure(settings)
+    new = replace(settings, topic_prefix=topic_prefix, kafka=kafka or settings.kafka)
+    if (new.kafka, new.topic_prefix) == (settings.kafka, settings.topic_prefix):
+        raise click.UsageError("--into names the scope that is read")
+    require_topics(settings, topics(settings).all())
+    source = topics(new).kv_events
+    state = describe_topics(new, (source,))[source.name]
+    if state is not None:
+        new = replace(new, partitions=state.partitions)
+    require_topics(new, topics(new).all())
+    stopping = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stopping.set())
+    with closing(Move(settings, new)) as move:
+        with shown(Console(stderr=True), "partitions", settings.partitions) as step:
+            move.load(stopping.is_set, step)
+        move.follow(stopping.is_set)
 
 
 def _verify(replayed: Replay, url: str, token_file: Path | None, *, as_json: bool) -> None:

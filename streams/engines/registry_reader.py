@@ -182,7 +182,7 @@ class RegistryReader:
 
     def _calls_of_record(self, key: bytes, value: bytes | None) -> list[Callable[[], None]]:
         """Keep a record of the registry, and return the calls that report it. Raises BadRecord."""
-        worker_id = _worker_of(key)
+        worker_id = worker_of_key(key)
         if worker_id is None:
             return []  # a cordon, a model or a pool
         with self._lock:
@@ -213,7 +213,7 @@ class RegistryReader:
         return [*calls, self._listener.on_registry_read] if all_ended else calls
 
 
-def _worker_of(key: bytes) -> WorkerId | None:
+def worker_of_key(key: bytes) -> WorkerId | None:
     """Return the worker that a key of the registry names; None for the keys of other records."""
     number = int(key) if key.isdigit() and len(key) <= 20 else -1
     return WorkerId(number) if 0 <= number <= U64_MASK else None

@@ -93,7 +93,7 @@ def read_all(
                 if error.code() == KafkaError._PARTITION_EOF:
                     ends[topic] = offset
                 else:
-                    _check(error, topic or names, partition, start.get(topic))
+                    check_error(error, topic or names, partition, start.get(topic))
         return ends
     except KafkaException as exc:
         raise TableError(f"{names} [{partition}] cannot be read: {exc.args[0].str()}") from exc
@@ -119,7 +119,7 @@ def follow_messages(
                 on_messages(records)
             for error, topic, offset in errors:
                 if error.code() != KafkaError._PARTITION_EOF:
-                    _check(error, topic or names, partition, offset)
+                    check_error(error, topic or names, partition, offset)
     except KafkaException as exc:
         raise TableError(f"{names} [{partition}] cannot be read: {exc.args[0].str()}") from exc
     finally:
@@ -139,7 +139,7 @@ def _split(messages: list[Message]) -> tuple[list[Message], list[tuple[KafkaErro
     return [message for message in messages if message.error() is None], found
 
 
-def _check(error: KafkaError, topic: str, partition: int, offset: int | None) -> None:
+def check_error(error: KafkaError, topic: str, partition: int, offset: int | None) -> None:
     """Raise for an error from which the client does not recover by itself."""
     if error.code() in (KafkaError._AUTO_OFFSET_RESET, KafkaError.OFFSET_OUT_OF_RANGE):
         raise OffsetLost(f"{topic} [{partition}] has no offset {offset}")

@@ -65,6 +65,9 @@ TESTED: dict[str, list[tuple[str, str]]] = {
     "kafka/test_pasted_docs.py::test_the_examples_of_the_api_pasted_in_order_into_one_shell_work": [
         ("docs/own-fleet.md", "X-Kvstreams-Worker")
     ],
+    "kafka/test_moving.py::test_a_fleet_is_moved_under_load_without_a_wrong_exact_answer": [
+        ("docs/replay.md", "kvstreams replay --into")
+    ],
     "kafka/test_replay.py::test_the_commands_of_the_page_run_one_after_the_other": [
         ("docs/replay.md", "kvstreams replay\n"),
         ("docs/replay.md", "kvstreams replay --until 15m"),
