@@ -6,19 +6,17 @@ what is done with the ranks (state_lines, moving).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from streams.core.ids import RankId
 from streams.cxl.records import (
     BLOCK_PREFIX,
-    OWNER_KEY,
-    PARKED_KEY,
+    TRANSITION_ROWS,
     BlockKey,
     BlockRow,
-    OwnerRow,
     decode_block,
-    decode_owner,
     decode_parked,
 )
 from streams.engines.recovery import RecoveredRank, applied_offset, ranks_of_table
@@ -32,21 +30,29 @@ from streams.topics import topics
 #: Rows of the index's table that say what ranks hold.
 _INDEX_ROWS = (RUN_KEY.prefix, PROGRESS_KEY.prefix, PARTITION_KEY.prefix)
 
+#: Where a key of a run or of progress has its rank.
+_RANK = slice(1, PROGRESS_KEY.n_bytes)
+
 
 @dataclass(frozen=True, slots=True)
 class PartitionTables:
     """One partition's tables.
 
-    ranks: with what each of them holds, in order. pooled: the rows of blocks in CXL pools. owners: what is known about
-    the incarnations of their owners. parked: transitions that wait for their batches, as their records were, in order.
-    applied: by source topic, the offset of the last record that is included; -1 for none.
+    rows: those of each rank in the index's table. pooled: the rows of blocks in CXL pools. parked: transitions that
+    wait for their batches, as their records were, in order. applied: by source topic, the offset of the last record
+    that is included; -1 for none.
     """
 
-    ranks: Mapping[RankId, RecoveredRank]
+    rows: Mapping[bytes, Mapping[bytes, bytes]]
     pooled: Mapping[BlockKey, BlockRow]
-    owners: Mapping[RankId, OwnerRow]
     parked: tuple[tuple[RankId, bytes], ...]
     applied: Mapping[str, int]
+
+    def ranks(self) -> Iterator[RecoveredRank]:
+        """Return each rank with what it holds, in order; one at a time: a ledger takes much more than its rows."""
+        for _, rows in sorted(self.rows.items()):
+            for of_worker in ranks_of_table(rows).values():
+                yield from of_worker.values()
 
 
 def read_tables(settings: ScopeSettings, partition: int, ends: Mapping[str, int] | None = None) -> PartitionTables:
@@ -57,21 +63,18 @@ def read_tables(settings: ScopeSettings, partition: int, ends: Mapping[str, int]
     """
     known = topics(settings)
     index = _rows(settings, known.index_changelog.name, partition, ends, _INDEX_ROWS)
-    rows = _rows(
-        settings, known.cxl_changelog.name, partition, ends, (BLOCK_PREFIX, OWNER_KEY.prefix, PARKED_KEY.prefix)
-    )
-    recovered = [found for ranks in ranks_of_table(index).values() for found in ranks.values()]
+    rows = _rows(settings, known.cxl_changelog.name, partition, ends, TRANSITION_ROWS)
+    by_rank: defaultdict[bytes, dict[bytes, bytes]] = defaultdict(dict)
+    for key, value in index.items():
+        if not key.startswith(PARTITION_KEY.prefix):
+            by_rank[key[_RANK]][key] = value
     pooled: dict[BlockKey, BlockRow] = {}
-    owners: dict[RankId, OwnerRow] = {}
     parked: list[tuple[RankId, bytes]] = []
     for key, value in sorted(rows.items()):  # parked transitions in their order
         try:
             if key.startswith(BLOCK_PREFIX):
                 block, row = decode_block(key, value)
                 pooled[block] = row
-            elif key.startswith(OWNER_KEY.prefix):
-                rank, owner = decode_owner(key, value)
-                owners[rank] = owner
             else:
                 where, waiting = decode_parked(key, value)
                 parked.append((where.owner, waiting.raw))
@@ -80,9 +83,8 @@ def read_tables(settings: ScopeSettings, partition: int, ends: Mapping[str, int]
     of_partition = PARTITION_KEY.pack(partition)
     sources = (known.kv_events.name, known.cxl_events.name)
     return PartitionTables(
-        {found.progress.rank: found for found in sorted(recovered, key=lambda found: found.progress.rank)},
+        by_rank,
         pooled,
-        owners,
         tuple(parked),
         {topic: applied_offset(index, of_partition, topic) for topic in sources},
     )

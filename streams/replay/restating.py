@@ -73,7 +73,8 @@ def restate(
     for owner, raw in tables.parked:
         parked_of[owner].append(raw)
     written: list[RankRecords] = []
-    for rank, found in tables.ranks.items():
+    for found in tables.ranks():
+        rank = found.progress.rank
         if rank.worker_id not in skipped:
             one = _Rank(settings, kafka, found, lease_ms_of.get(rank.worker_id))
             one.restate(rows_of[rank], parked_of[rank], known.get(rank, ()))
@@ -185,5 +186,6 @@ class _Rank:
                 accessible_workers=() if placement is None else placement.accessible_workers,
                 emitted_at_ms=self._now_ms,
                 blocks=addressed(blocks[first : first + TRANSITION_BLOCKS_MAX]),
+                span=1 if placement is None else placement.span,
             )
             self._writer.records.put_transition(encode_transition(transition))

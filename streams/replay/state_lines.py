@@ -101,7 +101,7 @@ def registry_line(record: object) -> Line:
 
 def table_lines(tables: PartitionTables) -> Iterator[Line]:
     """The lines of a partition's ranks: each rank before its blocks, parents before children; then pooled blocks."""
-    for found in tables.ranks.values():
+    for found in tables.ranks():
         yield rank_line(found.progress)
         yield from (blocks_line(found.progress.rank, run) for run in found.ledger.restated())
     yield from (pooled_line(block, row) for block, row in tables.pooled.items())

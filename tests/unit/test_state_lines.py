@@ -15,9 +15,9 @@ from streams.core.runs import Run, RunKey
 from streams.core.workers import Avoidance, BridgeLease, Cordon, ServedModel, Worker
 from streams.cxl.events import CxlPool
 from streams.cxl.records import BlockKey, BlockRow, Placement
-from streams.engines.recovery import recovered_rank
 from streams.replay.partition_tables import PartitionTables
 from streams.replay.state_lines import booking_line, registry_line, table_lines
+from streams.tables.records import PROGRESS_KEY, RUN_KEY, encode_progress, encode_run
 
 BIG = (1 << 64) - 1
 RANK = RankId(WorkerId(BIG), DpRank(3))
@@ -31,13 +31,18 @@ def run_of(n: int, present: int, moe: dict[int, MoeLabels]) -> Run:
     return Run(key, EPOCH, 0, None, local, [BIG - number for number in range(n)], sequence, present, moe)
 
 
+def tables_of(progress: Progress, run: Run) -> PartitionTables:
+    rows = {PROGRESS_KEY.pack(RANK): encode_progress(progress), RUN_KEY.pack(run.key): encode_run(run)}
+    return PartitionTables({b"": rows}, {}, (), {})
+
+
 def test_a_rank_has_a_line_and_its_blocks_have_one_for_each_part_without_a_hole() -> None:
     """Blocks behind a hole name their parent, and labels name the blocks of their own line."""
     labels = MoeLabels(layer_id=1, expert_id=2)
     run = run_of(6, 0b110011, {0: labels, 1: labels, 5: MoeLabels(expert_group=7)})
     health, feed = Health.APPROXIMATE, FeedState.CATCHING_UP
     progress = Progress(RANK, EPOCH, 9, BIG, health, "m", 16, n_blocks=4, feed=feed)
-    tables = PartitionTables({RANK: recovered_rank(progress, [run])}, {}, {}, (), {})
+    tables = tables_of(progress, run)
     rank, *blocks = table_lines(tables)
     assert rank == {
         "kind": "rank",
@@ -74,7 +79,7 @@ def test_a_rank_has_a_line_and_its_blocks_have_one_for_each_part_without_a_hole(
 def test_a_removed_rank_has_no_blocks() -> None:
     """Its line says that it was removed."""
     progress = Progress(RANK, EPOCH, health=Health.REMOVED)
-    tables = PartitionTables({RANK: recovered_rank(progress, [run_of(2, 0b11, {})])}, {}, {}, (), {})
+    tables = tables_of(progress, run_of(2, 0b11, {}))
     (line,) = table_lines(tables)
     assert line["health"] == "removed"
 
@@ -83,7 +88,7 @@ def test_a_pooled_block_names_its_owner_and_its_pool() -> None:
     """The incarnation is the one in which the block entered its state."""
     placement = Placement(CxlMemoryState.CXL_POOLED, "rack1", 4, (WorkerId(BIG),), "m", Incarnation(7), 5)
     row = BlockRow(placement, SequenceHash(1), 2, EngineHash(BIG))
-    tables = PartitionTables({}, {BlockKey(SequenceHash(3), RANK, "rack1"): row}, {}, (), {})
+    tables = PartitionTables({}, {BlockKey(SequenceHash(3), RANK, "rack1"): row}, (), {})
     assert list(table_lines(tables)) == [
         {
             "kind": "pooled",
@@ -100,6 +105,7 @@ def test_a_pooled_block_names_its_owner_and_its_pool() -> None:
             "model": "m",
             "incarnation": 7,
             "entered_at_ms": 5,
+            "span": 1,
         }
     ]
 
