@@ -209,16 +209,20 @@ class Passed:
 
 
 class Fleet:
-    """Registered engines, with a worker and a router."""
+    """Registered engines, with workers and a router."""
 
-    def __init__(self, parts: Machinery, n_engines: int, seed: int, *, router_in_worker: bool = False) -> None:
-        """router_in_worker: the Faust worker's own process serves the router, and there is no other one."""
+    def __init__(
+        self, parts: Machinery, n_engines: int, seed: int, *, n_workers: int = 1, router_in_worker: bool = False
+    ) -> None:
+        """router_in_worker: the first Faust worker's own process serves the router, and there is no other one."""
         self._parts = parts
         _check(Engine(n_engines + 1, 1, 0))
         self.engines = [Engine(n + 1, LIVE_RUNS // n_engines, seed + n) for n in range(n_engines)]
         self.topics = topics(parts.settings)
         self.kafka: Producer = producer(parts.settings, **{"linger.ms": 2, "queue.buffering.max.messages": 1_000_000})
         self.worker = parts.stack.worker(router=router_in_worker)
+        others = [parts.stack.worker(f"worker-{n}", router=False) for n in range(1, n_workers)]
+        self.workers = [self.worker, *others]
         self.router = self.worker if router_in_worker else parts.stack.router("router")
         for engine in self.engines:
             worker = Worker(engine.rank.worker_id, "http://engine", MODEL, BLOCK_SIZE)
@@ -251,13 +255,17 @@ class Fleet:
         """Send records and wait until the router has them all."""
         changelog = self.topics.index_changelog.name
         n_bytes = self._parts.topic_bytes(changelog)
-        cpu = [cpu_seconds(process.child.pid) for process in (self.worker, self.router)]
+        before = self._cpu_seconds()
         began = time.perf_counter()
         sent = self.send(published, records_per_second)
         self.await_visible()
         took = time.perf_counter() - began
-        used = [cpu_seconds(p.child.pid) - before for p, before in zip((self.worker, self.router), cpu, strict=True)]
-        return Passed(sent, took, used[0], used[1], self._parts.topic_bytes(changelog) - n_bytes)
+        of_workers, of_router = (now - then for now, then in zip(self._cpu_seconds(), before, strict=True))
+        return Passed(sent, took, of_workers, of_router, self._parts.topic_bytes(changelog) - n_bytes)
+
+    def _cpu_seconds(self) -> tuple[float, float]:
+        """Of all workers, and of the router."""
+        return sum(cpu_seconds(worker.child.pid) for worker in self.workers), cpu_seconds(self.router.child.pid)
 
     def await_visible(self) -> None:
         """Wait until the router's view has every engine's last batch, and exactly the blocks that the engine holds."""

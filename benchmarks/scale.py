@@ -3,8 +3,9 @@
 What lives here: the parts, each a command. `ranks` compares a fleet of 64 ranks with larger ones: matches, decisions
 with their bookings, the calls that list the fleet, and memory. `memberships` writes the changelog of a large index,
 which a router in a process of its own then reads from Kafka. `models` compares routers of ten models and of one of
-them (setting `models`). What must not: the fleet (decision), and the steps of a
-decision. A part exits with 1 if an answer is wrong, and prints which bars are met.
+them (setting `models`). `workers` compares numbers of Faust workers and of partitions. What must not: the fleets
+(decision, pipeline), the steps of a decision, and the end of a worker (failover). A part exits with 1 if an answer is
+wrong, and prints which bars are met.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import random
 import statistics
 import subprocess
 import sys
@@ -33,6 +35,7 @@ from benchmarks.decision import BLOCK_SIZE, SEED, RouterFleet
 from benchmarks.machinery import machinery
 from benchmarks.memory import resident_bytes
 from benchmarks.ours import WEIGHTS, clock
+from benchmarks.pipeline import Fleet, mixed
 from benchmarks.report import OURS, Bar, Report, Samples, wide_console
 from streams import __version__
 from streams.core.hashing import pack_hashes, request_hashes
@@ -47,6 +50,7 @@ from streams.kafka.records import CORDONS, encode_load, encode_worker
 from streams.lab.engines.held_chains import FIRST_EPOCH, runs_of_chain
 from streams.process.http_server import HttpServer
 from streams.process.interpreter import exempt_from_collection, prefer_request_threads
+from streams.process.waiting import wait_for
 from streams.router_api.deciding.router import Router
 from streams.router_api.messages.answer_json import answer_json
 from streams.router_api.messages.requests import RouteRequest
@@ -518,6 +522,66 @@ def models(n_models: int, json_path: Path | None) -> None:
     report.print(wide_console())
     if json_path is not None:
         report.write(json_path)
+
+
+# -- workers -----------------------------------------------------------------------------------------------------------
+
+#: How long the partitions of a new group may take until each worker has its share.
+SHARED_TIMEOUT_S = 60.0
+
+
+@main.command()
+@click.option("--workers", "numbers", multiple=True, type=int, default=(1, 2, 4), show_default=True)
+@click.option("--partitions", "partitions", multiple=True, type=int, default=(8, 64), show_default=True)
+@click.option("--records", default=30_000, show_default=True, help="of engines, sent as fast as Kafka takes them")
+@click.option("--rate", default=1_000.0, show_default=True, help="records per second, in a second run of 10 s")
+@click.option("--engines", default=64, show_default=True)
+@click.option("--json", "json_path", type=click.Path(path_type=Path), default=None)
+def workers(
+    numbers: tuple[int, ...],
+    partitions: tuple[int, ...],
+    records: int,
+    rate: float,
+    engines: int,
+    json_path: Path | None,
+) -> None:
+    """What a record costs all workers together, while they have a backlog, and at an even rate."""
+    samples, wrong = Samples(), list[str]()
+    for n_partitions in partitions:
+        for n_workers in numbers:
+            with machinery(partitions=n_partitions, block_size=BLOCK_SIZE) as parts:
+                fleet = Fleet(parts, engines, seed=1, n_workers=n_workers)
+                wait_for(partial(are_shared, fleet), SHARED_TIMEOUT_S, "partitions of every worker")
+                rng = random.Random(SEED)
+                fleet.passed(
+                    mixed(fleet.engines, records // 4, rng), None
+                )  # the first records run code for the first time
+                case = f"{n_partitions} partitions, workers: {n_workers}"
+                for how, n, per_second in (("backlog", records, None), (f"{rate:g}/s", int(10 * rate), rate)):
+                    run = fleet.passed(mixed(fleet.engines, n, rng), per_second)
+                    samples.add(case, f"{how}: records by wall time", "1/s", OURS, n / run.all_s)
+                    samples.add(case, f"{how}: records by processor time", "1/s", OURS, n / run.worker_cpu_s)
+                    samples.add(case, f"{how}: all workers", "cores", OURS, run.worker_cpu_s / run.all_s)
+                wrong += [f"{case}: {each}" for each in fleet.wrong()]
+    report = Report("scale workers", {"kvstreams": __version__}, samples.rows(), wrong=wrong)
+    report.print(wide_console())
+    if json_path is not None:
+        report.write(json_path)
+    sys.exit(1 if wrong else 0)
+
+
+def n_owned(url: str) -> int:
+    """How many partitions a worker owns, by its metrics."""
+    with urllib.request.urlopen(f"{url}/metrics") as page:
+        lines = page.read().decode().splitlines()
+    return next(int(float(line.split()[-1])) for line in lines if line.startswith("kvstreams_agent_partitions "))
+
+
+def are_shared(fleet: Fleet) -> bool:
+    """Whether the workers own all partitions, and each its share."""
+    owned = [n_owned(worker.url) for worker in fleet.workers]
+    partitions = fleet.worker.settings.partitions
+    return sum(owned) == partitions and min(owned) >= partitions // len(owned)
 
 
 if __name__ == "__main__":
