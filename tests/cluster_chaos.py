@@ -66,8 +66,18 @@ from streams.tables.changelog import read_to_end
 from streams.topics import topics
 from tests.helpers.api import Api
 from tests.helpers.background import repeated
-from tests.helpers.broken_cluster import FAILOVER_S, N_BROKERS, controller, in_sync, killed, leader_of, paused, slowed
-from tests.helpers.broker import BreakableKafka, broker_config
+from tests.helpers.broken_cluster import (
+    FAILOVER_S,
+    SMALL_DISK_NODE,
+    breakable_cluster,
+    controller,
+    filled,
+    in_sync,
+    killed,
+    leader_of,
+    paused,
+    slowed,
+)
 from tests.helpers.cluster_clients import Clients, post, prompt_of
 from tests.helpers.event_proxy import EventProxy
 from tests.helpers.exact_answers import Asked, wrong_answers
@@ -145,9 +155,12 @@ class Kind(NamedTuple):
 #: The engine whose messages pass through a proxy that damages them, and the one that can be cut off.
 DAMAGED, CUT = 0, 1
 
+#: What only one of the brokers can suffer, and its name.
+FILL, SMALL_DISK = "fill the disk of", "broker"
+
 #: What is broken. All faults of a kind follow each other.
 KINDS = {
-    "broker": Kind(0, ("kill", "pause", "slow down")),
+    "broker": Kind(0, ("kill", "pause", "slow down", FILL)),
     "worker": Kind(2),
     "third worker": Kind(1, ("kill", "stop")),
     "router": Kind(2),
@@ -169,8 +182,12 @@ def schedule(rng: random.Random, seconds: float) -> list[list[Fault]]:
         lane: list[Fault] = []
         at_s = rng.uniform(0.0, PAUSE_S[1])
         while at_s < seconds:
-            kind = name if n else rng.choice(DUTIES)
-            lane.append(Fault(at_s, kind, rng.randrange(n or 4), rng.choice(ways), rng.uniform(*FAULT_S)))
+            way = rng.choice(ways)
+            if way == FILL:
+                kind, number = SMALL_DISK, SMALL_DISK_NODE
+            else:
+                kind, number = name if n else rng.choice(DUTIES), rng.randrange(n or 4)
+            lane.append(Fault(at_s, kind, number, way, rng.uniform(*FAULT_S)))
             at_s += lane[-1].lasts_s + rng.uniform(*PAUSE_S)
         lanes.append(lane)
     return lanes
@@ -325,7 +342,7 @@ class Fleet:
             self.counts[f"{fault.way} {fault.kind}"] += 1
 
     def _broken(self, fault: Fault) -> AbstractContextManager[None]:
-        if fault.kind in DUTIES:
+        if fault.kind in (*DUTIES, SMALL_DISK):
             return self._broken_broker(fault)
         match fault.kind:
             case "engine":
@@ -370,6 +387,10 @@ class Fleet:
     def _broken_broker(self, fault: Fault) -> Iterator[None]:
         # Never two at once: then nothing could be written, and what is acknowledged has to be on two of three.
         wait_for(lambda: in_sync(self.settings), FAILOVER_S, "all replicas to be in sync")
+        if fault.way == FILL:
+            with filled(self.cluster):
+                yield
+            return
         names = topics(self.settings)
         node = -1
         while node == -1:
@@ -558,11 +579,6 @@ def settings_of(cluster: LocalCluster) -> Settings:
     )
 
 
-def new_cluster(directory: Path) -> LocalCluster:
-    """Three brokers that can be killed and paused."""
-    return LocalCluster(broker_config(directory), N_BROKERS, BreakableKafka)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run once; if anything differs, print the difference, keep the files and return 1."""
     parser = argparse.ArgumentParser(prog="python -m tests.cluster_chaos", description=__doc__)
@@ -572,21 +588,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     seed = random.SystemRandom().randrange(1 << 32) if options.seed is None else options.seed
     directory = Path(tempfile.mkdtemp(prefix="kvstreams-cluster-chaos-"))
     print(f"seed {seed}, {options.minutes:g} minutes, in {directory}", flush=True)
-    cluster = new_cluster(directory / "kafka")
     began_s = time.monotonic()
 
     def say(line: str) -> None:
         print(f"{time.monotonic() - began_s:5.0f} s  {line}", flush=True)
 
     try:
-        with Children() as children:
+        with breakable_cluster(directory / "kafka") as cluster, Children() as children:
             say(run(Stack(settings_of(cluster), directory, children), cluster, seed, options.minutes, say))
     except (AssertionError, KvStreamsError) as exc:
         print(f"{exc}\nrepeat it: python -m tests.cluster_chaos --minutes {options.minutes:g} --seed {seed}")
         print(f"logs and data are kept in {directory}")
         return 1
-    finally:
-        cluster.down()
     shutil.rmtree(directory)
     return 0
 

@@ -1,7 +1,7 @@
 """A Kafka of three brokers that tests break: which broker leads what, and faults of one broker.
 
-What lives here: finding a broker by its duty, killing it and pausing it. What must not: a single broker's process
-(broker), and what must hold meanwhile (tests).
+What lives here: finding a broker by its duty, killing it, pausing it and filling its disk. What must not: a single
+broker's process (broker), and what must hold meanwhile (tests).
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 
 from confluent_kafka import KafkaException
 
@@ -17,7 +18,8 @@ from streams.kafka.clients import admin
 from streams.lab.kafka import LocalCluster
 from streams.settings import Settings
 from tests.helpers.background import repeated
-from tests.helpers.broker import BreakableKafka
+from tests.helpers.broker import BreakableKafka, broker_config
+from tests.helpers.small_disk import fill, mounted
 
 N_BROKERS = 3
 
@@ -30,6 +32,24 @@ ANSWER_TIMEOUT_S = 3.0
 #: A slow broker runs and pauses in turn for so long: each request takes up to half a second longer.
 SLOW_RUNS_S = 0.1
 SLOW_PAUSED_S = 0.4
+
+
+#: The broker whose disk can be filled, and the size of the disk: more than what ten minutes of chaos write.
+SMALL_DISK_NODE = N_BROKERS
+BROKER_DISK_MB = 1024
+
+
+@contextmanager
+def breakable_cluster(directory: Path) -> Iterator[LocalCluster]:
+    """Three brokers that can be broken, which end with the block. One has a small disk, where one may be mounted."""
+    cluster = LocalCluster(broker_config(directory), N_BROKERS, BreakableKafka)
+    with ExitStack() as mounts:
+        with suppress(OSError):
+            mounts.enter_context(mounted(directory / f"broker-{SMALL_DISK_NODE}", BROKER_DISK_MB))
+        try:
+            yield cluster
+        finally:
+            cluster.down()
 
 
 def breakable(cluster: LocalCluster, node: int) -> BreakableKafka:
@@ -99,3 +119,25 @@ def slowed(cluster: LocalCluster, node: int) -> Iterator[None]:
 
     with repeated(pause, SLOW_RUNS_S):
         yield
+
+
+@contextmanager
+def filled(cluster: LocalCluster) -> Iterator[None]:
+    """Fill the disk of the broker that has a small one, until the block ends; then the broker is started again.
+
+    A broker ends when it cannot write. Where no disk could be mounted, it is killed instead.
+    """
+    broker = breakable(cluster, SMALL_DISK_NODE)
+    if not broker.directory.is_mount():
+        broker.kill()
+        yield
+    else:
+        ballast = broker.directory / "ballast"
+        fill(ballast)
+        try:
+            yield
+        finally:
+            ballast.unlink()
+        if broker.status() is not None:  # it had nothing to write, or is about to end
+            broker.kill()
+    cluster.up()

@@ -9,7 +9,8 @@ import pytest
 
 from streams.lab.processes import Children
 from streams.lab.stack import Stack
-from tests.cluster_chaos import new_cluster, run, settings_of
+from tests.cluster_chaos import run, settings_of
+from tests.helpers.broken_cluster import breakable_cluster
 
 
 @pytest.mark.long_running
@@ -18,9 +19,8 @@ def test_everything_agrees_after_every_kind_of_process_was_broken(tmp_path: Path
     """After a minute of faults nothing differs, no booking is left over, and no exact answer was wrong."""
     seed = random.randrange(1 << 32)
     print(f"seed {seed}")
-    cluster = new_cluster(tmp_path / "kafka")
-    try:
-        print(run(Stack(settings_of(cluster), tmp_path, children), cluster, seed, 1.0, print))
-    finally:
-        children.stop()
-        cluster.down()
+    with breakable_cluster(tmp_path / "kafka") as cluster:
+        try:
+            print(run(Stack(settings_of(cluster), tmp_path, children), cluster, seed, 1.0, print))
+        finally:
+            children.stop()
