@@ -54,8 +54,9 @@ def wrong_answers(
     tokens_of: Callable[[int], bytes],
     block_size: int,
     histories: dict[int, CacheHistory],
+    late_ns: int = LATE_NS,
 ) -> list[Wrong]:
-    """Return the answers that claim to be exact and were true at no moment of the last second.
+    """Return the answers that claim to be exact and were true at no moment of the last late_ns.
 
     tokens_of: returns the prompt of a request, u32 LE.
     """
@@ -64,7 +65,7 @@ def wrong_answers(
         if answer.chosen_mode != "exact":
             continue
         sequence = hash_prompt(tokens_of(answer.prompt), block_size).sequence.tolist()
-        held = histories[answer.worker_id].overlaps(sequence, answer.sent_ns - LATE_NS, answer.received_ns)
+        held = histories[answer.worker_id].overlaps(sequence, answer.sent_ns - late_ns, answer.received_ns)
         if answer.overlap not in held:
             true_until_ns = histories[answer.worker_id].last_held_ns(sequence, answer.overlap, answer.sent_ns)
             wrong.append(Wrong(answer, held, true_until_ns))
