@@ -802,6 +802,21 @@ class BridgeSettings(ScopeSettings):
         1.0, "interval at which a bridge reads each engine's Prometheus metrics; 0 disables this", low=0.0, high=180.0
     )
 
+    lmcache_models: dict[str, str] = field(
+        default_factory=dict,
+        metadata={
+            "help": "this scope's names of models that engines with LMCache were started with under other names, for "
+            "example /models/llama=llama"
+        },
+    )
+    lmcache_unconfirmed_ttl_s: float = _setting(
+        600.0,
+        "after events of LMCache were lost, chunks that were stored before count for this long unless they are stored "
+        "again; 0 for ever",
+        low=0.0,
+        high=30 * 86_400.0,
+    )
+
 
 @dataclass(frozen=True)
 class LogSettings:

@@ -102,7 +102,7 @@ _PROFILES: Mapping[TopicProfile, _ProfileRules] = {
 
 #: By the schema of a topic, those of its other records.
 _FURTHER_SCHEMAS: Mapping[str, tuple[str, ...]] = {
-    "workers": ("cordons", "avoidances", "render-parities", "models", "cxl-pools"),
+    "workers": ("cordons", "avoidances", "render-parities", "models", "cxl-pools", "lmcache-feeds"),
     "worker-metrics": ("bridge-pulses",),
     "prefix-index-run": ("prefix-index-progress", "prefix-index-partition"),
     "cxl-block": ("cxl-owner", "cxl-parked"),
@@ -215,7 +215,7 @@ def topics(settings: TopicSettings) -> Topics:
         workers=spec(
             f"{prefix}workers",
             "worker id, ASCII decimal; avoid/, cordon/ or render/ and a worker id; model/ and a model; pool/ and a "
-            "pool",
+            "pool; lmcache/ and an instance; lmcache-shared/ and a backend",
             "workers",
             compacted,
             COMPACTION_LAG,

@@ -64,7 +64,7 @@ def router(resolved: Resolved, ends_with_parent: bool, process_number: int | Non
     multiple=True,
     metavar="id=1,url=http://HOST:PORT[,events=tcp://HOST:PORT][,replay=tcp://HOST:PORT][,dp=N][,dp_start=N][,model=NAME]"
     "[,metrics=URL][,key=FILE][,dialect=NAME][,role=ROLE][,device_class=NAME][,taints=NAME+NAME]"
-    "[,lora=NAME+NAME]",
+    "[,lora=NAME+NAME][,lmcache=INSTANCE]",
     help="one engine; repeat the option for each. events: address of its event socket; without one, routers predict "
     "what the engine holds; bind:tcp://ADDRESS:PORT listens there, for an engine that connects. replay: address of its "
     "replay socket. dp: number of data-parallel ranks. dp_start: number of the first one, by default as the engine "
@@ -72,7 +72,8 @@ def router(resolved: Resolved, ends_with_parent: bool, process_number: int | Non
     "at URL/metrics. key: file with the API key that it requires; read again when it changes. dialect: "
     "format of its events, by default recognised from them; an unknown name is refused with a list of all. role "
     "(prefill, decode or both), device_class, taints: how it is registered, by default as the registry has it. lora: "
-    "LoRA adapters that it serves, in addition to those that it lists",
+    "LoRA adapters that it serves, in addition to those that it lists. lmcache: id of the instance of LMCache that it "
+    "uses",
 )
 @click.option(
     "--engines-file",
@@ -112,6 +113,19 @@ def router(resolved: Resolved, ends_with_parent: bool, process_number: int | Non
     "the url. In an InferencePool, events and replay are those of the first target port, and one port higher for each "
     "further one",
 )
+@click.option(
+    "--lmcache",
+    metavar="TOPIC",
+    default=None,
+    help="topic to which instances of LMCache publish their cache events; their pools count for the engines that name "
+    "them (lmcache= in --engine)",
+)
+@click.option(
+    "--lmcache-kafka",
+    metavar="HOST:PORT[,HOST:PORT]...",
+    default=None,
+    help="the Kafka that has that topic, by default the scope's; with the same credentials",
+)
 def bridge(
     resolved: Resolved,
     engines: tuple[str, ...],
@@ -121,34 +135,43 @@ def bridge(
     engines_kubernetes: str | None,
     engines_inference_pool: str | None,
     engine_template: str | None,
+    lmcache: str | None,
+    lmcache_kafka: str | None,
 ) -> None:
-    """Forward engines' ZMQ events to Kafka, and register the engines."""
+    """Forward engines' ZMQ events, and LMCache's cache events, to the scope's topics, and register the engines."""
     found_by = (engines_file, engines_registry, engines_dns, engines_kubernetes, engines_inference_pool)
-    if not (engines or any(found_by)):
+    if lmcache_kafka and not lmcache:
+        raise click.UsageError("--lmcache-kafka without --lmcache, which names the topic")
+    if not (engines or any(found_by) or lmcache):
         raise click.UsageError(
             "the bridge has no engines. Use --engine, --engines-file, --engines-registry, --engines-dns, "
-            "--engines-kubernetes or --engines-inference-pool"
+            "--engines-kubernetes or --engines-inference-pool; or --lmcache for a bridge of LMCache's events alone"
         )
     from streams.engines.bridge_metrics import run_bridge
+    from streams.engines.sources.interface import EngineSource
     from streams.engines.sources.named import sources_of
     from streams.kafka.schema_compatibility import check_schemas
+    from streams.lmcache.bridge import LmcacheSource
     from streams.process.interpreter import prefer_request_threads
 
     log.configure(resolved.settings)
     check_schemas()
     # Parsed first, so that a typo is reported without waiting for Kafka.
-    sources = sources_of(
-        resolved.settings,
-        engines,
-        file=engines_file,
-        registry=engines_registry,
-        dns=engines_dns,
-        kubernetes=engines_kubernetes,
-        inference_pool=engines_inference_pool,
-        template=engine_template,
-    )
+    sources: list[EngineSource] = []
+    if engines or any(found_by):
+        sources += sources_of(
+            resolved.settings,
+            engines,
+            file=engines_file,
+            registry=engines_registry,
+            dns=engines_dns,
+            kubernetes=engines_kubernetes,
+            inference_pool=engines_inference_pool,
+            template=engine_template,
+        )
     prefer_request_threads()  # batches wait while another thread reads tables, or parses a page of metrics
-    run_until_signalled(run_bridge(resolved.settings, sources))
+    source = None if lmcache is None else LmcacheSource(lmcache, lmcache_kafka)
+    run_until_signalled(run_bridge(resolved.settings, sources, source))
 
 
 def run_until_signalled(main: Coroutine[Any, Any, None]) -> None:

@@ -78,9 +78,9 @@ class Worker:
     """One engine.
 
     dp_start: the number of the first rank, as the engine counts them. aliases: further names under which it serves the
-    model. max_model_len: tokens of the longest request that it takes, if known.
-    kv_total_blocks: capacity of each rank's cache, if known. lora_names: the LoRA adapters that it serves; None if they
-    are not listed, so that it may serve any. lease: its bridge's, if it has a bridge.
+    model. max_model_len: tokens of the longest request that it takes, if known. kv_total_blocks: capacity of each
+    rank's cache, if known. lora_names: the LoRA adapters that it serves; None if they are not listed, so that it may
+    serve any. lmcache: the instance of LMCache that it uses, if that is known. lease: its bridge's, if it has a bridge.
     """
 
     worker_id: WorkerId
@@ -101,6 +101,7 @@ class Worker:
     events_endpoint: str | None = None
     replay_endpoint: str | None = None
     registered_at_ms: int = 0
+    lmcache: str | None = None
     lease: BridgeLease | None = None
 
     def __post_init__(self) -> None:

@@ -23,6 +23,7 @@ from streams.errors import KvStreamsError, SettingsError
 _PARTS = frozenset(
     {
         "id",
+        "lmcache",
         "url",
         "events",
         "replay",
@@ -76,7 +77,8 @@ class EngineAddress:
     ranks, or None for an engine that publishes none. dp_start: the number of the first rank; None to learn it from the
     engine. model: None to ask the engine. metrics: the URL of its Prometheus page, if that is not /metrics of `url`.
     key_file: with the key that its HTTP server requires. role, device_class, taints: None to leave what the registry
-    has, or the default. lora_names: the adapters that it serves, None to take those that it lists.
+    has, or the default. lora_names: the adapters that it serves, None to take those that it lists. lmcache: the
+    instance of LMCache that it uses.
     """
 
     worker_id: WorkerId
@@ -93,6 +95,7 @@ class EngineAddress:
     device_class: str | None = None
     taints: tuple[str, ...] | None = None
     lora_names: tuple[str, ...] | None = None
+    lmcache: str | None = None
 
     @property
     def metrics_url(self) -> str:
@@ -108,8 +111,8 @@ class EngineAddress:
 def engine_address(text: str) -> EngineAddress:
     """Parse `id=1,url=…[,events=…][,replay=…][,dp=…][,model=…][,metrics=…][,dialect=…][,role=…][,device_class=…]`.
 
-    `dp_start=…`, `key=…`, `taints=a+b` and `lora=a+b` are also parts. Raises SettingsError that names the part that
-    cannot be used.
+    `dp_start=…`, `key=…`, `taints=a+b`, `lora=a+b` and `lmcache=…` are also parts. Raises SettingsError that names the
+    part that cannot be used.
     """
     where = f"--engine {text!r}"
     return address_of(_parts_of(text, where), where)
@@ -162,6 +165,7 @@ def address_of(parts: Mapping[str, str], where: str) -> EngineAddress:
         device_class=parts.get("device_class") or None,
         taints=tuple(filter(None, parts["taints"].split(_SEPARATOR))) if "taints" in parts else None,
         lora_names=_lora_names(where, parts.get("lora")),
+        lmcache=parts.get("lmcache") or None,
     )
     _check_ports(where, engine)
     return engine

@@ -37,6 +37,7 @@ from streams.engines.sources.interface import ENGINES_MAX, EngineSource, MergedE
 from streams.engines.sources.registry import RegistryEngines
 from streams.errors import BlockSizeContradicted
 from streams.kafka.outage import Outage, lasting
+from streams.lmcache.bridge import LmcacheBridge, LmcacheSource
 from streams.model_registry import check_model, claim_model, writer_name
 from streams.process.interpreter import collect_by_the_clock
 from streams.settings import BridgeSettings
@@ -68,9 +69,11 @@ THREADS_MAX = 2 * ENGINES_MAX + 8
 
 
 class Bridge:
-    """Bridges the engines of its sources with one producer."""
+    """Bridges the engines of its sources, and the instances of LMCache, with one producer."""
 
-    def __init__(self, settings: BridgeSettings, sources: Sequence[EngineSource]) -> None:
+    def __init__(
+        self, settings: BridgeSettings, sources: Sequence[EngineSource], lmcache: LmcacheSource | None = None
+    ) -> None:
         self._settings = settings
         self._sources = tuple(sources)
         self._merged = MergedEngines(len(sources))
@@ -91,7 +94,9 @@ class Bridge:
         self._registry_sources = [source for source in sources if isinstance(source, RegistryEngines)]
         for source in self._registry_sources:
             source.name_bridge(self.name)
-        self._registry = RegistryReader(settings, self, of_all_workers=bool(self._registry_sources))
+        self._lmcache = None if lmcache is None else LmcacheBridge(settings, lmcache, self._kafka, self.name)
+        of_all_workers = bool(self._registry_sources) or lmcache is not None
+        self._registry = RegistryReader(settings, self, of_all_workers=of_all_workers)
         self._changes: asyncio.Queue[tuple[int, Sequence[EngineAddress]]] = asyncio.Queue()
 
     async def run(self) -> None:
@@ -106,6 +111,8 @@ class Bridge:
                 tasks.create_task(self._tick())
                 tasks.create_task(self._pulse.run())
                 tasks.create_task(collect_by_the_clock())
+                if self._lmcache is not None:
+                    tasks.create_task(self._lmcache.run())
                 tasks.create_task(self._follow(self._parts(http), tasks))
                 for number, source in enumerate(self._sources):
                     tasks.create_task(source.run(partial(self._note, number)))
@@ -170,9 +177,18 @@ class Bridge:
         """See registry_reader.RegistryListener."""
         for source in self._registry_sources:
             source.on_worker(worker_id, worker)
+        if self._lmcache is not None:
+            self._lmcache.on_worker(worker_id, worker)
+
+    def on_record(self, key: bytes, value: bytes | None) -> None:
+        """See registry_reader.RegistryListener."""
+        if self._lmcache is not None:
+            self._lmcache.on_record(key, value)
 
     def on_registry_read(self) -> None:
         """See registry_reader.RegistryListener."""
+        if self._lmcache is not None:
+            self._lmcache.on_registry_read()
         for source in self._registry_sources:
             source.on_end()
 
@@ -268,7 +284,8 @@ class Bridge:
     def _fed(self) -> list[WorkerId]:
         """Return the workers whose events are passed on, for the pulse."""
         now_s = time.monotonic()
-        return [worker_id for worker_id, bridged in self._engines.items() if bridged.is_fed(now_s)]
+        fed = [worker_id for worker_id, bridged in self._engines.items() if bridged.is_fed(now_s)]
+        return fed if self._lmcache is None else [*fed, *self._lmcache.fed()]
 
     async def _tick(self) -> None:
         while True:

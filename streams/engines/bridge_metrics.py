@@ -17,6 +17,7 @@ from streams.engines.feed_counters import NOT_INDEXED, RankCounters
 from streams.engines.sources.interface import EngineSource
 from streams.kafka.clients import wait_for_topics
 from streams.kafka.log_ends import unreachable
+from streams.lmcache.bridge import LmcacheSource
 from streams.process.http_server import Startup, monitoring_app, monitoring_server
 from streams.process.metrics import Label, Metric, MetricsRegistry, counter, gauge
 from streams.security.access import Access
@@ -111,7 +112,9 @@ def bridge_registry(bridge: Bridge) -> MetricsRegistry[BridgeSnapshot]:
     )
 
 
-async def run_bridge(settings: BridgeServerSettings, sources: Sequence[EngineSource]) -> None:
+async def run_bridge(
+    settings: BridgeServerSettings, sources: Sequence[EngineSource], lmcache: LmcacheSource | None = None
+) -> None:
     """Run a bridge until cancelled, and serve /healthz, /ready and /metrics if `metrics_port` is set.
 
     A bridge creates no topics, and waits while some are missing. Raises SettingsError if it cannot listen on that port,
@@ -122,7 +125,7 @@ async def run_bridge(settings: BridgeServerSettings, sources: Sequence[EngineSou
         startup.note("connecting to Kafka")
         await wait_for_topics(settings, topics(settings).all(), startup.note)
         await warm_while_serving(HASHING, startup.note)
-        bridge = Bridge(settings, sources)
+        bridge = Bridge(settings, sources, lmcache)
         if server is not None:
 
             def not_ready() -> str | None:

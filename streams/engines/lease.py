@@ -1,4 +1,4 @@
-"""Which bridge feeds an engine: the lease, as a state machine over `workers` (docs/bridges.md).
+"""Which bridge feeds an engine, or instance of LMCache: the lease, as a state machine over `workers` (docs/bridges.md).
 
 What lives here: the rules (pure; the clock is an argument). What must not: Kafka (registry_reader) and what a holder
 does (bridge).
@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, replace
+from typing import Generic, Protocol, TypeVar
 
 from streams.core.workers import BridgeLease, Worker
 
@@ -56,11 +57,22 @@ class LeasePhase(enum.Enum):
     DISMISSED = "dismissed"
 
 
-@dataclass(frozen=True, slots=True)
-class Write:
-    """Instruction: write this record of the worker; None is its tombstone."""
+class Leased(Protocol):
+    """A record of the registry that a bridge leases."""
 
-    worker: Worker | None
+    @property
+    def lease(self) -> BridgeLease | None:
+        """The lease, None without a bridge."""
+
+
+R = TypeVar("R", bound=Leased)
+
+
+@dataclass(frozen=True, slots=True)
+class Write(Generic[R]):
+    """Instruction: write this record; None is its tombstone."""
+
+    record: R | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,21 +84,24 @@ class _Sent:
     term: int
 
 
-class EngineLease:
-    """One engine's lease as one bridge sees it. Takes records and times, returns writes."""
+class Lease(Generic[R]):
+    """One lease as one bridge sees it. Takes records and times, returns writes.
+
+    Subclasses say what a holder changes in a record besides its lease.
+    """
 
     def __init__(self, bridge: str, lease_s: float, renewal: int = 0) -> None:
         """bridge: a name that no other process has. lease_s: the length of the lease.
 
-        renewal: the number of the process's last write for this worker, if it had the lease before.
+        renewal: the number of the process's last write of this record, if it had the lease before.
         """
         self.bridge = bridge
         self.phase = LeasePhase.READING
         self.term = 0  # of ours, once claimed
         self._lease_s = lease_s
-        self._own: Worker | None = None
+        self._own: R | None = None
         self._fixed: tuple[str, ...] = ()
-        self._base: Worker | None = None  # the registration that our writes add the lease to
+        self._base: R | None = None  # the registration that our writes add the lease to
         self._base_number = 0
         self._seen: dict[str, int] = {}  # other bridges' last renewals
         self._known: BridgeLease | None = None  # the lease in effect, ours or another bridge's
@@ -97,7 +112,7 @@ class EngineLease:
         self._confirmed_at_s: float | None = None  # when the last renewal that was read back was sent
         self._not_before_s = float("-inf")  # until then the previous holder may still publish
 
-    def want(self, own: Worker, fixed: tuple[str, ...] = ()) -> None:
+    def want(self, own: R, fixed: tuple[str, ...] = ()) -> None:
         """Claim the lease from now on whenever it is free. own: the registration to write if there is none yet.
 
         fixed: names of fields, in addition to the addresses, whose values replace those of a registration. Called
@@ -107,26 +122,40 @@ class EngineLease:
         changed = self._own is not None and own != self._own
         self._own = own
         if changed and self.phase in (LeasePhase.CLAIMING, LeasePhase.HOLDING):
-            self._base, self._base_number = _addressed(self._base, own, fixed), self._base_number + 1
+            self._base, self._base_number = self._changed(self._base, own), self._base_number + 1
             self._renew_at_s = float("-inf")
 
     @property
-    def registered_model(self) -> str | None:
-        """The model that the registry has for the worker; None if it has none, or has not been read to its end."""
-        return None if self._base is None else self._base.model
+    def registered(self) -> R | None:
+        """The record as the registry has it; None if it has none, or has not been read to its end."""
+        return self._base
+
+    # -- what subclasses say -------------------------------------------------------------------------------------------
+
+    def _claimed(self, registered: R | None, own: R) -> R:
+        """Return the record that a claim writes."""
+        raise NotImplementedError
+
+    def _changed(self, registered: R | None, own: R) -> R:
+        """Return the record that a holder writes after `want` was called again."""
+        raise NotImplementedError
+
+    def _with_lease(self, record: R, lease: BridgeLease) -> R:
+        """Return a record with a lease."""
+        raise NotImplementedError
 
     # -- records of the log --------------------------------------------------------------------------------------------
 
-    def on_record(self, worker: Worker | None, now_s: float) -> list[Write]:
-        """Take one record of this worker, in log order; None is its tombstone."""
-        if worker is None:
+    def on_record(self, record: R | None, now_s: float) -> list[Write[R]]:
+        """Take one record, in log order; None is its tombstone."""
+        if record is None:
             return self._on_tombstone()
-        lease = worker.lease
+        lease = record.lease
         if lease is not None and lease.bridge == self.bridge and lease.renewal in self._sent:
             return self._on_own(lease, now_s)
         registration = self._is_registration(lease)
         if self._base is None or registration:
-            self._base, self._base_number = worker, self._base_number + 1
+            self._base, self._base_number = record, self._base_number + 1
         self._renew_at_s = now_s  # a holder adds its lease to what another writer wrote
         if self.phase is LeasePhase.DISMISSED:
             self.phase = LeasePhase.WAITING
@@ -163,7 +192,7 @@ class EngineLease:
             return True
         return lease.term == known.term and lease.bridge == known.bridge and lease.renewal > known.renewal
 
-    def _on_own(self, lease: BridgeLease, now_s: float) -> list[Write]:
+    def _on_own(self, lease: BridgeLease, now_s: float) -> list[Write[R]]:
         sent = self._sent.pop(lease.renewal)
         if self.phase is LeasePhase.DISMISSED:
             return [Write(None)]  # this write crossed the deletion, and must not register the worker again
@@ -179,7 +208,7 @@ class EngineLease:
             self._renew_at_s = now_s  # this write crossed another writer's, which must not be lost
         return []
 
-    def _on_tombstone(self) -> list[Write]:
+    def _on_tombstone(self) -> list[Write[R]]:
         self._base, self._base_number = None, self._base_number + 1
         self._known = None  # every reader drops the lease here, so any term takes effect again
         if self.phase is not LeasePhase.READING:  # a bridge that starts after a deletion registers the worker again
@@ -192,14 +221,14 @@ class EngineLease:
 
     # -- time ----------------------------------------------------------------------------------------------------------
 
-    def tick(self, now_s: float) -> list[Write]:
+    def tick(self, now_s: float) -> list[Write[R]]:
         """Claim or renew the lease if that is due."""
         if self.phase is LeasePhase.WAITING and self._own is not None and self._is_free(now_s):
             # After a tombstone, any term takes effect. This process nevertheless uses no term twice: what publishes
             # under an earlier one must notice that it has ended.
             self.term = 1 + max(self.term, self._known.term if self._known else 0)
             self.phase = LeasePhase.CLAIMING
-            self._base = _addressed(self._base, self._own, self._fixed)
+            self._base = self._claimed(self._base, self._own)
             return [self._write(now_s)]
         late = self.phase in (LeasePhase.CLAIMING, LeasePhase.HOLDING) and now_s >= self._renew_at_s
         if not late or sum(sent.term == self.term for sent in self._sent.values()) >= RENEWALS_IN_FLIGHT_MAX:
@@ -213,7 +242,7 @@ class EngineLease:
             return False
         return self._not_before_s <= now_s < confirmed_at_s + self._lease_s * OWN_SHARE
 
-    def release(self) -> list[Write]:
+    def release(self) -> list[Write[R]]:
         """Give the lease up, so that the next bridge need not wait until it expires."""
         if self.phase is not LeasePhase.HOLDING:
             return []
@@ -226,7 +255,7 @@ class EngineLease:
             return True
         return now_s >= self._known_at_s + known.lease_ms / 1000
 
-    def _write(self, now_s: float) -> Write:
+    def _write(self, now_s: float) -> Write[R]:
         self.renewal += 1
         self._sent[self.renewal] = _Sent(now_s, self._base_number, self.term)
         if len(self._sent) > WRITES_TRACKED_MAX:
@@ -234,12 +263,30 @@ class EngineLease:
         self._renew_at_s = now_s + self._lease_s / RENEWALS_PER_LEASE
         return Write(self._leased(round(self._lease_s * 1000)))
 
-    def _leased(self, lease_ms: int) -> Worker:
+    def _leased(self, lease_ms: int) -> R:
         lease = BridgeLease(self.bridge, self.term, lease_ms, self.renewal + (lease_ms == 0))
-        worker = self._base or self._own
-        assert worker is not None  # only a bridge that wants the lease writes
+        record = self._base or self._own
+        assert record is not None  # only a bridge that wants the lease writes
+        return self._with_lease(record, lease)
+
+
+class EngineLease(Lease[Worker]):
+    """The lease of an engine, in its worker's record."""
+
+    @property
+    def registered_model(self) -> str | None:
+        """The model that the registry has for the worker; None if it has none, or has not been read to its end."""
+        return None if self._base is None else self._base.model
+
+    def _claimed(self, registered: Worker | None, own: Worker) -> Worker:
+        return _addressed(registered, own, self._fixed)
+
+    def _changed(self, registered: Worker | None, own: Worker) -> Worker:
+        return _addressed(registered, own, self._fixed)
+
+    def _with_lease(self, record: Worker, lease: BridgeLease) -> Worker:
         # Only the bridge knows the size of its engine's blocks, so no other writer can change it.
-        return replace(worker, lease=lease, block_size=worker.block_size if self._own is None else self._own.block_size)
+        return replace(record, lease=lease, block_size=record.block_size if self._own is None else self._own.block_size)
 
 
 def _addressed(registered: Worker | None, own: Worker, fixed: tuple[str, ...]) -> Worker:

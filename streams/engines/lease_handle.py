@@ -87,9 +87,9 @@ class LeaseHandle:
         finally:
             self._n_waiting -= 1
 
-    def _perform(self, writes: list[Write]) -> None:
+    def _perform(self, writes: list[Write[Worker]]) -> None:
         for write in writes:
-            self._write(write.worker)
+            self._write(write.record)
         if self._n_waiting:  # this is called for each engine twenty times per second
             changed, self._changed = self._changed, asyncio.Event()
             changed.set()

@@ -116,7 +116,7 @@ class Registration:
 
 def _set_at(engine: EngineAddress) -> tuple[str, ...]:
     """Return the names of the registration's fields that the operator has set at this bridge."""
-    return tuple(name for name in ("role", "device_class", "taints") if getattr(engine, name) is not None)
+    return tuple(name for name in ("role", "device_class", "taints", "lmcache") if getattr(engine, name) is not None)
 
 
 def _shown(facts: ListedFacts) -> str:

@@ -54,6 +54,9 @@ class RegistryListener(Protocol):
     def on_any_worker(self, worker_id: WorkerId, worker: Worker | None) -> None:
         """Take one record of any worker, if the reader reads those of all."""
 
+    def on_record(self, key: bytes, value: bytes | None) -> None:
+        """Take one record of the registry that is no worker's; None is a tombstone."""
+
     def on_registry_read(self) -> None:
         """Note that every partition of the registry has been read to its end."""
 
@@ -184,7 +187,7 @@ class RegistryReader:
         """Keep a record of the registry, and return the calls that report it. Raises BadRecord."""
         worker_id = worker_of_key(key)
         if worker_id is None:
-            return []  # a cordon, a model or a pool
+            return [lambda: self._listener.on_record(key, value)]
         with self._lock:
             watched = key in self._watched
             if value is None:

@@ -204,6 +204,8 @@ def _check_lease(lease: BridgeLease) -> None:
         raise BadRecord("bad_lease", f"term {lease.term}, {lease.lease_ms} ms, renewal {lease.renewal}")
 
 
+LEASE = Shape(BridgeLease, check=_check_lease).nested()
+
 _WORKER = RecordShape(
     "workers",
     Shape(
@@ -215,7 +217,7 @@ _WORKER = RecordShape(
         taints=TEXTS,
         aliases=TEXTS,
         lora_names=optional(TEXTS),
-        lease=optional(Shape(BridgeLease, check=_check_lease).nested()),
+        lease=optional(LEASE),
     ),
 )
 encode_worker, decode_worker = _WORKER.encode, _WORKER.decode

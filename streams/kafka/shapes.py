@@ -103,7 +103,7 @@ def by_name(members: type[enum.Enum]) -> Field:
 U64 = Field(to_long, from_long)
 HASH = Field(to_hash, from_hash)
 HASHES = Field(pack_hashes, hashes)
-TEXTS = Field(list, tuple)  # of text or of bytes
+TEXTS = Field(list, tuple)  # of text, bytes or numbers
 
 
 def _getter(kind: Callable[..., Any], names: tuple[str, ...]) -> Callable[[Any], Any]:

@@ -192,19 +192,27 @@ class Stack:
         return Engine(worker_id, child, info["http"], info["events"], info["replay"])
 
     def bridge(
-        self, engines: Sequence[EngineAddresses], name: str = "bridge", roles: Mapping[int, str] | None = None
+        self,
+        engines: Sequence[EngineAddresses],
+        name: str = "bridge",
+        roles: Mapping[int, str] | None = None,
+        options: Sequence[str] = (),
+        instances: Mapping[int, str] | None = None,
     ) -> Child:
         """Start one bridge for these engines; it is ready when they are in the registry (`wait_workers`).
 
-        roles: of engines by worker id; the others have both roles.
+        roles: of engines by worker id; the others have both roles. options: further ones of the command. instances: of
+        LMCache, by worker id.
         """
         arguments = ["-m", "streams.cli", "bridge"]
         for engine in engines:
             address = f"id={engine.worker_id},url={engine.url},events={engine.events},replay={engine.replay}"
             if roles and engine.worker_id in roles:
                 address += f",role={roles[engine.worker_id]}"
+            if instances and engine.worker_id in instances:
+                address += f",lmcache={instances[engine.worker_id]}"
             arguments += ["--engine", address]
-        return self._start(name, arguments, as_environ(self.settings))
+        return self._start(name, [*arguments, *options], as_environ(self.settings))
 
     def worker(self, name: str = "worker", router: bool = True, env: Mapping[str, str] | None = None) -> RouterProcess:
         """Start a Faust worker, with a router in its process, or with its health and metrics alone at its url."""

@@ -38,6 +38,9 @@ CHUNKS_MAX = 2_000_000
 #: Instances that share a backend. The cursor of each is part of the feed's record.
 INSTANCES_MAX = 1024
 
+#: Feeds of one scope. Beyond this limit, the events of further instances are not passed on.
+FEEDS_MAX = 2048
+
 #: The only group of layers whose objects count. With `--separate-object-groups`, other groups have windows, and a hit
 #: may need fewer of their objects than a prefix has chunks.
 _FIRST_GROUP = 0
@@ -209,6 +212,11 @@ class FeedPools:
             for chunk in chunks.values():
                 yield owner, chunk
 
+    @property
+    def has_changes(self) -> bool:
+        """Whether anything must be published."""
+        return bool(self._changed)
+
     def pools(self) -> set[Pool]:
         """Return the pools that have, had or declared anything."""
         return {owner.pool for owner in self._chunks} | set(self.capacities)
@@ -378,6 +386,13 @@ class FeedPools:
         self._chunks[owner][chunk.key] = chunk
         if chunk.address is not None:
             self._names.adopt(*chunk.key, chunk.address)
+
+    def adopt_ended(self, owner: Owner, chunk: Chunk | None) -> None:
+        """Note an owner of rows of another epoch. chunk: one that is to be evicted, None for one that has ended."""
+        self._chunks.setdefault(owner, {})  # its pool's record must have the current epoch
+        if chunk is not None:
+            chunk.ranks = 0
+            self._changed.setdefault(owner, {})[chunk.key] = chunk
 
     def expire(self, now_s: int, unconfirmed_ttl_s: int) -> int:
         """End gaps whose time is over: evict what was last stored before them. Returns the number of these chunks.

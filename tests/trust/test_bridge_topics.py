@@ -100,6 +100,9 @@ class Listener:
     def on_any_worker(self, worker_id: WorkerId, worker: Worker | None) -> None:
         raise AssertionError(worker_id, worker)
 
+    def on_record(self, key: bytes, value: bytes | None) -> None:
+        raise AssertionError(key, value)
+
     def on_registry_read(self) -> None:
         pass
 

@@ -39,8 +39,8 @@ class Node:
         self.read = 0
         self.in_flight: list[Worker | None] = []
 
-    def perform(self, writes: list[Write]) -> None:
-        self.in_flight += [write.worker for write in writes]
+    def perform(self, writes: list[Write[Worker]]) -> None:
+        self.in_flight += [write.record for write in writes]
 
     def tick(self, at_s: float) -> None:
         self.perform(self.lease.tick(at_s + self.skew_s))

@@ -60,6 +60,7 @@ from streams.core.runs import RUN_BLOCKS_MAX, Run, RunKey
 from streams.core.workers import (
     DP_SIZE_MAX,
     Avoidance,
+    BridgeLease,
     Cordon,
     RenderOutcome,
     RenderParity,
@@ -124,6 +125,8 @@ from streams.kafka.records import (
     encode_worker,
 )
 from streams.kafka.shapes import RecordShape, from_long, to_long
+from streams.lmcache import feeds as lmcache_records
+from streams.lmcache.feeds import KnownCursor, KnownFeed, decode_feed, encode_feed
 from streams.tables import records as table_records
 from streams.tables.event_decoding import decode_events
 from streams.tables.records import (
@@ -369,6 +372,9 @@ RUN = Run(
 PROGRESS = Progress(RANK, Epoch(Incarnation(4), 2), 9, 10, Health.DEGRADED, "model", 16, 1, 2, 3, 4, 6000, True)
 PARTITION = PartitionRecord(3, 5, "owner", (SourceProgress("t", "id", -1, 6, 7, 8),))
 
+FEED = KnownFeed(
+    "lmcache/node-a", "t", (7, 0), (KnownCursor("node-a", 9, 5, 8),), {"no_tokens": 3}, BridgeLease("b", 2, 6000, 4)
+)
 POOL = CxlPool("pool", "near", 1 << 40, (WorkerId(7), WorkerId(8)), 3, True, 9)
 POOLED = BlockRow(
     Placement(CxlMemoryState.CXL_POOLED, "pool", 3, (WorkerId(7),), "m", Incarnation(2), 9),
@@ -432,6 +438,7 @@ GOOD: dict[str, tuple[str, bytes, Callable[[bytes | None], Any]]] = {
         lambda raw: decode_partition(PARTITION_KEY.pack(3), raw or b""),
     ),
     "transition": ("cxl-events", encode_transition(TRANSITION), decode_transition),
+    "feed": ("lmcache-feeds", encode_feed(FEED), decode_feed),
     "pool": ("cxl-pools", encode_pool(POOL), lambda raw: decode_pool(pool_key(POOL.pool_id), raw or b"")),
     "pooled": (
         "cxl-block",
@@ -708,7 +715,7 @@ def test_every_schema_has_a_record_here() -> None:
     "record",
     [
         record
-        for module in (codec_module, cxl_records, table_records)
+        for module in (codec_module, cxl_records, lmcache_records, table_records)
         for record in vars(module).values()
         if isinstance(record, RecordShape)
     ],
@@ -745,6 +752,8 @@ def canonical(schema: Any, known: set[str], namespace: str = "") -> str:
         parts.append(f'"symbols":{json.dumps(schema["symbols"], separators=(",", ":"))}')
     if "items" in schema:
         parts.append(f'"items":{canonical(schema["items"], known, namespace)}')
+    if "values" in schema:
+        parts.append(f'"values":{canonical(schema["values"], known, namespace)}')
     if "size" in schema:
         parts.append(f'"size":{schema["size"]}')
     return "{" + ",".join(parts) + "}"

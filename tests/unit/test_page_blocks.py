@@ -158,6 +158,7 @@ TESTED: dict[str, list[tuple[str, str]]] = {
         ("docs/engines.md", "kvstreams bridge --engines-dns"),
         ("docs/engines.md", "kvstreams bridge --engines-inference-pool"),
         ("docs/engines.md", "[[engine]]"),
+        ("docs/lmcache.md", "kvstreams bridge --lmcache"),
     ],
     HERE + "test_the_figures_of_a_migration_have_these_fields": [("docs/front.md", '{"kvstreams_migration"')],
     HERE + "test_the_option_of_vllm_is_the_one_that_real_engines_get": [("docs/own-fleet.md", "--kv-events-config")],

@@ -135,6 +135,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "cxl_evicted_ttl_s": (1.0, 30 * 86_400.0),
     "bridge_lease_s": (0.3, 600.0),
     "metrics_interval_s": (0.0, 180.0),
+    "lmcache_unconfirmed_ttl_s": (0.0, 30 * 86_400.0),
 }
 
 
@@ -403,6 +404,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "model_block_sizes": st.dictionaries(TEXT, st.integers(1, 4096)),
     "schema_ids": st.dictionaries(TEXT, st.integers(0, 1 << 31)),
     "kafka_properties": st.dictionaries(TEXT.map("x{}".format), TEXT),
+    "lmcache_models": st.dictionaries(TEXT, TEXT),
     **dict.fromkeys(("kafka_oauth_provider", "router_rack"), TEXT),
     "host": TEXT,
     **dict.fromkeys(

@@ -333,6 +333,7 @@ class WorkerAnswer(TypedDict):
     """A registered worker: what it was registered with (WorkerBody), and what this router knows of it.
 
     registered_at_ms: of its last registration
+    lmcache: the instance of LMCache that its engine uses; null if none is known
     lease: null if no bridge feeds it
     model_block_size: the scope's block size for the model; null before its first record
     wrong_block_size_dp_ranks: ranks that get no requests because their blocks, or this router's settings, have another
@@ -363,6 +364,7 @@ class WorkerAnswer(TypedDict):
     events_endpoint: str | None
     replay_endpoint: str | None
     registered_at_ms: int
+    lmcache: str | None
     lease: Lease | None
     model_block_size: int | None
     wrong_block_size_dp_ranks: list[int]

@@ -21,6 +21,8 @@ from streams.core.workers import CPU_CLASS, Worker
 from streams.errors import BadRecord
 from streams.kafka.clients import worker_key
 from streams.kafka.records import PULSES, decode_metrics
+from streams.lmcache.feeds import KnownFeed
+from streams.lmcache.pools import FEEDS_MAX, Feed
 
 #: Ranks whose reports are kept. A fleet has a few thousand ranks; the limit keeps a foreign writer from filling memory.
 REPORTS_MAX = 65_536
@@ -61,6 +63,7 @@ class EngineReports:
         # The workers that each bridge feeds, and the bridge of each of these; None until needed after a change.
         self._fed_by: dict[str, set[WorkerId]] | None = None
         self._bridge_of: dict[WorkerId, str] = {}
+        self._feeds: dict[WorkerId, KnownFeed] = {}  # of LMCache, by the owners of their rows
         self._bridge_silent: frozenset[WorkerId] = frozenset()
         self._bridge_silent_until_ms = -1  # when a bridge that is not silent may have become silent
 
@@ -95,6 +98,8 @@ class EngineReports:
     def bridge_silent(self) -> frozenset[WorkerId]:
         """The workers whose bridge is silent or does not feed them: their events may not have been passed on.
 
+        Owners of LMCache's rows are among them, also while events of theirs are missing.
+
         A worker that has never had a bridge is not among them. It is the same set as long as nothing changes.
         """
         now_ms = self._now_ms()
@@ -109,6 +114,7 @@ class EngineReports:
                 else:
                     next_ms = min(next_ms, silent_from_ms)
                     silent.update(self._pulses.not_fed(bridge, worker_ids))
+            silent.update(worker_id for worker_id, feed in self._feeds.items() if feed.is_incomplete)
             if silent != self._bridge_silent:
                 self._bridge_silent = frozenset(silent)
             self._bridge_silent_until_ms = next_ms
@@ -119,6 +125,9 @@ class EngineReports:
             self._fed_by = {}
             workers = self._workers.copy().values()  # in one step, since the view may change the registry meanwhile
             self._bridge_of = {worker.worker_id: worker.lease.bridge for worker in workers if worker.lease is not None}
+            for worker_id, feed in self._feeds.items():
+                if feed.lease is not None:
+                    self._bridge_of[worker_id] = feed.lease.bridge
             for worker_id, bridge in self._bridge_of.items():
                 self._fed_by.setdefault(bridge, set()).add(worker_id)
         return self._fed_by
@@ -128,6 +137,21 @@ class EngineReports:
         with self._lock:
             bridge = None if worker.lease is None else worker.lease.bridge
             if self._fed_by is not None and self._bridge_of.get(worker.worker_id) != bridge:
+                self._forget_bridges()
+
+    def note_feed(self, feed: Feed, known: KnownFeed | None) -> None:
+        """Take in the record of a feed of LMCache, or its tombstone. Raises BadRecord if there are too many."""
+        with self._lock:
+            worker_id, before = feed.worker_id, self._feeds.get(feed.worker_id)
+            if known is None:
+                self._feeds.pop(worker_id, None)
+            elif before is None and len(self._feeds) >= FEEDS_MAX:
+                raise BadRecord("over_capacity", f"{FEEDS_MAX} feeds of LMCache are already kept")
+            else:
+                self._feeds[worker_id] = known
+            bridges = [None if each is None or each.lease is None else each.lease.bridge for each in (before, known)]
+            incomplete = [each is not None and each.is_incomplete for each in (before, known)]
+            if bridges[0] != bridges[1] or incomplete[0] != incomplete[1]:
                 self._forget_bridges()
 
     def _forget_bridges(self) -> None:

@@ -33,6 +33,8 @@ from streams.core.workers import (
 from streams.errors import BadRecord, UnknownModel
 from streams.kafka.clients import worker_key
 from streams.kafka.records import AVOIDANCES, CORDONS, MODELS, RENDER_PARITIES, decode_worker
+from streams.lmcache.feeds import decode_feed
+from streams.lmcache.pools import parse_feed
 from streams.model_registry import block_size_contradicted
 from streams.router_api.knowledge.avoidances import Avoidances
 from streams.router_api.knowledge.eligible_cache import EligibleCache
@@ -131,6 +133,8 @@ class FleetView:
             self._fold_avoidance(key, value, live)
         elif key.startswith(RENDER_PARITIES.keys.prefix):
             self._fold_render(RENDER_PARITIES.keys.parse(key), key, value)
+        elif (feed := parse_feed(key.decode(errors="replace"))) is not None:
+            self.engines.note_feed(feed, None if value is None else decode_feed(value, self._settings.schema_ids))
         else:
             self._fold_worker(key, value)
 

@@ -348,7 +348,12 @@ class RankTrust:
         return rank in self._incomplete and self._incomplete[rank] == self._epoch_of(rank)
 
     def any_is_unknown(self, ranks: tuple[RankId, ...], bridge_silent: Set[WorkerId]) -> bool:
-        """Whether any of these ranks makes answers degraded by its own records, without those that were removed."""
+        """Whether any of these ranks makes answers degraded by its own records, without those that were removed.
+
+        Owners of LMCache's rows have no records of ranks: what counts is whether their bridge passes their events on.
+        """
+        if bridge_silent and any(rank.worker_id in bridge_silent and rank not in self.progress for rank in ranks):
+            return True
         columns = self.columns(ranks, bridge_silent)
         if columns.first == NOWHERE:
             return False

@@ -1,0 +1,182 @@
+"""LMCache's cache events on a real Kafka: a bridge makes pools of them, which agree with LMCache's own directory."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from streams.kafka.clients import Record
+from streams.lab.processes import Child
+from streams.lab.stack import Stack, get_json, wait_workers
+from streams.lmcache.feeds import decode_feed
+from streams.process.waiting import wait_for
+from streams.tables.changelog import read_to_end
+from streams.topics import topics
+from tests.helpers.bridges import SMALL
+from tests.helpers.cxl_fleet import await_supplementary, call
+from tests.helpers.lmcache_events import EventTopic, directory_objects, golden, table_objects
+from tests.helpers.support import VISIBLE_TIMEOUT_S
+
+#: A Python that has LMCache 0.5.6.
+REAL = "KVSTREAMS_REAL_LMCACHE"
+
+TOKENS = list(range(100, 200))
+
+#: Short, so that another bridge takes over soon, but long enough for processes that share two cores with others.
+LEASE_S = 3.0
+
+
+def lmcache_bridge(stack: Stack, topic: EventTopic, name: str) -> Child:
+    return stack.bridge([], name, options=["--lmcache", topic.name])
+
+
+def await_objects(stack: Stack, expected: list[list[object]], timeout_s: float = VISIBLE_TIMEOUT_S) -> None:
+    """Wait until the table has exactly these objects."""
+    try:
+        wait_for(lambda: table_objects(stack.settings) == expected, timeout_s, "the pools to agree", 0.3)
+    finally:
+        assert table_objects(stack.settings) == expected
+
+
+def await_holder(stack: Stack, bridge: Child) -> None:
+    """Wait until a bridge holds the lease of an instance, as the registry has it."""
+
+    def holders() -> set[str]:
+        found: dict[bytes, bytes] = {}
+        for partition in range(stack.settings.partitions):
+            records: list[Record] = []
+            read_to_end(stack.settings, topics(stack.settings).workers.name, partition, None, records.extend)
+            found.update((record.key, record.value) for record in records if record.value is not None)
+        feeds = [decode_feed(value) for key, value in found.items() if key.startswith(b"lmcache")]
+        return {feed.lease.bridge.split(":")[1] for feed in feeds if feed.lease is not None}
+
+    wait_for(lambda: str(bridge.pid) in holders(), VISIBLE_TIMEOUT_S, "a bridge to take over", 0.2)
+
+
+def batch(number: int, kind: str, chunks: list[tuple[str, int, list[int]]], **fields: Any) -> dict[str, str]:
+    """Return a batch of instance i, of chunks by hash, position and tokens, with one rank."""
+    entries = [
+        {
+            "key": {"chunk_hash_hex": name * 32, "model_name": "m", "kv_rank": 1 << 24 | 1 << 8},
+            "size_bytes": 1,
+            "token_ids": tokens,
+            "token_offset": at,
+        }
+        for name, at, tokens in chunks
+    ]
+    content = {
+        "instance_id": "i",
+        "incarnation": 1,
+        "seq": number,
+        "event_type": kind,
+        "tier": "l1",
+        "backend": "dram",
+        "entries": entries,
+        "shared": False,
+        "ts": 1.0,
+        **fields,
+    }
+    return {"key": "i", "value": json.dumps({"batches": [content]})}
+
+
+@pytest.mark.first_ring("bridge")
+@pytest.mark.long_running
+def test_pools_agree_with_the_directory_of_lmcache_while_bridges_are_killed(stack: Stack) -> None:
+    """After each part of the golden records the table has what LMCache's directory lists, whichever bridge was killed.
+
+    A record that is not of LMCache's format is a counted dead letter, and nothing stops.
+    """
+    stack.settings = replace(stack.settings, bridge_lease_s=LEASE_S)
+    worker = stack.worker()
+    topic = EventTopic(stack.settings, 1)  # what two servers do in a shared backend has an order in one partition only
+    records, bridge = golden()["records"], lmcache_bridge(stack, topic, "lmcache-0")
+    for number, first in enumerate(range(0, len(records), 40)):
+        topic.send(records[first : first + 40])
+        await_holder(stack, bridge)
+        following = lmcache_bridge(stack, topic, f"lmcache-{number + 1}")
+        bridge.kill()
+        bridge = following
+    for damaged in range(20):
+        value = [b"\x00", b"{}", b'{"batches":[{}]}', None][damaged % 4]
+        topic.send_raw(b"node-a" if damaged % 2 else b"other", value)
+    await_objects(stack, directory_objects(golden()["directory"]))
+    feeds = {"lmcache/node-a", "lmcache/node-b", "lmcache-shared/s3"}
+    assert {pool["pool_id"].rpartition("/")[0] for pool in get_json(f"{worker.url}/pools")["pools"]} <= {
+        *feeds,
+        "lmcache-shared",
+        "lmcache/node-a/l2",
+        "lmcache/node-b/l2",
+    }
+    wait_for(lambda: n_dead_letters(stack) >= 20, VISIBLE_TIMEOUT_S, "the dead letters")
+    topic.send([batch(1, "store", [("aa", 0, TOKENS[:32])])])
+    wait_for(lambda: any(row[3] == "i" for row in table_objects(stack.settings)), VISIBLE_TIMEOUT_S, "the last record")
+
+
+def n_dead_letters(stack: Stack) -> int:
+    found: list[Record] = []
+    for partition in range(stack.settings.partitions):
+        read_to_end(stack.settings, topics(stack.settings).dead_letters.name, partition, None, found.extend)
+    assert all(b"token" not in (record.value or b"") for record in found)
+    return len(found)
+
+
+@pytest.mark.first_ring("bridge")
+@pytest.mark.long_running
+def test_an_engine_counts_the_chunks_of_its_instance_up_to_the_end_of_a_chunk(stack: Stack) -> None:
+    """A request's blocks in the pool count for the engine that names the instance, as far as whole chunks match.
+
+    They are gone once they are deleted, and when the server is restarted.
+    """
+    worker, topic = stack.worker(), EventTopic(stack.settings)
+    engines = stack.engines(2, SMALL, "m", 100.0)
+    stack.bridge(engines, options=["--lmcache", topic.name], instances={1: "i"})
+    wait_workers(worker.url, 2)
+    first, second = TOKENS[:32], TOKENS[32:64]
+    topic.send([batch(1, "store", [("aa", 0, first)])])
+    await_supplementary(worker, {1: (0, 2, 0), 2: (0, 0, 0)}, TOKENS)
+    await_supplementary(worker, {1: (0, 0, 0), 2: (0, 0, 0)}, [*TOKENS[:16], *TOKENS])
+    assert get_json(f"{worker.url}/workers")["workers"]
+    topic.send([batch(2, "delete", [("aa", -1, [])])])
+    await_supplementary(worker, {1: (0, 0, 0), 2: (0, 0, 0)}, TOKENS)
+    topic.send([batch(3, "store", [("aa", 0, first), ("bb", 0, second)])])
+    await_supplementary(worker, {1: (0, 2, 0), 2: (0, 0, 0)}, second)
+    topic.send([batch(1, "store", [("bb", 0, second)], incarnation=2)])
+    await_supplementary(worker, {1: (0, 0, 0), 2: (0, 0, 0)}, first)
+    await_supplementary(worker, {1: (0, 2, 0), 2: (0, 0, 0)}, second)
+    assert call(worker, "GET", "/pools")["pools"][0]["members"] == [1]
+
+
+@pytest.mark.long_running
+@pytest.mark.skipif(REAL not in os.environ, reason=f"{REAL} does not name a Python that has lmcache 0.5.6")
+def test_pools_agree_with_the_directory_of_the_real_lmcache(stack: Stack) -> None:
+    """Random events of the real classes, with bridges that are killed, and a look at each quiet point.
+
+    KVSTREAMS_REAL_LMCACHE_EVENTS: how many events, by default 4,000.
+    """
+    n_events, per_part = int(os.environ.get(f"{REAL}_EVENTS", "4000")), 2000
+    stack.settings = replace(stack.settings, bridge_lease_s=LEASE_S)
+    stack.worker()
+    topic = EventTopic(stack.settings, 1)
+    producer = Path(__file__).parents[1] / "helpers" / "lmcache_producer.py"
+    arguments = [os.environ[REAL], str(producer), "publish", stack.settings.kafka, topic.name, "1", "32"]
+    environ = {**os.environ, "LMCACHE_TRACK_USAGE": "false", "LMCACHE_DISABLE_BANNER": "1"}
+    with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environ, text=True) as fleet:
+        assert fleet.stdin is not None and fleet.stdout is not None
+        bridge = lmcache_bridge(stack, topic, "lmcache-0")
+        for part in range(-(-n_events // per_part)):
+            fleet.stdin.write(f"{per_part}\n")
+            fleet.stdin.flush()
+            await_holder(stack, bridge)
+            following = lmcache_bridge(stack, topic, f"lmcache-{part + 1}")
+            bridge.kill()
+            bridge = following
+            answer = json.loads(fleet.stdout.readline())
+            assert answer["dropped"] == 0
+            await_objects(stack, directory_objects(answer["directory"]), 120.0)
+        fleet.stdin.close()
