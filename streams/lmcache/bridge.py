@@ -315,7 +315,9 @@ class LmcacheBridge:
         positions = () if known is None or known.topic != self._source.topic else known.positions
         held.positions = {n: positions[n] if n < len(positions) else 0 for n in self._read_at}
         held.failed, held.sent, held.acknowledged = False, 0, 0
-        held.incarnation = Incarnation(max(time.time_ns() // 1000, recovered.incarnation + 1))
+        # The rows' incarnation goes on. Agents take blocks in transit of an earlier one for evicted already, so
+        # that such rows would stay in transit when their chunks are deleted.
+        held.incarnation = recovered.incarnation or Incarnation(time.time_ns() // 1000)
         held.written.clear()
         held.pools = pools
         self._publish_at_s = 0.0  # evictions of rows come before what is read now
