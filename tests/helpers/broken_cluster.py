@@ -10,6 +10,7 @@ import json
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 from confluent_kafka import KafkaException
@@ -25,6 +26,9 @@ N_BROKERS = 3
 
 #: A broker's session ends after 9 s, then the others elect leaders; the machine may be busy.
 FAILOVER_S = 60.0
+
+#: How long a broker may take to start again while the whole fleet does so, too, on two cores.
+START_TIMEOUT_S = 240.0
 
 #: A broker that is up answers within milliseconds.
 ANSWER_TIMEOUT_S = 3.0
@@ -42,7 +46,8 @@ BROKER_DISK_MB = 1024
 @contextmanager
 def breakable_cluster(directory: Path) -> Iterator[LocalCluster]:
     """Three brokers that can be broken, which end with the block. One has a small disk, where one may be mounted."""
-    cluster = LocalCluster(broker_config(directory), N_BROKERS, BreakableKafka)
+    config = replace(broker_config(directory), start_timeout_s=START_TIMEOUT_S)
+    cluster = LocalCluster(config, N_BROKERS, BreakableKafka)
     with ExitStack() as mounts:
         with suppress(OSError):
             mounts.enter_context(mounted(directory / f"broker-{SMALL_DISK_NODE}", BROKER_DISK_MB))
