@@ -21,9 +21,12 @@ def tolerated_s(settings: TopicSettings) -> float:
 class Acknowledgements:
     """The records of one rank in one topic. Kafka acknowledges them in the order in which they were sent."""
 
-    def __init__(self) -> None:
+    def __init__(self, tolerated_s: float) -> None:
+        """tolerated_s: how long a record may be on its way, and by how much a reader may lag."""
+        self._tolerated_s = tolerated_s
         self._written_at_s: deque[float] = deque()  # of the records on their way
         self._first_at_s = float("inf")
+        self._late_at_s = float("-inf")  # when Kafka acknowledged the last record that came late
 
     def written(self, now_s: float) -> None:
         """Note a record for Kafka's client, which may have no space for it yet."""
@@ -35,14 +38,21 @@ class Acknowledgements:
 
     def ended(self, now_s: float, *, acknowledged: bool) -> None:
         """Note that Kafka acknowledged the oldest record on its way, or refused it."""
-        self._written_at_s.popleft()
+        on_its_way_s = now_s - self._written_at_s.popleft()
         if acknowledged:
             self._first_at_s = min(self._first_at_s, now_s)
+            if on_its_way_s > self._tolerated_s:
+                self._late_at_s = now_s
 
-    def are_late(self, now_s: float, after_s: float) -> bool:
-        """Whether a record has been on its way for longer than `after_s`."""
-        return bool(self._written_at_s) and now_s - self._written_at_s[0] > after_s
+    def are_late(self, now_s: float) -> bool:
+        """Whether a record is on its way for too long, or came so late that a reader may not have read it yet.
 
-    def is_first_read(self, now_s: float, after_s: float) -> bool:
-        """Whether each reader that lags by less than `after_s` has read the first record."""
-        return now_s - self._first_at_s >= after_s
+        A reader whose lag is tolerated knows nothing of a record that Kafka has just taken, however old it is.
+        """
+        if self._written_at_s and now_s - self._written_at_s[0] > self._tolerated_s:
+            return True
+        return now_s - self._late_at_s < self._tolerated_s
+
+    def is_first_read(self, now_s: float) -> bool:
+        """Whether each reader whose lag is tolerated has read the first record."""
+        return now_s - self._first_at_s >= self._tolerated_s

@@ -22,6 +22,7 @@ from streams.core.events import ResyncRequest
 from streams.core.ids import RankId, WorkerId
 from streams.core.workers import Worker
 from streams.cxl.pool_registry import PoolDirectory
+from streams.engines.acknowledgements import tolerated_s
 from streams.engines.address import EngineAddress
 from streams.engines.bridged_engine import FLUSH_TIMEOUT_S, BridgedEngine, BridgeParts
 from streams.engines.connection import receive_hwm, shared_context
@@ -90,7 +91,14 @@ class Bridge:
         self._slow_kafka = Outage()
         self._watch = SocketWatch()
         self._context = shared_context()
-        self._pulse = Pulse(self._kafka, topics(settings).worker_metrics.name, self.name, self._keeps_up, self._fed)
+        self._pulse = Pulse(
+            self._kafka,
+            topics(settings).worker_metrics.name,
+            self.name,
+            self._keeps_up,
+            self._fed,
+            tolerated_s(settings),
+        )
         self._registry_sources = [source for source in sources if isinstance(source, RegistryEngines)]
         for source in self._registry_sources:
             source.name_bridge(self.name)

@@ -36,8 +36,10 @@ class Pulse:
         bridge: str,
         keeps_up: Callable[[], bool],
         fed: Callable[[], Iterable[WorkerId]],
+        tolerated_s: float,
     ) -> None:
         """keeps_up: whether no message of any engine waits. fed: returns the workers whose events are passed on.
+        tolerated_s: by how much a router's view of the log may lag in an answer that is exact.
 
         The producer's owner polls it for delivery reports.
         """
@@ -46,6 +48,9 @@ class Pulse:
         self._bridge = bridge
         self._keeps_up = keeps_up
         self._fed = fed
+        self._tolerated_s = tolerated_s
+        self._written_s: float | None = None  # when the last pulse was written
+        self._listed_from_s = 0.0  # when workers are listed again after a pause
         self._in_flight = False
         self.number = 0
 
@@ -60,8 +65,13 @@ class Pulse:
                 self._write()
 
     def _write(self) -> None:
+        now_s = time.monotonic()
+        if self._written_s is not None and now_s - self._written_s > self._tolerated_s:
+            self._listed_from_s = now_s + self._tolerated_s
+        self._written_s = now_s
         self.number += 1
-        value = PULSES.encode(BridgePulse(self._bridge, self.number, tuple(self._fed())))
+        fed = tuple(self._fed()) if now_s >= self._listed_from_s else ()
+        value = PULSES.encode(BridgePulse(self._bridge, self.number, fed))
         try:
             key = PULSES.keys.pack(self._bridge)
             self._kafka.produce(self._topic, key=key, value=value, on_delivery=self._on_delivery)

@@ -78,8 +78,8 @@ class RankRecords:
         self._transitions_sent = 0  # those that Kafka has neither acknowledged nor refused
         # Records of the last batch that the client had no space for, or that wait for its transitions.
         self._unsent: deque[tuple[str, bytes]] = deque()
-        self._tolerated_s = tolerated_s(settings)
-        self._acknowledgements = {topic: Acknowledgements() for topic in (self._topic, self._cxl_topic)}
+        tolerated = tolerated_s(settings)
+        self._acknowledgements = {topic: Acknowledgements(tolerated) for topic in (self._topic, self._cxl_topic)}
         self._on_delivery_of = {topic: partial(self._on_delivery, topic) for topic in self._acknowledgements}
         self.delivered = 0
         #: Why Kafka refused records, one text for each.
@@ -147,12 +147,15 @@ class RankRecords:
             self._acknowledgements[topic].withdrawn()
 
     def is_late(self, now_s: float) -> bool:
-        """Whether Kafka has not taken a record for longer than an exact answer may lag behind the log."""
-        return any(waiting.are_late(now_s, self._tolerated_s) for waiting in self._acknowledgements.values())
+        """Whether Kafka has not taken a record for longer than an exact answer may lag behind the log.
+
+        Also for as long after it has taken the record: only then has each router read it whose answers may be exact.
+        """
+        return any(waiting.are_late(now_s) for waiting in self._acknowledgements.values())
 
     def is_read(self, now_s: float) -> bool:
         """Whether the first record has been read by each router whose answers may be exact."""
-        return self._acknowledgements[self._topic].is_first_read(now_s, self._tolerated_s)
+        return self._acknowledgements[self._topic].is_first_read(now_s)
 
     def _on_delivery(self, topic: str, error: KafkaError | None, message: Message) -> None:
         self._acknowledgements[topic].ended(time.monotonic(), acknowledged=error is None)
