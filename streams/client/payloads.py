@@ -92,6 +92,7 @@ class RequestOptions(TypedDict, total=False):
     prompt_part: Literal["whole", "beginning", "none"]
     more_tokens: int
     sequences: int
+    kv_sources: bool
 
 
 class RouteOptions(RequestOptions, total=False):

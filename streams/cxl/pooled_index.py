@@ -16,9 +16,11 @@ block.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
+from typing import NamedTuple
 
 import numpy as np
 
@@ -37,6 +39,22 @@ SPANS_MAX = 4
 #: Tells the keys of stretches from hashes, and those of different spans from each other: 2^64 divided by the golden
 #: ratio.
 _SPAN_STEP = 0x9E3779B97F4A7C15
+
+
+#: Stretches of blocks with the same placements that `pools_from` examines at most, since decisions wait for it: about
+#: a millisecond. What comes after them does not count.
+STRETCHES_MAX = 256
+
+
+class PoolRun(NamedTuple):
+    """Blocks of a request that one pool has, one after the other.
+
+    end: the block after the last one. accessible: whether the worker that asked can read all of them itself.
+    """
+
+    pool_id: str
+    end: int
+    accessible: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +145,38 @@ class PooledIndex:
         mask_of = partial(self._mask_of, model, numbers)
         return self._queries.put(model, FactQuery(self._sets, model, numbers, mask_of))
 
+    def pools_from(
+        self, keys: HashArray, model: str, start: int, registered: Collection[WorkerId], worker: WorkerId
+    ) -> list[PoolRun]:
+        """Return the pools that have a model's blocks of a request from block `start` on, and up to where.
+
+        keys: from `keys_of`. registered: the workers that are registered. worker: the one that asks. A pool that none
+        of the registered workers can read is left out.
+        """
+        readers: dict[int, frozenset[WorkerId]] = {}
+
+        def can_read(number: int) -> frozenset[WorkerId]:
+            if number not in readers:
+                readers[number] = self._readers_of(self._facts.facts[number], registered)
+            return readers[number]
+
+        at, ended = start, list[PoolRun]()
+        running: dict[str, bool] | None = None  # by pool: whether the worker can read all of it
+        for first, end, numbers in islice(self._sets.facts_along(keys, start), STRETCHES_MAX):
+            facts = [(self._facts.facts[number], can_read(number)) for number in numbers]
+            here = {fact.pool_id: False for fact, workers in facts if workers and fact.model == model}
+            here |= {fact.pool_id: True for fact, workers in facts if worker in workers and fact.model == model}
+            known = here if running is None else running
+            ended += [PoolRun(pool_id, first, known[pool_id]) for pool_id in known.keys() - here.keys()]
+            running = {pool_id: known[pool_id] and here[pool_id] for pool_id in known.keys() & here.keys()}
+            if not running:
+                return ended
+            at = end
+        return ended + [PoolRun(pool_id, at, accessible) for pool_id, accessible in (running or {}).items()]
+
+    def _readers_of(self, fact: _PoolFact, registered: Collection[WorkerId]) -> frozenset[WorkerId]:
+        return reachable_workers(fact.pool_id, fact.pool_epoch, fact.accessible_workers, self._pools, registered)
+
     def _add_fact(self, sequence: SequenceHash, fact: _PoolFact) -> None:
         number = self._facts.intern(fact)
         try:
@@ -158,9 +208,7 @@ class PooledIndex:
         mask = 0
         for fact in map(self._facts.facts.__getitem__, facts):
             if fact.model == model:
-                for worker in reachable_workers(
-                    fact.pool_id, fact.pool_epoch, fact.accessible_workers, self._pools, numbers.workers
-                ):
+                for worker in self._readers_of(fact, numbers.workers):
                     mask |= numbers.workers[worker]
         return mask
 

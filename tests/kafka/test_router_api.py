@@ -232,6 +232,28 @@ def test_the_rank_that_holds_most_is_chosen_until_it_is_busy(fleet: Fleet) -> No
     assert fleet.main.ask(model=model, token_ids=TOKENS)["worker_id"] == other
 
 
+def test_an_answer_names_where_else_the_prompt_is(fleet: Fleet) -> None:
+    """Both forms of the request get the ranks with more of the prompt, by blocks and then by tier."""
+    model = fleet.model()
+    ids = fleet.register(model, 4)
+    fleet.agents.hold(rank_of(ids[0]), TOKENS[:16])
+    fleet.agents.hold(rank_of(ids[1]), TOKENS[:32], tier=Tier.HOST)
+    fleet.agents.hold(rank_of(ids[2]), TOKENS[:32])
+    fleet.agents.hold(rank_of(ids[3]), TOKENS)
+    for worker_id, n_blocks in zip(ids, (1, 2, 2, 4), strict=True):
+        fleet.holds(worker_id, n_blocks)
+    wanted = [
+        {"worker_id": ids[3], "dp_rank": 0, "blocks": 4, "tier": "device"},
+        {"worker_id": ids[2], "dp_rank": 0, "blocks": 2, "tier": "device"},
+        {"worker_id": ids[1], "dp_rank": 0, "blocks": 2, "tier": "host"},
+    ]
+    answer = fleet.main.ask(model=model, token_ids=TOKENS, worker_id=ids[0], kv_sources=True)
+    assert (answer["overlap_blocks"], answer["kv_sources"]) == (1, wanted)
+    query = f"/route?model={model}&worker_id={ids[0]}&update_states=false&kv_sources=true"
+    assert fleet.main.call("POST", query, packed(TOKENS), OCTETS).given()["kv_sources"] == wanted
+    assert "kv_sources" not in fleet.main.ask(model=model, token_ids=TOKENS, worker_id=ids[0])
+
+
 def test_matches_never_cross_lora_or_namespace(fleet: Fleet) -> None:
     """The same tokens with an adapter, in a namespace or with a cache salt are different blocks."""
     model = fleet.model()

@@ -135,6 +135,7 @@ WRONG_FIELDS: list[dict[str, Any]] = [
             "expected_output_tokens": (-1, COUNT_MAX + 1, 1 << 63, 10**400, "1", 1.5, True, []),
             "update_states": (0, 1, "true", None, []),
             "explain": (0, 1, "true", None, []),
+            "kv_sources": (0, 1, 3, "true", None, []),
             "router_config_override": (
                 1,
                 "x",
@@ -463,6 +464,7 @@ LIKELY: dict[str, st.SearchStrategy[Any]] = {
     "overlap_blocks": st.integers(-1, 1 << 40),
     "update_states": st.booleans(),
     "explain": st.booleans(),
+    "kv_sources": st.booleans(),
     "router_config_override": st.fixed_dictionaries(
         {},
         optional={
@@ -503,7 +505,7 @@ def bodies(draw: st.DrawFn, right: st.SearchStrategy[dict[str, Any]], fields: Se
     return json.dumps(body).encode()
 
 
-ROUTE_FIELDS = [*list(LIKELY)[:15], "update_states", "explain", "router_config_override"]
+ROUTE_FIELDS = [*list(LIKELY)[:15], "update_states", "explain", "kv_sources", "router_config_override"]
 BOOK_FIELDS = ["dp_rank", "token_ids", "block_hashes", "lora_name", "namespace", "cache_salt", "overlap_blocks"]
 WORKER_FIELDS = ["dp_size", "taints", "kv_total_blocks", "max_requests"]
 

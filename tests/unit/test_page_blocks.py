@@ -125,6 +125,7 @@ TESTED: dict[str, list[tuple[str, str]]] = {
     HERE + "test_answers_of_the_api_have_these_fields": [
         ("docs/http.md", '{"error"'),
         ("docs/http.md", '200 {"request_id"'),
+        ("docs/http.md", '"kv_sources"'),
     ],
     HERE + "test_prometheus_reads_the_example_of_its_configuration": [("docs/metrics.md", "scrape_configs:")],
     "unit/test_as_code.py::test_the_commands_of_the_page_print_code_and_create_nothing": [
@@ -369,6 +370,8 @@ def test_answers_of_the_api_have_these_fields() -> None:
     """Each answer that docs/http.md shows is one that the OpenAPI document allows, with these fields and types."""
     body = block_of("docs/http.md", '200 {"request_id"').removeprefix("200 ")
     check_answer("POST", "/route", 200, "application/json", body.encode())
+    answer = {**json.loads(body), **json.loads("{" + block_of("docs/http.md", '"kv_sources"') + "}")}
+    check_answer("POST", "/route", 200, "application/json", json.dumps(answer).encode())
     error = block_of("docs/http.md", '{"error"').replace("{...}", "{}")
     check_answer("POST", "/route", 503, "application/json", error.encode())
 

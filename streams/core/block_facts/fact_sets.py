@@ -13,7 +13,7 @@ Not thread-safe.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -250,6 +250,7 @@ class FactSets:
         self._steps: dict[tuple[int, int], int] = {}
         self._duplicates: Counter[tuple[int, int]] = Counter()
         self._masks: dict[Hashable, QueryMasks] = {}
+        self._own_numbers = np.arange(1, dtype=np.int64)  # in place of rows, so that a look-up returns sets
         self._n_blocks = 0
 
     def __len__(self) -> int:
@@ -321,6 +322,29 @@ class FactSets:
                 self._add_set_to(masks, -n_found)
             n_found_of_all += n_found
         return RequestPath(masks, found) if n_found_of_all else None
+
+    def facts_along(self, keys: HashArray, start: int) -> Iterator[tuple[int, int, frozenset[int]]]:
+        """Yield the stretches of a request's blocks, from `start` on, that have the same facts: first, end, facts.
+
+        keys: see `weigh`. The facts of a block are those under all of its keys, and may be none.
+        """
+        n_blocks = keys.shape[-1]
+        lookups = [found for found in map(self._numbers_along, np.atleast_2d(keys)) if found is not None]
+        at = start
+        while at < n_blocks:
+            end, facts = n_blocks, _EMPTY
+            for found in lookups:
+                end = min(end, found.item(n_blocks + at))
+                facts |= self._sets[found.item(at)]
+            yield at, end, facts
+            at = end
+
+    def _numbers_along(self, keys: HashArray) -> Int64Array | None:
+        """The number of each block's set, and the end of its stretch: int64[2 * n]; None if no block has a set."""
+        if len(self._own_numbers) < len(self._sets):
+            self._own_numbers = np.arange(2 * len(self._sets), dtype=np.int64)
+        found = np.empty(2 * len(keys), dtype=np.int64)
+        return found if self._find(self._own_numbers, keys, found) else None
 
     def _add_set_to(self, masks: QueryMasks, number: int) -> None:
         masks.add_set(number, self._sets[number])

@@ -44,6 +44,7 @@ from streams.kafka.load_records import request_partition
 from streams.router_api.deciding.compose import compose, monotonic_ms
 from streams.router_api.deciding.decision_counts import DecisionCounts
 from streams.router_api.deciding.decision_recorder import wall_ms
+from streams.router_api.deciding.kv_sources import KvSources
 from streams.router_api.deciding.matching import match
 from streams.router_api.deciding.prepared_request import PreparedRequest, booked_phase
 from streams.router_api.deciding.prompt_matches import PromptMatches
@@ -136,6 +137,7 @@ class Router:
         self._asked_at_s = float("-inf")
         self.decisions = DecisionCounts()
         self.recent = RecentDecisions()
+        self._kv_sources = KvSources(self.view)
         self.prompt_matches = PromptMatches(lambda model: self.view.fleet.blocks_of_model(model))
         #: Whether the process has begun to stop (draining), and how many requests it did not finish.
         self.stopping = False
@@ -348,6 +350,7 @@ class Router:
             block_size=prompt.block_size if prepared.request.explain else None,
             dp_size=None if worker is None else worker.dp_size,
             alternatives=decision.alternatives(prepared.request.alternatives) if prepared.request.alternatives else (),
+            kv_sources=self._kv_sources.of(prepared, decision) if prepared.request.kv_sources else None,
         )
 
     def new_gate(self) -> Gate:

@@ -13,6 +13,7 @@ from typing import Any, Literal, NotRequired, TypedDict
 from streams.core.cxl_memory import CxlMemoryState
 from streams.core.routing.audit import AuditOutcome
 from streams.core.routing.selection import RouterMode
+from streams.core.routing.sources import SourceTier
 from streams.core.routing.trust import AnswerMode, DegradedReason
 from streams.core.workers import RenderOutcome, RenderPart, RenderReason, Role, WorkerState
 
@@ -73,6 +74,26 @@ class Alternative(TypedDict):
     dp_rank: int
 
 
+class KvSource(TypedDict):
+    """A rank or a pool that has more of the prompt than the chosen rank has in device memory.
+
+    worker_id: of a rank, and so is `dp_rank`
+    pool_id: of a pool
+    blocks: how many of the prompt's leading blocks the chosen rank has with this source, without a hole. For a rank,
+        those that it holds; for a pool, the chosen rank's own in device memory and those of the pool that follow them
+    tier: the slowest one that some of them have to be read from. For a rank, `device`, `host`, `disk` or `external`, by
+        the fastest copy of each block
+    accessible: of a pool: whether the chosen rank can read it itself
+    """
+
+    worker_id: NotRequired[int]
+    dp_rank: NotRequired[int]
+    pool_id: NotRequired[str]
+    blocks: int
+    tier: SourceTier
+    accessible: NotRequired[bool]
+
+
 class RouteAnswerBody(TypedDict):
     """The chosen rank, and how far the choice can be trusted.
 
@@ -98,6 +119,8 @@ class RouteAnswerBody(TypedDict):
     block_size: with `explain`: tokens per block of the model
     candidates: with `explain`: the terms of every candidate
     alternatives: further ranks, if the request asks for them
+    kv_sources: if the request asks for them, and does not repeat an id: at most three, those with the most blocks
+        first, then the fastest tier, then the lowest cost
     """
 
     request_id: str
@@ -117,6 +140,7 @@ class RouteAnswerBody(TypedDict):
     pooled_blocks: NotRequired[int]
     queued_ms: NotRequired[float]
     alternatives: NotRequired[list[Alternative]]
+    kv_sources: NotRequired[list[KvSource]]
     block_size: NotRequired[int]
     candidates: NotRequired[list[Candidate]]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Set
 
 from streams.core.block_facts.fact_sets import FactSets, RankNumbering
 from streams.core.block_facts.moe_labels import LabelIndex, MoeSelector
@@ -16,7 +16,7 @@ from streams.core.events import MoeLabels
 from streams.core.ids import Epoch, HashArray, RankId, SequenceHash, WorkerId
 from streams.core.routing.supplementary import HoldersAlong, SupplementaryMatches
 from streams.cxl.events import CxlPool
-from streams.cxl.pooled_index import PooledIndex
+from streams.cxl.pooled_index import PooledIndex, PoolRun
 from streams.cxl.pooled_view import PooledBlock, PooledView
 from streams.cxl.records import BlockRow, OwnerRow, parse_block_key
 from streams.kafka.clients import partition_of
@@ -147,6 +147,15 @@ class SupplementaryFacts:
             labelled = self._labels.query(moe, numbers) if moe is not None and self._labels else None
             keys = sequence if reached is None else self._pooled.keys_of(sequence)
         return SupplementaryMatches(sequence, reached, labelled, self._holders_along, self._facts_lock, keys)
+
+    def pools_from(
+        self, sequence: HashArray, model: str, start: int, registered: Collection[WorkerId], worker: WorkerId
+    ) -> list[PoolRun]:
+        """Return the pools that have a request's blocks from `start` on; see PooledIndex.pools_from."""
+        with self._facts_lock:
+            if not len(self._pooled):
+                return []
+            return self._pooled.pools_from(self._pooled.keys_of(sequence), model, start, registered, worker)
 
     def wants(self, moe: MoeSelector | None, *, pooled: bool) -> bool:
         """Whether a request with this query of labels can have supplementary matches."""

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from streams.core.ids import RankId
 from streams.core.routing.cost import RankTerms
 from streams.core.routing.selection import RouterMode
+from streams.core.routing.sources import KvSource
 from streams.core.routing.trust import Trust
 
 
@@ -26,7 +27,8 @@ class RouteAnswer(NamedTuple):
     candidates: every candidate's terms, if the request asks for them. queued_ms: how long the request waited; None
     if it did not. pooled_blocks: blocks after the overlap that the rank reads in a CXL pool. block_size: tokens of a
     block of the model, only with candidates. alternatives: further ranks on other workers, the cheapest first, as many
-    as the request asks for.
+    as the request asks for. kv_sources: where else the prompt's KV cache is; None if the request does not ask for that
+    or repeats an id.
     """
 
     request_id: str
@@ -45,3 +47,4 @@ class RouteAnswer(NamedTuple):
     block_size: int | None = None
     dp_size: int | None = None
     alternatives: tuple[RankId, ...] = ()
+    kv_sources: tuple[KvSource, ...] | None = None

@@ -15,6 +15,7 @@ from streams.core.engine_metrics import MetricsReport, WorkerMetrics
 from streams.core.ids import RankId, WorkerId
 from streams.core.loads.bookings import Booking
 from streams.core.routing.cost import RankTerms
+from streams.core.routing.sources import KvSource
 from streams.core.routing.trust import Trust
 from streams.core.workers import (
     NOT_PROBED,
@@ -145,10 +146,20 @@ def answer_json(answer: RouteAnswer) -> dict[str, Any]:
         fields["alternatives"] = [
             {"worker_id": rank.worker_id, "dp_rank": rank.dp_rank} for rank in answer.alternatives
         ]
+    if answer.kv_sources is not None:
+        fields["kv_sources"] = [source_json(source) for source in answer.kv_sources]
     if answer.candidates is not None:
         fields["block_size"] = answer.block_size
         fields["candidates"] = [terms_json(terms) for terms in answer.candidates]
     return fields
+
+
+def source_json(source: KvSource) -> dict[str, Any]:
+    """A rank or a pool that has blocks of the prompt."""
+    held = {"blocks": source.blocks, "tier": source.tier}
+    if source.rank is None:
+        return {"pool_id": source.pool_id, **held, "accessible": source.accessible}
+    return {"worker_id": source.rank.worker_id, "dp_rank": source.rank.dp_rank, **held}
 
 
 def error_json(code: str, message: str, detail: dict[str, Any] | None = None) -> dict[str, Any]:

@@ -170,6 +170,8 @@ class RouteRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     explain: `true`: return the terms of every candidate
     alternatives: how many further ranks the answer names, the cheapest first, each on another worker. A client that
         turns to one of them reassigns its booking
+    kv_sources: `true`: name up to three ranks and pools from which the chosen rank's engine may read blocks of the
+        prompt that the rank does not have in device memory
     """
 
     request_id: _Name | None = None
@@ -198,6 +200,7 @@ class RouteRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     update_states: bool = True
     explain: bool = False
     alternatives: Annotated[int, msgspec.Meta(ge=0, le=ALTERNATIVES_MAX)] = 0
+    kv_sources: bool = False
 
 
 class BookRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
