@@ -475,6 +475,13 @@ class RoutingSettings:
         low=0.0,
         high=600.0,
     )
+    router_kv_p2p_port: int = _setting(
+        0,
+        "port at which rank 0 of each vLLM engine serves blocks to others (tier p2p of the OffloadingConnector, by "
+        "default 5710); kv_sources then have kv_transfer_params; 0 leaves them out",
+        low=0,
+        high=65535,
+    )
     router_seed: int = _setting(0, "seed of the router's random generator; 0 takes one from the system", low=0)
     tier_weights: tuple[float, ...] = _setting(
         (1.0, 0.75, 0.25, 0.0), "value of a cached block on device, host, disk and external storage"
@@ -788,6 +795,12 @@ class FrontSettings:
     )
     front_bootstrap_port: int = _setting(
         8998, "with front_kv_transfer=bootstrap: bootstrap port of the prefill workers", low=1, high=65535
+    )
+    front_kv_pull_tokens_min: int = _setting(
+        0,
+        "an engine pulls blocks of a prompt from another one that has at least this many tokens more of it, if routers "
+        "have router_kv_p2p_port; 0 disables this",
+        low=0,
     )
 
 

@@ -65,7 +65,8 @@ class Auditing:
         # An overlap of other tokens says nothing about the index, even if there are as many of them. Blocks that came
         # from another engine are not of this one's cache.
         other = rendering is Rendering.OTHER_TOKENS
-        booking.note_usage(exchange.usage, is_cached_here=exchange.prefilled_on is None and not other)
+        elsewhere = exchange.prefilled_on is not None or exchange.pulls_from is not None
+        booking.note_usage(exchange.usage, is_cached_here=not elsewhere and not other)
 
     def _note(self, model: str, source: str, rendering: Rendering, url: str | None) -> None:
         self._renders.renderings[rendering] += 1

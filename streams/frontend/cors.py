@@ -28,6 +28,8 @@ EXPOSED = (
     "X-Kvstreams-Overlap-Blocks",
     "X-Kvstreams-Mode",
     "X-Kvstreams-Prefill-Worker",
+    "X-Kvstreams-Kv-Sources",
+    "X-Kvstreams-Pulls-From",
 )
 
 _HEADER_NAMES = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~, -]*")

@@ -34,7 +34,8 @@ _REMOTE_DECODE = {
     "remote_port": None,
 }
 
-_PARAMS = "kv_transfer_params"
+#: The field of a request, and of its answer, that is about its KV cache.
+PARAMS_FIELD = "kv_transfer_params"
 _BOOTSTRAP = ("bootstrap_host", "bootstrap_port", "bootstrap_room")
 
 #: Rooms are signed 64-bit integers in SGLang.
@@ -133,7 +134,7 @@ def fields_to_split(body: bytes) -> dict[str, Any] | None:
     prompt = fields.get("prompt")
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
         return None  # several prompts
-    if fields.get(_PARAMS) or any(fields.get(name) is not None for name in _BOOTSTRAP):
+    if fields.get(PARAMS_FIELD) or any(fields.get(name) is not None for name in _BOOTSTRAP):
         return None  # the client does it
     return fields
 
@@ -143,14 +144,24 @@ def bootstrap_fields(worker_url: str, port: int, room: int) -> dict[str, Any]:
     return {"bootstrap_host": urlsplit(worker_url).hostname, "bootstrap_port": port, "bootstrap_room": room}
 
 
-def prefill_body(fields: Mapping[str, Any], transfer: KvTransfer, bootstrap: Mapping[str, Any] | None) -> bytes:
-    """Return the request for the prefill worker: the prompt, and one token that nobody reads."""
+def prefill_body(
+    fields: Mapping[str, Any],
+    transfer: KvTransfer,
+    bootstrap: Mapping[str, Any] | None,
+    pulls: Mapping[str, Any] | None = None,
+) -> bytes:
+    """Return the request for the prefill worker: the prompt, and one token that nobody reads.
+
+    pulls: what makes its engine pull blocks of the prompt from another one.
+    """
     sent = {name: value for name, value in fields.items() if name not in ("stream_options", "min_tokens")}
     sent |= {"stream": False, "max_tokens": 1}
     if "max_completion_tokens" in sent:
         sent["max_completion_tokens"] = 1
     if transfer is KvTransfer.PARAMS:
-        sent[_PARAMS] = _REMOTE_DECODE
+        sent[PARAMS_FIELD] = {**_REMOTE_DECODE, **(pulls or {})}
+    elif pulls:
+        sent[PARAMS_FIELD] = pulls
     return orjson.dumps(sent | dict(bootstrap or {}))
 
 
@@ -162,8 +173,8 @@ def transferred_fields(answer: bytes) -> dict[str, Any] | None:
         return None
     if not isinstance(page, dict):
         return None
-    if isinstance(page.get(_PARAMS), dict) and page[_PARAMS]:
-        return {_PARAMS: page[_PARAMS]}
+    if isinstance(page.get(PARAMS_FIELD), dict) and page[PARAMS_FIELD]:
+        return {PARAMS_FIELD: page[PARAMS_FIELD]}
     fields = {name: page[name] for name in _BOOTSTRAP if page.get(name) is not None}
     return fields if len(fields) == len(_BOOTSTRAP) else None
 

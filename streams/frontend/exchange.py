@@ -50,7 +50,8 @@ class Exchange:
     writing_since_s: when the client began to be too slow for the bytes that it is being sent. migrating: what is
     needed to resume its stream at another engine, None if it does not migrate. resumed_tokens: of the answer, those
     that the booking counts as its prompt.
-    prefilled_on: the prefill worker, if its prompt is computed on one. answering: whether the client gets an answer.
+    prefilled_on: the prefill worker, if its prompt is computed on one. pulls_from: the rank from which its engine may
+    pull blocks of the prompt, if it was told of one. answering: whether the client gets an answer.
     model, prompt: what the request was routed by. usage: what the engine that answered last reports; None if nothing.
     hides_usage: the client of a stream did not ask for it.
     """
@@ -66,6 +67,7 @@ class Exchange:
     migrating: MigratingStream | None = None
     resumed_tokens: int = 0
     prefilled_on: str | None = None
+    pulls_from: str | None = None
     answering: bool = False
     model: str | None = None
     prompt: Prompt | None = None

@@ -54,6 +54,7 @@ class FrontCounts:
     render_probes: Counter[RenderOutcome]
     outcomes: Counter[str] = field(default_factory=Counter)
     splits: Counter[Split] = field(default_factory=Counter)
+    pulls: int = 0
     retries: int = 0
     engine_failures: Counter[str] = field(default_factory=Counter)
     migrations: int = 0
@@ -95,6 +96,12 @@ FRONT_METRICS: tuple[Metric[FrontCounts], ...] = (
         "did not become available to the decode worker (`not_transferred`).",
         lambda counts: {split.value: counts.splits[split] for split in Split},
         Label("outcome", tuple(split.value for split in Split)),
+    ),
+    counter(
+        "kvstreams_front_pulls_total",
+        "Requests that were sent to an engine with another one from which it may pull blocks of the prompt "
+        "(`front_kv_pull_tokens_min`).",
+        lambda counts: counts.pulls,
     ),
     counter(
         "kvstreams_front_engine_failures_total",

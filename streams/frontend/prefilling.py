@@ -24,6 +24,7 @@ from streams.errors import AllWorkersBusy, KvStreamsError, NoEligibleWorker
 from streams.frontend.answers import may_be_served_elsewhere
 from streams.frontend.disaggregation import (
     BOOTSTRAP_ROOMS,
+    PARAMS_FIELD,
     ModelRoles,
     Split,
     SplitLimits,
@@ -41,6 +42,7 @@ from streams.frontend.disaggregation import (
 from streams.frontend.fleet import Fleet
 from streams.frontend.metrics import FrontCounts
 from streams.frontend.migrating import ENGINE_FAILURES
+from streams.frontend.pulling import source_to_pull
 from streams.frontend.usage import usage_of_page
 from streams.settings import FrontSettings, KvTransfer
 
@@ -177,10 +179,14 @@ class Prefilling:
         if transfer is KvTransfer.BOOTSTRAP:
             port = self._settings.front_bootstrap_port
             bootstrap = bootstrap_fields(prefill.url, port, random.randrange(BOOTSTRAP_ROOMS))
-        sent = prefill_body(fields, transfer, bootstrap)
+        source: Mapping[str, Any] | None = None
+        if transfer is not KvTransfer.BOOTSTRAP:  # SGLang's, whose engines do not pull
+            source = source_to_pull(prefill.answer, roles.block_size, self._settings.front_kv_pull_tokens_min)
+        self._counts.pulls += source is not None
+        sent = prefill_body(fields, transfer, bootstrap, None if source is None else source[PARAMS_FIELD])
         if bootstrap is not None:
             return None, RemotePrefill(bootstrap, worker, lambda: self._succeeds(prefill, path, sent, headers))
-        answer = await self._compute(prefill, path, sent, headers)
+        answer = await self._compute(prefill, path, sent, headers, pulls=source is not None)
         if answer is None:
             return Split.FAILED, None
         if transfer is KvTransfer.POOL:
@@ -216,6 +222,7 @@ class Prefilling:
             "packed": tokens,
             "allowed_worker_ids": roles.prefill_ids,
             "explain": True,
+            "kv_sources": self._settings.front_kv_pull_tokens_min > 0,
             # Nothing is decoded there, so blocks in use say nothing about how busy a worker is.
             "router_config_override": {"track_active_blocks": False},
         }
@@ -231,8 +238,13 @@ class Prefilling:
                 return Split.FAILED
             raise
 
-    async def _compute(self, prefill: Booking, path: str, body: bytes, headers: Mapping[str, str]) -> bytes | None:
-        """Let a prefill worker compute a prompt; returns its answer, None if it failed. The booking ends with it."""
+    async def _compute(
+        self, prefill: Booking, path: str, body: bytes, headers: Mapping[str, str], *, pulls: bool = False
+    ) -> bytes | None:
+        """Let a prefill worker compute a prompt; returns its answer, None if it failed. The booking ends with it.
+
+        pulls: its engine may pull blocks from another one.
+        """
         assert prefill.url is not None
         headers = {**headers, "Accept": "application/json", **prefill.rank_headers}
         timeout_s = self._settings.front_silence_timeout_s
@@ -247,7 +259,7 @@ class Prefilling:
             prefill.note_failure(Failing.UNREACHABLE if isinstance(exc, ConnectFailed) else Failing.BROKE)
             return None
         else:
-            prefill.note_usage(usage_of_page(answer))
+            prefill.note_usage(usage_of_page(answer), is_cached_here=not pulls)
         finally:
             prefill.end()
         if may_be_served_elsewhere(response.status):

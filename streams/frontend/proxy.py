@@ -54,6 +54,7 @@ from streams.frontend.migrating import (
 )
 from streams.frontend.prefilling import PrefillFailed, Prefilling, RemotePrefill
 from streams.frontend.protocol import kind_of
+from streams.frontend.pulling import pulling_body, rank_name, source_to_pull, sources_header
 from streams.frontend.spans import Attributes, Spans
 from streams.frontend.usage import (
     USAGE_FIELD,
@@ -189,8 +190,8 @@ class Proxy:
             self.counts.output_tokens += exchange.n_tokens
 
     async def _serve(self, exchange: Exchange, request: ClientRequest, body: bytes, grant: Grant) -> web.StreamResponse:
-        headers = exchange.http.headers
-        options = route_options(request, headers, grant, self._settings)
+        headers, settings = exchange.http.headers, self._settings
+        options = route_options(request, headers, grant, settings)
         model, adapter = self._fleet.resolve(request.model)
         if adapter is not None:
             options |= {"model": model, "lora_name": adapter}
@@ -214,6 +215,8 @@ class Proxy:
         with self._spans.child("route") as attributes:
             load = load_options(request, body, prompt)
             routing = {**options, **load, **self._spans.context()}
+            if settings.front_kv_pull_tokens_min or DETAILS in headers:
+                routing["kv_sources"] = True
             booking = exchange.booking = await self._book(prompt.tokens, routing, may_wait=call.computes)
             booking.failures.identify = partial(request_digest, request.kind, body)
             attributes |= _booked(booking)
@@ -236,7 +239,11 @@ class Proxy:
                 with self._spans.child("engine") as attributes:
                     attributes |= _booked(booking)
                     to_engine = {**sent, **self._spans.context()}
-                    answer = await self._attempt_with(remote, exchange, request, body, to_engine, request_id)
+                    # What has failed once is sent to the next engine as it came.
+                    exchange.pulls_from = None
+                    pulls = api.splits and remote is None and not attempt
+                    asked = self._pulling(exchange, body) if pulls else body
+                    answer = await self._attempt_with(remote, exchange, request, asked, to_engine, request_id)
             except EngineFailed as exc:
                 booking.note_failure(Failing.UNREACHABLE if booking.url is None else how_failed(exc))
                 refusal, remote = exc, None
@@ -296,6 +303,19 @@ class Proxy:
             return False
         self.counts.retries += 1
         return True
+
+    def _pulling(self, exchange: Exchange, body: bytes) -> bytes:
+        """Return a request with another engine from which its own is to pull blocks, or as it came if there is none."""
+        booking, roles = exchange.booking, self._fleet.roles(exchange.model)
+        assert booking is not None
+        tokens_min = self._settings.front_kv_pull_tokens_min
+        source = None if roles is None else source_to_pull(booking.answer, roles.block_size, tokens_min)
+        asked = None if source is None else pulling_body(body, source)
+        if source is None or asked is None:
+            return body
+        exchange.pulls_from = rank_name(source)
+        self.counts.pulls += 1
+        return asked
 
     async def _attempt_with(
         self,
@@ -554,6 +574,10 @@ class Proxy:
             response.headers["X-Kvstreams-Mode"] = booking.chosen_mode
             if exchange.prefilled_on is not None:
                 response.headers["X-Kvstreams-Prefill-Worker"] = exchange.prefilled_on
+            if booking.answer.get("kv_sources"):
+                response.headers["X-Kvstreams-Kv-Sources"] = sources_header(booking.answer["kv_sources"])
+            if exchange.pulls_from is not None:
+                response.headers["X-Kvstreams-Pulls-From"] = exchange.pulls_from
         return response
 
 

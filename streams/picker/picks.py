@@ -35,6 +35,7 @@ from streams.router_api.deciding.admission import Admission, may_wait
 from streams.router_api.deciding.prepared_request import PreparedRequest
 from streams.router_api.deciding.router import Router
 from streams.router_api.messages.answer import RouteAnswer
+from streams.router_api.messages.answer_json import source_json
 from streams.router_api.messages.requests import RouteRequest
 from streams.security.tokens import ANONYMOUS
 from streams.settings import PickerServerSettings, listed
@@ -175,7 +176,7 @@ class Picks:
         tenant = options.pop("tenant", "")
         for name in ("traceparent", "tracestate"):
             options.pop(name, None)
-        options["alternatives"] = settings.picker_fallbacks
+        options |= {"alternatives": settings.picker_fallbacks, "kv_sources": settings.picker_details}
         if allowed is not None:
             options["allowed_worker_ids"] = list(allowed)
         try:
@@ -240,6 +241,8 @@ def details_of(answer: RouteAnswer) -> Details:
         details["queued_ms"] = answer.queued_ms
     if answer.chosen_trust.reason is not None:
         details["chosen_degraded_because"] = answer.chosen_trust.reason.value
+    if answer.kv_sources:
+        details["kv_sources"] = orjson.dumps([source_json(source) for source in answer.kv_sources]).decode()
     return details
 
 

@@ -16,6 +16,7 @@ from streams.core.ids import DpRank, RankId, WorkerId
 from streams.core.loads.bookings import NUMBER_MAX, Booking, BookingPhase
 from streams.core.loads.observations import LEASE, LEASE_MS, Forecast
 from streams.core.routing.selection import RouterMode
+from streams.core.routing.sources import KvSource, SourceTier
 from streams.errors import InvalidRequest, KvStreamsError, NoEligibleWorker, QueueTimeout, SettingsError, UnknownModel
 from streams.kubernetes import watching
 from streams.lab.kafka.ports import free_port
@@ -340,8 +341,11 @@ def test_details_say_what_decided() -> None:
     picker = Picker(picker_details=True)
     decided = picker.asks(prompt())
     assert b"chosen_mode" in decided.picked.metadata and b"overlap_blocks" in decided.picked.metadata
-    details = details_of(picker.router.route(parse_route(orjson.dumps({"token_ids": TOKENS}))))
-    assert {type(value) for value in details.values()} <= {str, float, bool}
+    answer = picker.router.route(parse_route(orjson.dumps({"token_ids": TOKENS})))
+    details = details_of(answer)
+    assert {type(value) for value in details.values()} <= {str, float, bool} and "kv_sources" not in details
+    elsewhere = details_of(answer._replace(kv_sources=(KvSource(3, SourceTier.HOST, rank(7)),)))["kv_sources"]
+    assert orjson.loads(str(elsewhere)) == [{"worker_id": 7, "dp_rank": 0, "blocks": 3, "tier": "host"}]
 
 
 def test_a_body_keeps_its_bytes_but_the_model() -> None:

@@ -105,6 +105,8 @@ RANGES: dict[str, tuple[float, float]] = {
     "front_prefill_backlog_tokens_max": (0, NUMBER_MAX),
     "front_transfer_timeout_s": (0.0, 60.0),
     "front_bootstrap_port": (1, 65535),
+    "front_kv_pull_tokens_min": (0, NUMBER_MAX),
+    "router_kv_p2p_port": (0, 65535),
     "front_stall_timeout_s": (0.05, 86_400.0),
     "front_migrations_max": (0, 64),
     "front_migration_timeout_s": (0.1, 86_400.0),

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -54,6 +54,7 @@ class KvSource(NamedTuple):
     blocks: how many of the prompt's leading blocks the chosen rank has with it, without a hole. tier: the slowest one
     that some of them have to be read from. rank: None for a pool. cost: the rank's cost for the request; infinite if it
     was no candidate. pool_id: None for a rank. accessible: whether the chosen rank can read the pool itself.
+    transfer_params: what its engine is told so that it pulls from this rank; None if that is not known.
     """
 
     blocks: int
@@ -62,6 +63,7 @@ class KvSource(NamedTuple):
     cost: float = math.inf
     pool_id: str | None = None
     accessible: bool = False
+    transfer_params: Mapping[str, Any] | None = None
 
 
 def blocks_on_device(scores: PrefixScores, candidates: Candidates, rank: RankId) -> int:

@@ -20,13 +20,16 @@ from streams.core.routing.identity_cache import IdentityCache
 from streams.core.routing.sources import KvSource, SourceTier, blocks_on_device, in_order, rank_sources
 from streams.router_api.deciding.prepared_request import PreparedRequest
 from streams.router_api.knowledge.view import View
+from streams.router_api.messages.kv_transfer import pull_params
 
 
 class KvSources:
     """Finds sources. Used by the thread that decides."""
 
-    def __init__(self, view: View) -> None:
+    def __init__(self, view: View, p2p_port: int) -> None:
+        """p2p_port: the setting router_kv_p2p_port."""
         self._view = view
+        self._p2p_port = p2p_port
         self._candidates: IdentityCache[Candidates] = IdentityCache()
         # By the ranks of a decision: where they are among those that may be a source.
         self._positions: IdentityCache[tuple[Candidates, Int64Array]] = IdentityCache()
@@ -64,7 +67,14 @@ class KvSources:
             sources += [
                 KvSource(run.end, SourceTier.POOL, pool_id=run.pool_id, accessible=run.accessible) for run in runs
             ]
-        return in_order(sources)
+        found = in_order(sources)
+        return tuple(map(self._with_params, found)) if self._p2p_port else found
+
+    def _with_params(self, source: KvSource) -> KvSource:
+        worker = None if source.rank is None else self._view.fleet.workers.get(source.rank.worker_id)
+        if source.rank is None or worker is None:
+            return source
+        return source._replace(transfer_params=pull_params(worker.url, source.rank.dp_rank, self._p2p_port))
 
     def _candidates_of(self, ranks: tuple[RankId, ...]) -> Candidates:
         candidates = self._candidates.get(ranks)

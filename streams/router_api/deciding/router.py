@@ -137,7 +137,7 @@ class Router:
         self._asked_at_s = float("-inf")
         self.decisions = DecisionCounts()
         self.recent = RecentDecisions()
-        self._kv_sources = KvSources(self.view)
+        self._kv_sources = KvSources(self.view, settings.router_kv_p2p_port)
         self.prompt_matches = PromptMatches(lambda model: self.view.fleet.blocks_of_model(model))
         #: Whether the process has begun to stop (draining), and how many requests it did not finish.
         self.stopping = False

@@ -74,6 +74,23 @@ class Alternative(TypedDict):
     dp_rank: int
 
 
+class RemoteKvSource(TypedDict):
+    """From where a vLLM engine pulls blocks (OffloadingConnector with a tier `p2p`).
+
+    kv_request_id: another one in each answer
+    """
+
+    kv_request_id: str
+    remote_host: str
+    remote_port: int
+
+
+class KvTransferParams(TypedDict):
+    """What a request to a vLLM engine has so that the engine pulls blocks from another one."""
+
+    remote_kv_source: RemoteKvSource
+
+
 class KvSource(TypedDict):
     """A rank or a pool that has more of the prompt than the chosen rank has in device memory.
 
@@ -84,6 +101,8 @@ class KvSource(TypedDict):
     tier: the slowest one that some of them have to be read from. For a rank, `device`, `host`, `disk` or `external`, by
         the fastest copy of each block
     accessible: of a pool: whether the chosen rank can read it itself
+    kv_transfer_params: of a rank, with `router_kv_p2p_port`: the field of this name of a request to the chosen rank's
+        engine that makes it pull blocks from this one
     """
 
     worker_id: NotRequired[int]
@@ -92,6 +111,7 @@ class KvSource(TypedDict):
     blocks: int
     tier: SourceTier
     accessible: NotRequired[bool]
+    kv_transfer_params: NotRequired[KvTransferParams]
 
 
 class RouteAnswerBody(TypedDict):

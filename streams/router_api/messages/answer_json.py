@@ -159,7 +159,8 @@ def source_json(source: KvSource) -> dict[str, Any]:
     held = {"blocks": source.blocks, "tier": source.tier}
     if source.rank is None:
         return {"pool_id": source.pool_id, **held, "accessible": source.accessible}
-    return {"worker_id": source.rank.worker_id, "dp_rank": source.rank.dp_rank, **held}
+    params = {} if source.transfer_params is None else {"kv_transfer_params": source.transfer_params}
+    return {"worker_id": source.rank.worker_id, "dp_rank": source.rank.dp_rank, **held, **params}
 
 
 def error_json(code: str, message: str, detail: dict[str, Any] | None = None) -> dict[str, Any]:
