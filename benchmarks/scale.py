@@ -124,6 +124,7 @@ class Measured:
         """Begin to measure."""
         self.match: list[int] = []
         self.decide: list[int] = []
+        self.with_sources: list[int] = []
         self.changed: list[int] = []
         self.pages: dict[str, list[int]] = {path: [] for path in PAGES}
         self.pauses: dict[str, list[int]] = {path: [] for path in PAGES}
@@ -150,17 +151,18 @@ class Measured:
             scores.columns(self.candidates, WEIGHTS)
             self.match.append(clock() - begun)
             self.decide.append(self.time_decision(number, prompt))
+            self.with_sources.append(self.time_decision(number, prompt, kv_sources=True))
         for number in range(CHANGES):
             worker_id = WorkerId(self.fleet.worker_ids[number // 2])
             cordon = None if number % 2 else CORDONS.encode(Cordon(worker_id, 0))
             self.fleet.router.view.fold_worker(CORDONS.keys.pack(worker_id), cordon)
             self.changed.append(self.time_decision(number, self.prompt(number)))
 
-    def time_decision(self, number: int, prompt: bytes) -> int:
+    def time_decision(self, number: int, prompt: bytes, *, kv_sources: bool = False) -> int:
         """Time one decision from the parsed request to the answer's JSON, with its booking."""
         router, request_id = self.fleet.router, f"asked-{number}"
         begun = clock()
-        answer = router.route(RouteRequest(request_id=request_id), prompt)
+        answer = router.route(RouteRequest(request_id=request_id, kv_sources=kv_sources), prompt)
         orjson.dumps(answer_json(answer))
         taken = clock() - begun
         if answer.trust.mode is not AnswerMode.EXACT:
@@ -190,7 +192,8 @@ class Measured:
     def add_to(self, samples: Samples) -> None:
         """Add the figures."""
         case, runs = f"{self.n_ranks} ranks", self.fleet.router.view.index.runs
-        for name, taken in (("match", self.match), ("decide", self.decide)):
+        by_name = {"match": self.match, "decide": self.decide, "decide, with kv_sources": self.with_sources}
+        for name, taken in by_name.items():
             samples.add(case, f"{name} p50", "us", OURS, statistics.median(taken) / 1e3)
             samples.add(case, f"{name} p99", "us", OURS, p99(taken) / 1e3)
         samples.add(case, "decide, after a change of the fleet, p50", "ms", OURS, statistics.median(self.changed) / 1e6)
