@@ -55,10 +55,14 @@ ROUTER = (
     *_named(routing, routing.ENTRY_POINTS),
     *_named(hashing, hashing.PARSING),
 )
+#: For a bridge of LMCache's events.
+LMCACHE = (*HASHING, *_named(hashing, hashing.PARSING), *_named(hashing, hashing.CHUNKS))
 #: For a Faust worker without a router.
 AGENT = (*_named(reducer, reducer.ENTRY_POINTS), *HASHING, *_named(tables, tables.STORING))
 #: For a Faust worker with a router, and for all processes of the demo together.
 WORKER = tuple(dict.fromkeys((*ROUTER, *AGENT)))
+#: Of every command.
+ALL = tuple(dict.fromkeys((*WORKER, *LMCACHE)))
 
 #: Each child takes 300 MB. More children would wait for the longest chain of kernels that call each other.
 CHILDREN_MAX = 8
@@ -71,7 +75,7 @@ _STOP_POLL_S = 0.2
 
 
 def warm(
-    names: Sequence[str] = WORKER,
+    names: Sequence[str] = ALL,
     console: Console | None = None,
     note: Callable[[str], None] | None = None,
     stopping: threading.Event | None = None,

@@ -23,7 +23,7 @@ from streams.process.metrics import Label, Metric, MetricsRegistry, counter, gau
 from streams.security.access import Access
 from streams.settings import BridgeServerSettings
 from streams.topics import topics
-from streams.warming import HASHING, warm_while_serving
+from streams.warming import HASHING, LMCACHE, warm_while_serving
 
 log = logging.getLogger(__name__)
 
@@ -124,7 +124,7 @@ async def run_bridge(
     async with monitoring_server(settings.host, settings.metrics_port, startup, access) as server:
         startup.note("connecting to Kafka")
         await wait_for_topics(settings, topics(settings).all(), startup.note)
-        await warm_while_serving(HASHING, startup.note)
+        await warm_while_serving(HASHING if lmcache is None else LMCACHE, startup.note)
         bridge = Bridge(settings, sources, lmcache)
         if server is not None:
 

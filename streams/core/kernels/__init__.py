@@ -10,3 +10,6 @@ ENTRY_POINTS = ("xxh3.hash_blocks", "xxh3.chain_blocks")
 
 #: Those that parse requests.
 PARSING = ("json_tokens.read_tokens",)
+
+#: Those that find which chunk of LMCache's another one follows.
+CHUNKS = ("blake3.find_parent",)

@@ -7,5 +7,6 @@ ENTRY_POINTS = (
     "changes.end_rank",
     "changes.reserve_blocks",
     "changes.next_stale",
+    "changes.add_stale",
     "maps.move_entries",
 )
