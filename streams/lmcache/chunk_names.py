@@ -5,33 +5,44 @@ chunk (pools). Owner: a bridge, one for all instances, since a chunk has the sam
 
 A store has the tokens of its chunk and their position, but not what precedes them. LMCache's hash of a chunk is BLAKE3
 of the preceding chunk's hash and of the chunk's tokens. So the preceding one is found by trying those that end where
-the chunk begins: first the one before it in the batch, then those that were stored or accessed last. A server reports
-the chunks of a prompt in order, and accesses those that it has before it stores what follows them.
+the chunk begins: first those that the same instance stored or accessed last, then those that any stored last. A server
+reports the chunks of a prompt in order, and accesses those that it has before it stores what follows them, so that the
+first one that is tried is nearly always the right one.
+
+A chunk whose predecessor has no name, or is unknown, waits for it. What follows such a chunk is found in the same way,
+so that a beginning that nobody knows costs a search once per prompt and not once per chunk.
 """
 
 from __future__ import annotations
 
 import enum
-from collections import OrderedDict, deque
-from itertools import islice
-from typing import NamedTuple
+from collections import OrderedDict
+from itertools import chain, islice
+from typing import NamedTuple, TypeVar
 
-import msgspec
 import numpy as np
+import numpy.typing as npt
 
-from streams.core.hashing import BASE_SEED, TokenArray, local_hashes, pack_tokens, salted_seed, sequence_hashes
-from streams.core.ids import Int64Array, SequenceHash
+from streams.core.hashing import BASE_SEED, TokenArray, salted_seed
+from streams.core.ids import SequenceHash
 from streams.core.kernels.blake3 import SCRATCH_WORDS, find_parent
-from streams.errors import InvalidRequest
+from streams.core.kernels.json_tokens import read_tokens
+from streams.core.kernels.xxh3 import chain_blocks, hash_blocks
 
 #: Chunks whose names are kept, 500 bytes each. Without its predecessor's name, a chunk has no name of ours either.
 NAMES_MAX = 1_048_576
 
-#: Chunks that are tried as predecessors of one chunk, 3 us each.
+#: Chunks that are tried as predecessors of one chunk, 2 us each: of the same instance, and then as many of all of them.
 TRIED_MAX = 256
 
-#: Chunks that wait for their predecessors, 1.5 kB each with 256 tokens; and those of them that begin at the same token,
-#: each of which is compared with every new chunk that ends there.
+#: How many of them are tried together: at first, when the right one is nearly always among them, and then.
+TRIED_FIRST, TRIED_TOGETHER = 4, 64
+
+#: Chunks that are kept as those of an instance, 150 bytes each. Without them, the search is among those of all.
+OF_INSTANCES_MAX = 1_048_576
+
+#: Chunks that wait for their predecessors, 1.5 kB each with 256 tokens; and those of them that begin at the same token
+#: and whose predecessor is unknown, each of which is compared with every new chunk that ends there.
 WAITING_MAX = 4096
 WAITING_AT_MAX = 16
 
@@ -46,7 +57,7 @@ class Unnamed(enum.StrEnum):
     """Why a chunk has no name of ours. The values are in metrics."""
 
     NO_TOKENS = "no_tokens"  # the store has no tokens, or no position, and no earlier one had them
-    BAD_TOKENS = "bad_tokens"
+    BAD_TOKENS = "bad_tokens"  # they are no numbers of 32 bits, or too many
     UNKNOWN_PARENT = "unknown_parent"  # no chunk is known that it follows
     CHUNK_SIZE = "chunk_size"  # its tokens are no whole number of blocks
 
@@ -70,13 +81,25 @@ class ChunkAddress(NamedTuple):
     n_blocks: int
 
 
+_NOT_CHAINED = np.empty(0, dtype=np.uint64)
+
 #: A chunk's hash, in one name space.
 NameKey = tuple[bytes, NameSpace]
+
+_Where = TypeVar("_Where", NameKey, tuple[int, NameSpace])
 
 
 def name_space(salt: str, block_size: int) -> NameSpace:
     """Return the name space of a salt."""
     return NameSpace(salted_seed(BASE_SEED, salt or None), block_size)
+
+
+class _Waiting(NamedTuple):
+    """A chunk without a name. parent: the hash of the chunk that it follows, without a name as well; b"" if unknown."""
+
+    offset: int
+    words: TokenArray
+    parent: bytes
 
 
 class ChunkNames:
@@ -85,12 +108,17 @@ class ChunkNames:
     def __init__(self, names_max: int = NAMES_MAX) -> None:
         self._names_max = names_max
         self._names: OrderedDict[NameKey, ChunkAddress] = OrderedDict()
-        # By the token at which they end: chunks, the most recently used one last.
-        self._ending: dict[tuple[int, NameSpace], OrderedDict[bytes, None]] = {}
-        # By the token at which they begin: chunks whose predecessor is unknown, with their tokens.
-        self._waiting: dict[tuple[int, NameSpace], dict[bytes, TokenArray]] = {}
-        self._waiting_order: deque[tuple[int, NameSpace, bytes]] = deque()
-        self._n_waiting = 0
+        # By the token at which they end: chunks with names, the one that was stored last at the end.
+        self._ending: dict[tuple[int, NameSpace], dict[bytes, None]] = {}
+        # The same of one instance, with chunks that it accessed, and with those that have no name.
+        self._recent: OrderedDict[tuple[str, int, NameSpace], dict[bytes, None]] = OrderedDict()
+        self._n_recent = 0
+        self._waiting: OrderedDict[NameKey, _Waiting] = OrderedDict()
+        # Waiting chunks: by their predecessor, and by the token at which they begin where that is unknown.
+        self._followers: dict[NameKey, list[bytes]] = {}
+        self._orphans: dict[tuple[int, NameSpace], list[bytes]] = {}
+        self._tokens = np.empty(CHUNK_TOKENS_MAX, dtype=np.uint32)
+        self._local, self._chained = np.empty((2, CHUNK_TOKENS_MAX), dtype=np.uint64)
         self._scratch = np.empty(SCRATCH_WORDS, dtype=np.int64)
         self.added: list[NameKey] = []
 
@@ -105,75 +133,111 @@ class ChunkNames:
         """Add a chunk whose address is known from elsewhere, and those that waited for it."""
         self._add(chunk_hash, space, address)
 
-    def used(self, chunk_hash: bytes, space: NameSpace) -> None:
-        """Note that a chunk was accessed, so that what is stored next may follow it."""
-        address = self._names.get((chunk_hash, space))
+    def used(self, instance: str, chunk_hash: bytes, space: NameSpace) -> ChunkAddress | None:
+        """Note that an instance has a chunk, which what it stores next may follow. Returns its address if known."""
+        key = chunk_hash, space
+        address = self._names.get(key)
         if address is not None:
-            self._names.move_to_end((chunk_hash, space))
-            ending = self._ending.get((_end_of(address, space), space))
-            if ending is not None and chunk_hash in ending:
-                ending.move_to_end(chunk_hash)
+            self._names.move_to_end(key)
+            self._note(instance, _end_of(address, space), space, chunk_hash)
+        return address
 
     def resolve(
-        self, chunk_hash: bytes, space: NameSpace, tokens: bytes, offset: int, before: bytes = b""
+        self, instance: str, chunk_hash: bytes, space: NameSpace, tokens: bytes, offset: int
     ) -> ChunkAddress | Unnamed:
-        """Return the address of a chunk that was stored, or why it has none.
+        """Return the address of a chunk that an instance stored, or why it has none.
 
-        tokens: JSON, b"" if unknown. offset: of its first token, negative if unknown. before: the hash of the chunk
-        that was stored before it, which is tried first as its predecessor; b"" for none.
+        tokens: JSON, b"" if unknown. offset: of its first token, negative if unknown.
         """
-        known = self._names.get((chunk_hash, space))
+        known = self.used(instance, chunk_hash, space)
         if known is not None:
-            self.used(chunk_hash, space)
             return known
         if not tokens or offset < 0:
             return Unnamed.NO_TOKENS
-        if chunk_hash in self._waiting.get((offset, space), ()):
-            return Unnamed.UNKNOWN_PARENT
-        try:
-            words = np.frombuffer(pack_tokens(msgspec.json.decode(tokens)), dtype="<u4")
-        except (msgspec.DecodeError, InvalidRequest, TypeError, ValueError):
+        n_tokens = read_tokens(_octets(tokens), self._tokens)
+        if n_tokens < 0:
             return Unnamed.BAD_TOKENS
         block_size = space.block_size
-        if words.size % block_size or offset % block_size or not 1 <= words.size <= CHUNK_TOKENS_MAX:
+        if n_tokens % block_size or offset % block_size or n_tokens == 0:
             return Unnamed.CHUNK_SIZE
+        words = self._tokens[:n_tokens]
+        self._note(instance, offset + n_tokens, space, chunk_hash)
         if offset == 0:
-            return self._add(chunk_hash, space, _address(words, space, 0, None))
-        if len(chunk_hash) != _DIGEST_BYTES:
+            return self._add(chunk_hash, space, self._address(words, space, 0, None))
+        if len(chunk_hash) != _DIGEST_BYTES or (chunk_hash, space) in self._waiting:
             return Unnamed.UNKNOWN_PARENT
-        parent = self._parent(chunk_hash, space, words, offset, before)
+        parent_hash = self._parent(instance, chunk_hash, space, words, offset)
+        parent = self._names.get((parent_hash, space))
         if parent is None:
-            self._wait(chunk_hash, space, words, offset)
+            self._wait(chunk_hash, space, _Waiting(offset, words.copy(), parent_hash))
             return Unnamed.UNKNOWN_PARENT
-        return self._add(chunk_hash, space, _address(words, space, offset, parent.sequence))
+        return self._add(chunk_hash, space, self._address(words, space, offset, parent.sequence))
 
-    def _parent(
-        self, chunk_hash: bytes, space: NameSpace, words: TokenArray, offset: int, before: bytes
-    ) -> ChunkAddress | None:
-        """Find the chunk that one follows, by its hash."""
-        ending = self._ending.get((offset, space))
-        if ending is None:
-            return None
-        wanted, tokens = _words(chunk_hash), words.astype(np.int64)
-        if before in ending and find_parent(_words(before), tokens, wanted, self._scratch) == 0:
-            return self._names[before, space]
-        tried = list(islice(reversed(ending), TRIED_MAX))
-        found = find_parent(_words(b"".join(tried)), tokens, wanted, self._scratch)
-        return None if found < 0 else self._names[tried[found], space]
+    def _note(self, instance: str, end: int, space: NameSpace, chunk_hash: bytes) -> None:
+        """Have a chunk tried first as the predecessor of what an instance stores."""
+        if len(chunk_hash) != _DIGEST_BYTES:
+            return
+        recent = self._recent.get((instance, end, space))
+        if recent is None:
+            recent = self._recent[instance, end, space] = {}
+        self._n_recent -= len(recent)
+        recent.pop(chunk_hash, None)
+        recent[chunk_hash] = None
+        if len(recent) > TRIED_MAX:
+            del recent[next(iter(recent))]
+        self._n_recent += len(recent)
+        if self._n_recent > OF_INSTANCES_MAX:
+            self._n_recent -= len(self._recent.popitem(last=False)[1])
+
+    def _parent(self, instance: str, chunk_hash: bytes, space: NameSpace, words: TokenArray, offset: int) -> bytes:
+        """Find the chunk that one follows, by its hash; b"" if it is unknown."""
+        of_instance, of_all = self._recent.get((instance, offset, space), {}), self._ending.get((offset, space), {})
+        candidates = chain(islice(reversed(of_instance), TRIED_MAX), islice(reversed(of_all), TRIED_MAX))
+        together = TRIED_FIRST
+        while tried := list(islice(candidates, together)):
+            found = self._first_parent(tried, words, chunk_hash)
+            if found:
+                return found
+            together = TRIED_TOGETHER
+        return b""
+
+    def _first_parent(self, tried: list[bytes], words: TokenArray, chunk_hash: bytes) -> bytes:
+        found = find_parent(_octets(b"".join(tried)), words, _octets(chunk_hash), self._scratch)
+        return b"" if found < 0 else tried[found]
 
     def _add(self, chunk_hash: bytes, space: NameSpace, address: ChunkAddress) -> ChunkAddress:
         """Add a name, and then those of the chunks that waited for it."""
-        added = [(chunk_hash, address)]
+        self._forget(chunk_hash, space)
+        end = self._put(chunk_hash, space, address)
+        if not self._waiting:
+            return address
+        added = [(chunk_hash, end, address)]
         while added:
-            parent_hash, parent = added.pop()
-            end = self._put(parent_hash, space, parent)
-            if len(parent_hash) != _DIGEST_BYTES:
-                continue
-            for waiting, words in list(self._waiting.get((end, space), {}).items()):
-                if find_parent(_words(parent_hash), words.astype(np.int64), _words(waiting), self._scratch) == 0:
-                    self._forget_waiting(end, space, waiting)
-                    added.append((waiting, _address(words, space, end, parent.sequence)))
+            parent_hash, end, parent = added.pop()
+            followers = [*self._followers.get((parent_hash, space), ())]
+            orphans = self._orphans.get((end, space), ()) if len(parent_hash) == _DIGEST_BYTES else ()
+            followers += [
+                each for each in orphans if self._first_parent([parent_hash], self._waiting[each, space].words, each)
+            ]
+            for follower in followers:
+                waiting = self._waiting[follower, space]
+                self._forget(follower, space)
+                named = self._address(waiting.words, space, end, parent.sequence)
+                added.append((follower, self._put(follower, space, named), named))
         return address
+
+    def _address(self, words: TokenArray, space: NameSpace, offset: int, parent: SequenceHash | None) -> ChunkAddress:
+        """Return the address of a chunk with these tokens. parent: the last block before it, None at the root."""
+        block_size, n_blocks = space.block_size, words.size // space.block_size
+        local, chained = self._local[:n_blocks], self._chained[:n_blocks]
+        # The functions of core.hashing check what callers pass, which takes longer than the hashes of a chunk.
+        hash_blocks(words, block_size, block_size, n_blocks, BASE_SEED, local, _NOT_CHAINED)
+        if parent is None and space.first_seed != BASE_SEED:
+            hash_blocks(words, block_size, block_size, 1, space.first_seed, local, _NOT_CHAINED)
+        chain_blocks(local, parent or 0, parent is not None, chained)
+        before = parent if n_blocks == 1 else SequenceHash(chained.item(n_blocks - 2))
+        last = offset // block_size + n_blocks - 1
+        return ChunkAddress(SequenceHash(chained.item(n_blocks - 1)), before, last, n_blocks)
 
     def _put(self, chunk_hash: bytes, space: NameSpace, address: ChunkAddress) -> int:
         """Add one name, and return the token at which the chunk ends."""
@@ -182,9 +246,9 @@ class ChunkNames:
         self._names[key] = address
         self._names.move_to_end(key)
         if len(chunk_hash) == _DIGEST_BYTES:
-            ending = self._ending.setdefault((end, space), OrderedDict())
+            ending = self._ending.setdefault((end, space), {})
+            ending.pop(chunk_hash, None)
             ending[chunk_hash] = None
-            ending.move_to_end(chunk_hash)
         if len(self._names) > self._names_max:
             self._drop(*self._names.popitem(last=False))
         return end
@@ -198,37 +262,40 @@ class ChunkNames:
             if not ending:
                 del self._ending[where]
 
-    def _wait(self, chunk_hash: bytes, space: NameSpace, words: TokenArray, offset: int) -> None:
-        waiting = self._waiting.setdefault((offset, space), {})
-        if len(waiting) >= WAITING_AT_MAX:
-            self._forget_waiting(offset, space, next(iter(waiting)))
-            waiting = self._waiting.setdefault((offset, space), {})
-        waiting[chunk_hash] = words
-        self._n_waiting += 1
-        self._waiting_order.append((offset, space, chunk_hash))
-        while self._n_waiting > WAITING_MAX or len(self._waiting_order) > 2 * WAITING_MAX:
-            self._forget_waiting(*self._waiting_order.popleft())
+    def _wait(self, chunk_hash: bytes, space: NameSpace, waiting: _Waiting) -> None:
+        if waiting.parent:
+            self._followers.setdefault((waiting.parent, space), []).append(chunk_hash)
+        else:
+            orphans = self._orphans.setdefault((waiting.offset, space), [])
+            if len(orphans) >= WAITING_AT_MAX:
+                self._forget(orphans[0], space)
+            self._orphans.setdefault((waiting.offset, space), []).append(chunk_hash)
+        self._waiting[chunk_hash, space] = waiting
+        if len(self._waiting) > WAITING_MAX:
+            self._forget(*next(iter(self._waiting)))
 
-    def _forget_waiting(self, offset: int, space: NameSpace, chunk_hash: bytes) -> None:
-        waiting = self._waiting.get((offset, space))
-        if waiting is not None and waiting.pop(chunk_hash, None) is not None:
-            self._n_waiting -= 1
-            if not waiting:
-                del self._waiting[offset, space]
+    def _forget(self, chunk_hash: bytes, space: NameSpace) -> None:
+        """Have a chunk wait no longer, if it does."""
+        waiting = self._waiting.pop((chunk_hash, space), None)
+        if waiting is None:
+            return
+        if waiting.parent:
+            _remove(self._followers, (waiting.parent, space), chunk_hash)
+        else:
+            _remove(self._orphans, (waiting.offset, space), chunk_hash)
+
+
+def _remove(lists: dict[_Where, list[bytes]], where: _Where, chunk_hash: bytes) -> None:
+    """Remove a hash from a list, and the list with its last one."""
+    hashes = lists[where]
+    hashes.remove(chunk_hash)
+    if not hashes:
+        del lists[where]
 
 
 def _end_of(address: ChunkAddress, space: NameSpace) -> int:
     return (address.position + 1) * space.block_size
 
 
-def _words(hashes: bytes) -> Int64Array:
-    return np.frombuffer(hashes, dtype="<u4").astype(np.int64)
-
-
-def _address(words: TokenArray, space: NameSpace, offset: int, parent: SequenceHash | None) -> ChunkAddress:
-    """Return the address of a chunk with these tokens. parent: the last block before it, None at the root."""
-    block_size = space.block_size
-    local = local_hashes(words, block_size, first_seed=space.first_seed if parent is None else None)
-    chained = sequence_hashes(local, parent)
-    before = SequenceHash(int(chained[-2])) if len(chained) > 1 else parent
-    return ChunkAddress(SequenceHash(int(chained[-1])), before, offset // block_size + len(chained) - 1, len(chained))
+def _octets(content: bytes) -> npt.NDArray[np.uint8]:
+    return np.frombuffer(content, dtype=np.uint8)

@@ -26,6 +26,7 @@ import xxhash
 
 from streams.core.cxl_memory import CxlMemoryState
 from streams.core.ids import DpRank, RankId, WorkerId
+from streams.cxl.states import stored_as
 from streams.lmcache.chunk_names import ChunkAddress, ChunkNames, NameKey, NameSpace, Unnamed, name_space
 from streams.lmcache.wire import CacheBatch, Entry, EventType, Tier
 
@@ -159,11 +160,24 @@ class Cursor:
     gap_s: int = 0
 
 
-class Change(NamedTuple):
-    """Chunks of one owner that enter a state together."""
+@dataclass(slots=True, eq=False)
+class _Held:
+    """One owner's chunks that any rank holds. changed: those that must be published, also if no rank holds them."""
 
     owner: Owner
-    state: CxlMemoryState
+    chunks: dict[NameKey, Chunk] = field(default_factory=dict)
+    changed: dict[NameKey, Chunk] = field(default_factory=dict)
+
+
+#: By model (LMCache's name), world size and salt, what the entries of one batch are about.
+_Places = dict[tuple[str, int, str], tuple[_Held, NameSpace]]
+
+
+class Change(NamedTuple):
+    """Chunks of one owner that enter states together, one after the other."""
+
+    owner: Owner
+    states: tuple[CxlMemoryState, ...]
     chunks: list[Chunk]
 
 
@@ -195,12 +209,10 @@ class FeedPools:
         self._models = models
         self._chunks_max = chunks_max
         self._n_chunks = 0
-        self._chunks: dict[Owner, dict[NameKey, Chunk]] = {}
-        self._changed: dict[Owner, dict[NameKey, Chunk]] = {}
-        self._unnamed: dict[NameKey, set[Owner]] = {}  # chunks that are held, and have no address yet
+        self._held: dict[Owner, _Held] = {}
+        self._unnamed: dict[NameKey, set[_Held]] = {}  # chunks that are held, and have no address yet
         self._revision = 0  # of the capacities
         self._spaces: dict[tuple[str, str], NameSpace] = {}
-        self._owners: dict[tuple[Pool, str, int], Owner] = {}
 
     def __len__(self) -> int:
         """Return the number of chunks that any rank holds."""
@@ -208,18 +220,18 @@ class FeedPools:
 
     def chunks(self) -> Iterator[tuple[Owner, Chunk]]:
         """Iterate over all chunks that any rank holds."""
-        for owner, chunks in self._chunks.items():
-            for chunk in chunks.values():
+        for owner, held in self._held.items():
+            for chunk in held.chunks.values():
                 yield owner, chunk
 
     @property
     def has_changes(self) -> bool:
         """Whether anything must be published."""
-        return bool(self._changed)
+        return any(held.changed for held in self._held.values())
 
     def pools(self) -> set[Pool]:
         """Return the pools that have, had or declared anything."""
-        return {owner.pool for owner in self._chunks} | set(self.capacities)
+        return {owner.pool for owner in self._held} | set(self.capacities)
 
     def is_incomplete(self) -> bool:
         """Whether batches are missing whose loss still matters."""
@@ -243,7 +255,7 @@ class FeedPools:
             pool = Pool(None if batch.shared else batch.instance, batch.tier, batch.backend)
             match batch.kind:
                 case EventType.STORE:
-                    self._store(pool, batch.entries, at_s)
+                    self._store(pool, batch.instance, batch.entries, at_s)
                 case EventType.DELETE:
                     self._delete(pool, batch.entries)
                 case EventType.CONFIG:
@@ -252,7 +264,7 @@ class FeedPools:
                     pass
         if batch.kind is EventType.ACCESS:  # it names no backend
             for entry in batch.entries:
-                self._names.used(entry.key.chunk_hash, self._space(entry))
+                self._names.used(batch.instance, entry.chunk_hash, self._space(entry.salt, entry.model))
         return verdict
 
     def _admit(self, batch: CacheBatch, at_s: int) -> Verdict:
@@ -278,62 +290,62 @@ class FeedPools:
 
     def _fence(self, instance: str) -> None:
         """Empty the memory of a server that was restarted. Its pools' next epoch ends their rows."""
-        for owner, chunks in self._chunks.items():
+        for owner, held in self._held.items():
             if owner.pool.tier is Tier.L1 and owner.pool.instance == instance:
-                self._n_chunks -= len(chunks)
-                for key in chunks:
-                    self._forget_unnamed(key, owner)
-                chunks.clear()
-                self._changed.pop(owner, None)
+                self._n_chunks -= len(held.chunks)
+                for key in held.chunks:
+                    self._forget_unnamed(key, held)
+                held.chunks.clear()
+                held.changed.clear()
 
-    def _store(self, pool: Pool, entries: list[Entry], at_s: int) -> None:
-        before = b""
+    def _store(self, pool: Pool, instance: str, entries: list[Entry], at_s: int) -> None:
+        places: _Places = {}
         for entry in entries:
-            key, space = entry.key, self._space(entry)
-            if key.group != _FIRST_GROUP:
+            if entry.group != _FIRST_GROUP:
                 self.counts[NotCounted.OTHER_GROUP] += 1
                 continue
-            owner, chunk_key = self._owner(pool, entry), (key.chunk_hash, space)
-            chunks = self._chunks.setdefault(owner, {})
-            chunk = chunks.get(chunk_key)
+            held, space = self._place(places, pool, entry)
+            key = entry.chunk_hash, space
+            chunk = held.chunks.get(key)
             if chunk is None:
                 if self._n_chunks >= self._chunks_max:
                     self.counts[NotCounted.OVER_CAPACITY] += 1
                     continue
+                if not held.chunks:
+                    self._held[held.owner] = held
                 # One that was deleted a moment ago is still published.
-                chunk = self._changed.get(owner, {}).get(chunk_key) or Chunk(chunk_key)
-                chunks[chunk_key] = chunk
+                chunk = held.chunks[key] = held.changed.get(key) or Chunk(key)
                 self._n_chunks += 1
-            chunk.ranks |= 1 << key.rank
+            chunk.ranks |= 1 << entry.rank
             chunk.stored_s = at_s
             if chunk.address is None:
-                named = self._names.resolve(key.chunk_hash, space, entry.tokens, entry.offset, before)
+                named = self._names.resolve(instance, *key, entry.tokens, entry.offset)
                 if isinstance(named, Unnamed):
                     self.counts[named] += 1
-                    self._unnamed.setdefault(chunk_key, set()).add(owner)
+                    self._unnamed.setdefault(key, set()).add(held)
                     continue
                 chunk.address = named
-                self._forget_unnamed(chunk_key, owner)
-            before = key.chunk_hash
-            self.chunk_bytes[pool] = entry.n_bytes * key.world_size, chunk.address.n_blocks
-            self._changed.setdefault(owner, {})[chunk_key] = chunk
+                self._forget_unnamed(key, held)
+            self.chunk_bytes[pool] = entry.n_bytes * entry.world_size, chunk.address.n_blocks
+            held.changed[key] = chunk
 
     def _delete(self, pool: Pool, entries: list[Entry]) -> None:
+        places: _Places = {}
         for entry in entries:
-            owner, chunk_key = self._owner(pool, entry), (entry.key.chunk_hash, self._space(entry))
-            chunk = self._chunks.get(owner, {}).get(chunk_key)
-            if chunk is not None and entry.key.group == _FIRST_GROUP:
-                chunk.ranks &= ~(1 << entry.key.rank)
-                self._touch(owner, chunk)
+            held, space = self._place(places, pool, entry)
+            chunk = held.chunks.get((entry.chunk_hash, space))
+            if chunk is not None and entry.group == _FIRST_GROUP:
+                chunk.ranks &= ~(1 << entry.rank)
+                self._touch(held, chunk)
 
-    def _touch(self, owner: Owner, chunk: Chunk) -> None:
+    def _touch(self, held: _Held, chunk: Chunk) -> None:
         """Note that a chunk's ranks have changed; one that no rank holds is dropped."""
         if not chunk.ranks:
-            self._chunks[owner].pop(chunk.key, None)
+            held.chunks.pop(chunk.key, None)
             self._n_chunks -= 1
-            self._forget_unnamed(chunk.key, owner)
+            self._forget_unnamed(chunk.key, held)
         if chunk.address is not None:
-            self._changed.setdefault(owner, {})[chunk.key] = chunk
+            held.changed[chunk.key] = chunk
 
     def _declare(self, pool: Pool, batch: CacheBatch) -> None:
         """Note a pool's capacity. A declaration has one batch for each pool, all with the same revision."""
@@ -347,52 +359,54 @@ class FeedPools:
         if not self._unnamed:
             return
         for key in named:
-            for owner in self._unnamed.pop(key, ()):
-                chunk = self._chunks[owner][key]
+            for held in self._unnamed.pop(key, ()):
+                chunk = held.chunks[key]
                 chunk.address = self._names.get(*key)
                 if chunk.address is not None:
-                    self._changed.setdefault(owner, {})[key] = chunk
+                    held.changed[key] = chunk
 
-    def _forget_unnamed(self, key: NameKey, owner: Owner) -> None:
+    def _forget_unnamed(self, key: NameKey, held: _Held) -> None:
         owners = self._unnamed.get(key)
         if owners is not None:
-            owners.discard(owner)
+            owners.discard(held)
             if not owners:
                 del self._unnamed[key]
 
-    def _space(self, entry: Entry) -> NameSpace:
-        key = entry.key.salt, entry.key.model
-        space = self._spaces.get(key)
+    def _place(self, places: _Places, pool: Pool, entry: Entry) -> tuple[_Held, NameSpace]:
+        """Return whose chunk an entry of a batch is about, and the name space of its hash."""
+        key = entry.model, entry.world_size, entry.salt
+        place = places.get(key)
+        if place is None:
+            owner = Owner(pool, self._models.our_name(entry.model), entry.world_size)
+            held = self._held.get(owner) or _Held(owner)
+            place = places[key] = held, self._space(entry.salt, entry.model)
+        return place
+
+    def _space(self, salt: str, model: str) -> NameSpace:
+        space = self._spaces.get((salt, model))
         if space is None:
             if len(self._spaces) > _SPACES_KEPT_MAX:
                 self._spaces.clear()
-            block_size = self._models.block_size_of(self._models.our_name(entry.key.model))
-            space = self._spaces[key] = name_space(entry.key.salt, block_size)
+            block_size = self._models.block_size_of(self._models.our_name(model))
+            space = self._spaces[salt, model] = name_space(salt, block_size)
         return space
-
-    def _owner(self, pool: Pool, entry: Entry) -> Owner:
-        key = pool, entry.key.model, entry.key.world_size
-        owner = self._owners.get(key)
-        if owner is None:
-            owner = Owner(pool, self._models.our_name(entry.key.model), entry.key.world_size)
-            self._owners[key] = owner
-        return owner
 
     # -- what follows --------------------------------------------------------------------------------------------------
 
     def adopt(self, owner: Owner, chunk: Chunk) -> None:
         """Add a chunk that was published before."""
-        self._n_chunks += chunk.key not in self._chunks.setdefault(owner, {})
-        self._chunks[owner][chunk.key] = chunk
+        chunks = self._held.setdefault(owner, _Held(owner)).chunks
+        self._n_chunks += chunk.key not in chunks
+        chunks[chunk.key] = chunk
         if chunk.address is not None:
             self._names.adopt(*chunk.key, chunk.address)
 
     def adopt_ended(self, owner: Owner, chunk: Chunk | None) -> None:
         """Note an owner of rows of another epoch. chunk: one that is to be evicted, None for one that has ended."""
-        self._chunks.setdefault(owner, {})  # its pool's record must have the current epoch
+        held = self._held.setdefault(owner, _Held(owner))  # its pool's record must have the current epoch
         if chunk is not None:
             chunk.ranks = 0
-            self._changed.setdefault(owner, {})[chunk.key] = chunk
+            held.changed[chunk.key] = chunk
 
     def expire(self, now_s: int, unconfirmed_ttl_s: int) -> int:
         """End gaps whose time is over: evict what was last stored before them. Returns the number of these chunks.
@@ -407,48 +421,41 @@ class FeedPools:
         if not ended:
             return 0
         before_s = max(ended.values())
-        unconfirmed = [(owner, chunk) for owner, chunk in self.chunks() if chunk.stored_s < before_s]
-        for owner, chunk in unconfirmed:
+        unconfirmed = [
+            (held, chunk) for held in self._held.values() for chunk in held.chunks.values() if chunk.stored_s < before_s
+        ]
+        for held, chunk in unconfirmed:
             chunk.ranks = 0
-            self._touch(owner, chunk)
+            self._touch(held, chunk)
         for instance in ended:
             self.cursors[instance].gap_s = 0
         return len(unconfirmed)
 
     def take_changes(self) -> list[Change]:
         """Return what must be published since the last call, in this order."""
-        if not self._changed:
-            return []
         changes: list[Change] = []
-        for owner, chunks in self._changed.items():
+        for owner, held in self._held.items():
+            if not held.changed:
+                continue
             whole = (1 << owner.world_size) - 1
-            entered: dict[CxlMemoryState, list[Chunk]] = {state: [] for state in _STATES}
-            for chunk in chunks.values():
+            entered: dict[CxlMemoryState, list[Chunk]] = {state: [] for state in _ENTERED}
+            for chunk in held.changed.values():
                 state = _state_of(chunk, whole)
-                if state == chunk.published and chunk.ranks == chunk.published_ranks:
-                    continue
-                if state is not None:
-                    entered[CxlMemoryState.IN_TRANSIT].append(chunk)
-                if state is not CxlMemoryState.IN_TRANSIT:
+                if state != chunk.published or chunk.ranks != chunk.published_ranks:
                     entered[state or CxlMemoryState.EVICTED].append(chunk)
-                chunk.published, chunk.published_ranks = state, chunk.ranks
-            changes += [Change(owner, state, of_state) for state, of_state in entered.items() if of_state]
-        self._changed.clear()
+                    chunk.published, chunk.published_ranks = state, chunk.ranks
+            changes += [Change(owner, _ENTERED[state], chunks) for state, chunks in entered.items() if chunks]
+            held.changed.clear()
         return changes
-
-    def publish_all(self) -> None:
-        """Have every chunk published again: routers know nothing of them."""
-        for owner, chunk in self.chunks():
-            chunk.published = None
-            if chunk.address is not None:
-                self._changed.setdefault(owner, {})[chunk.key] = chunk
 
 
 #: Pairs of a salt and a model whose name space is cached.
 _SPACES_KEPT_MAX = 65_536
 
-#: The states that chunks enter, in the order in which they are published.
-_STATES = (CxlMemoryState.EVICTED, CxlMemoryState.IN_TRANSIT, CxlMemoryState.CXL_POOLED)
+#: By the state that is published, those that chunks enter for it; in the order in which they are published.
+_ENTERED: dict[CxlMemoryState, tuple[CxlMemoryState, ...]] = {
+    state: stored_as(state) for state in (CxlMemoryState.EVICTED, CxlMemoryState.IN_TRANSIT, CxlMemoryState.CXL_POOLED)
+}
 
 
 def _state_of(chunk: Chunk, whole: int) -> CxlMemoryState | None:

@@ -45,25 +45,27 @@ def transitions(
                 by_span.setdefault(chunk.address.n_blocks, []).append(chunk)
         for span, chunks in by_span.items():
             for first in range(0, len(chunks), RECORD_CHUNKS_MAX):
-                yield CxlTransition(
-                    rank=change.owner.rank,
-                    model=change.owner.model,
-                    incarnation=incarnation,
-                    follows=STANDS_ALONE,
-                    event_id=0,
-                    state=change.state,
-                    pool_id=change.owner.pool.id,
-                    pool_epoch=epoch_of(change.owner.pool),
-                    accessible_workers=(),
-                    emitted_at_ms=emitted_at_ms,
-                    blocks=_blocks(chunks[first : first + RECORD_CHUNKS_MAX], change),
-                    span=span,
-                )
+                blocks = _blocks(chunks[first : first + RECORD_CHUNKS_MAX], change)
+                for state in change.states:
+                    yield CxlTransition(
+                        rank=change.owner.rank,
+                        model=change.owner.model,
+                        incarnation=incarnation,
+                        follows=STANDS_ALONE,
+                        event_id=0,
+                        state=state,
+                        pool_id=change.owner.pool.id,
+                        pool_epoch=epoch_of(change.owner.pool),
+                        accessible_workers=(),
+                        emitted_at_ms=emitted_at_ms,
+                        blocks=blocks,
+                        span=span,
+                    )
 
 
 def _blocks(chunks: list[Chunk], change: Change) -> AddressedBlocks:
     addresses = [chunk.address for chunk in chunks if chunk.address is not None]
-    has_notes = change.state is not CxlMemoryState.EVICTED
+    has_notes = CxlMemoryState.EVICTED not in change.states
     return AddressedBlocks(
         np.array([address.sequence for address in addresses], dtype=np.uint64),
         np.array([address.parent or 0 for address in addresses], dtype=np.uint64),

@@ -51,8 +51,12 @@ class Tier(enum.StrEnum):
     L2 = "l2"
 
 
-class ChunkKey(NamedTuple):
-    """One rank's object of a chunk. world_size, rank: as in `ObjectKey.ComputeKVRank`; group: of layers."""
+class Entry(NamedTuple):
+    """One rank's object of a chunk, which a batch is about.
+
+    world_size, rank: as in `ObjectKey.ComputeKVRank`; group: of layers. n_bytes, tokens, offset: only stores have them;
+    tokens is JSON of a list, empty if they are unknown.
+    """
 
     chunk_hash: bytes
     model: str
@@ -60,13 +64,6 @@ class ChunkKey(NamedTuple):
     rank: int
     group: int
     salt: str
-
-
-class Entry(NamedTuple):
-    """One object that a batch is about. tokens: JSON of a list, empty if they are unknown; only stores have the last
-    three."""
-
-    key: ChunkKey
     n_bytes: int
     tokens: bytes
     offset: int
@@ -196,11 +193,14 @@ def _entry(entry: _Entry) -> Entry:
     if entry.size_bytes < 0 or entry.token_offset < NO_OFFSET:
         raise BadRecord("bad_entry", f"{entry.size_bytes} bytes at token {entry.token_offset}")
     tokens = bytes(entry.token_ids)
-    if tokens in _NO_TOKENS:
-        tokens = b""
     return Entry(
-        ChunkKey(chunk_hash, key.model_name, world_size, rank, key.object_group_id, key.cache_salt),
+        chunk_hash,
+        key.model_name,
+        world_size,
+        rank,
+        key.object_group_id,
+        key.cache_salt,
         entry.size_bytes,
-        tokens,
+        b"" if tokens in _NO_TOKENS else tokens,
         entry.token_offset,
     )

@@ -18,6 +18,7 @@ from streams.core.ids import Incarnation
 from streams.core.kernels.blake3 import SCRATCH_WORDS, find_parent
 from streams.cxl.records import decode_transition, encode_transition
 from streams.errors import BadRecord
+from streams.lmcache import chunk_names
 from streams.lmcache.chunk_names import ChunkNames, Unnamed, name_space
 from streams.lmcache.pools import (
     Change,
@@ -72,7 +73,7 @@ class Fold:
         changes = [change for pools in self.feeds for change in pools.take_changes()]
         for change in changes:
             for chunk in change.chunks:
-                self.rows[change.owner, *_chunk_key(chunk)] = change.state, chunk.ranks
+                self.rows[change.owner, *_chunk_key(chunk)] = change.states[-1], chunk.ranks
         return changes
 
     def held(self) -> list[list[object]]:
@@ -126,7 +127,7 @@ def entry(
 
 
 def states(changes: list[Change]) -> list[tuple[CxlMemoryState, list[str]]]:
-    return [(change.state, [chunk.key[0].hex() for chunk in change.chunks]) for change in changes]
+    return [(state, [chunk.key[0].hex() for chunk in each.chunks]) for each in changes for state in each.states]
 
 
 def test_pools_agree_with_the_directory_of_lmcache() -> None:
@@ -283,14 +284,81 @@ def test_a_chunk_waits_for_the_one_that_it_follows() -> None:
     assert addresses[0] == addresses[1] and None not in addresses[0].values() and len(addresses[0]) > 40
 
 
+def prompt_chunks(n_chunks: int, seed: int = 1) -> list[tuple[bytes, bytes, int]]:
+    """Return chunks of a random prompt: LMCache's hash (of the first one any), tokens as JSON and position."""
+    tokens = np.random.default_rng(seed).integers(0, 1 << 17, (n_chunks, 32), dtype=np.uint32)
+    scratch = np.empty(SCRATCH_WORDS, dtype=np.int64)
+    chunks, name = [], bytes(32)
+    for number, of_chunk in enumerate(tokens):
+        find_parent(octets(name), of_chunk, octets(bytes(32)), scratch)
+        name = scratch[:8].astype("<u4").tobytes()
+        chunks.append((name, json.dumps(of_chunk.tolist()).encode(), number * 32))
+    return chunks
+
+
+def test_what_follows_an_unknown_beginning_has_names_once_that_is_stored() -> None:
+    """Whichever instance stores it, and although no chunk between them had a name when the last one was stored."""
+    names, space = ChunkNames(), name_space("", BLOCK_SIZE)
+    beginning, *rest = prompt_chunks(6)
+    for name, tokens, offset in rest:
+        assert names.resolve("a", name, space, tokens, offset) is Unnamed.UNKNOWN_PARENT
+    assert not isinstance(names.resolve("b", beginning[0], space, *beginning[1:]), Unnamed)
+    assert [name for name, _ in names.added] == [beginning[0], *(name for name, _, _ in rest)]
+    all_tokens = [token for _, tokens, _ in (beginning, *rest) for token in json.loads(tokens)]
+    _, sequence = request_hashes(all_tokens, BLOCK_SIZE)
+    last = names.get(rest[-1][0], space)
+    assert last is not None and last == (sequence[-1], sequence[-2], len(sequence) - 1, 2)
+
+
+def test_chunks_that_wait_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that no longer wait get names when they are stored again."""
+    monkeypatch.setattr(chunk_names, "WAITING_MAX", 4)
+    names, space = ChunkNames(), name_space("", BLOCK_SIZE)
+    beginning, *rest = prompt_chunks(10)
+    for name, tokens, offset in rest:
+        names.resolve("a", name, space, tokens, offset)
+    names.resolve("a", beginning[0], space, *beginning[1:])
+    assert len(names) == 1
+    for name, tokens, offset in rest[:5]:
+        assert not isinstance(names.resolve("a", name, space, tokens, offset), Unnamed)
+    assert len(names) == 10  # the last four had waited
+
+
+@pytest.mark.parametrize(
+    ("of_instances_max", "found_again"), [(64, {*range(14, 30, 2), *range(22, 30)}), (16, {*range(22, 30)})]
+)
+def test_only_the_last_chunks_are_tried(
+    monkeypatch: pytest.MonkeyPatch, of_instances_max: int, found_again: set[int]
+) -> None:
+    """Those of the same instance, if they are still kept, and then those of all instances."""
+    names, space = ChunkNames(), name_space("", BLOCK_SIZE)
+    monkeypatch.setattr(chunk_names, "TRIED_MAX", 8)
+    monkeypatch.setattr(chunk_names, "OF_INSTANCES_MAX", of_instances_max)
+    prompts = [prompt_chunks(2, seed) for seed in range(30)]
+    for number, (name, tokens, offset) in enumerate(prompt[0] for prompt in prompts):
+        names.resolve("ab"[number % 2], name, space, tokens, offset)
+    found = [names.resolve("a", *prompt[1][:1], space, *prompt[1][1:]) for prompt in prompts]
+    assert found_again == {number for number, address in enumerate(found) if not isinstance(address, Unnamed)}
+
+
+def test_orphans_that_begin_at_the_same_token_are_limited() -> None:
+    """The oldest one waits no longer, and nothing of it is left."""
+    names, space = ChunkNames(), name_space("", BLOCK_SIZE)
+    prompts = [prompt_chunks(3, seed) for seed in range(2 * chunk_names.WAITING_AT_MAX)]
+    for prompt in prompts:
+        for name, tokens, offset in prompt[1:]:
+            assert names.resolve("a", name, space, tokens, offset) is Unnamed.UNKNOWN_PARENT
+    for prompt in prompts:
+        names.resolve("a", prompt[0][0], space, *prompt[0][1:])
+    assert len(names) == len(prompts) + 2 * chunk_names.WAITING_AT_MAX
+
+
 def test_a_chunk_of_another_hash_algorithm_has_a_name_only_at_the_beginning_of_a_prompt() -> None:
     """Such hashes cannot be verified, so that what precedes a later chunk is unknown."""
     names, space = ChunkNames(), name_space("", BLOCK_SIZE)
-    first = names.resolve(b"12345678", space, json.dumps(list(range(32))).encode(), 0)
-    assert not isinstance(first, Unnamed)
-    assert names.resolve(b"abcdefgh", space, json.dumps(list(range(32))).encode(), 32, b"12345678") is (
-        Unnamed.UNKNOWN_PARENT
-    )
+    tokens = json.dumps(list(range(32))).encode()
+    assert not isinstance(names.resolve("a", b"12345678", space, tokens, 0), Unnamed)
+    assert names.resolve("a", b"abcdefgh", space, tokens, 32) is Unnamed.UNKNOWN_PARENT
 
 
 def test_a_restart_empties_the_memory_and_keeps_what_was_offloaded() -> None:
@@ -304,7 +372,7 @@ def test_a_restart_empties_the_memory_and_keeps_what_was_offloaded() -> None:
     assert (pools.epoch_of(l1), pools.epoch_of(l2), len(pools)) == (7, 0, 2)
     fold.take(store(1, entry("bb", tokens=tokens, at=0), incarnation=8, event_type="access", backend=""))
     assert (pools.epoch_of(l1), len(pools)) == (8, 1)
-    assert [change.owner.pool for change in fold.publish()] == [l2, l2]
+    assert [change.owner.pool for change in fold.publish()] == [l2]
     fold.verdicts.clear()
     fold.take(store(3, entry("aa", tokens=tokens, at=0)))
     assert fold.verdicts[0] is Verdict.STALE and len(pools) == 1
@@ -429,15 +497,14 @@ def test_a_later_version_that_only_adds_fields_is_read() -> None:
 @pytest.mark.parametrize("n_tokens", [1, 8, 248, 249, 256, 1000, 5000])
 def test_the_kernel_computes_blake3(n_tokens: int) -> None:
     """It agrees with the digests of the blake3 package, over messages of one to twenty of its chunks."""
-    digests = golden()["blake3"]
-    tokens = np.arange(n_tokens, dtype=np.int64) * 2_654_435_761 % (1 << 32)
-    parents = np.concatenate([words(bytes(32)), words(bytes(range(32)))])
+    wanted = bytearray.fromhex(golden()["blake3"][str(n_tokens)])
+    tokens = (np.arange(n_tokens, dtype=np.int64) * 2_654_435_761 % (1 << 32)).astype(np.uint32)
+    parents = octets(bytes(32) + bytes(range(32)))
     scratch = np.empty(SCRATCH_WORDS, dtype=np.int64)
-    wanted = words(bytes.fromhex(digests[str(n_tokens)]))
-    assert find_parent(parents, tokens, wanted, scratch) == 1
+    assert find_parent(parents, tokens, octets(bytes(wanted)), scratch) == 1
     wanted[0] ^= 1
-    assert find_parent(parents, tokens, wanted, scratch) == -1
+    assert find_parent(parents, tokens, octets(bytes(wanted)), scratch) == -1
 
 
-def words(hashes: bytes) -> Any:
-    return np.frombuffer(hashes, dtype="<u4").astype(np.int64)
+def octets(content: bytes) -> Any:
+    return np.frombuffer(content, dtype=np.uint8)

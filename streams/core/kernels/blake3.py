@@ -9,17 +9,22 @@ floats. A message has 8 words of the parent's hash, and one for each token; all 
 
 from __future__ import annotations
 
-from numba import int64, types
+from typing import Any
+
+import llvmlite.ir as ir
+from numba import types
 
 from streams.core.ids import Int64Array
 from streams.core.kernels.compiling import inlined, kernel
+from streams.core.kernels.instructions import instruction
+from streams.core.kernels.memory import address_of, load32
 
-_WORDS = types.Array(types.int64, 1, "C")
+_I32, _I64 = ir.IntType(32), ir.IntType(64)
 
 _IV = (0x6A09E667, 0xBB67AE85, 0x3C6EF372, 0xA54FF53A, 0x510E527F, 0x9B05688C, 0x1F83D9AB, 0x5BE0CD19)
 _IV0, _IV1, _IV2, _IV3, _IV4, _IV5, _IV6, _IV7 = _IV
 _CHUNK_START, _CHUNK_END, _PARENT, _ROOT = 1, 2, 4, 8
-_BLOCK_WORDS, _CHUNK_WORDS, _HASH_WORDS = 16, 256, 8
+_BLOCK_WORDS, _CHUNK_WORDS, _HASH_WORDS, _HASH_BYTES = 16, 256, 8, 32
 _U32 = 0xFFFFFFFF
 
 #: Chaining values that wait for their right siblings: enough for 2^32 chunks of 1 KiB.
@@ -29,9 +34,20 @@ _STACK_WORDS = 32 * _HASH_WORDS
 SCRATCH_WORDS = _HASH_WORDS + _BLOCK_WORDS + _STACK_WORDS
 
 
-@inlined
-def _rotated(word: int, bits: int) -> int:
-    return ((word >> bits) | (word << (32 - bits))) & _U32
+@instruction()
+def _rotated(builder: Any, word: Any, bits: Any) -> Any:
+    """Rotate the low 32 bits to the right. With shifts of 64 bits, a digest of 256 tokens takes 2.3 us, not 2.0."""
+    narrow = builder.trunc(word, _I32)
+    kind = ir.FunctionType(_I32, [_I32, _I32, _I32])
+    rotate = builder.module.declare_intrinsic("llvm.fshr", [_I32], kind)
+    return builder.zext(builder.call(rotate, [narrow, narrow, builder.trunc(bits, _I32)]), _I64)
+
+
+@instruction()
+def _with_bytes_reversed(builder: Any, word: Any) -> Any:
+    """Reverse the order of the low four bytes."""
+    reverse = builder.module.declare_intrinsic("llvm.bswap", [_I32], ir.FunctionType(_I32, [_I32]))
+    return builder.zext(builder.call(reverse, [builder.trunc(word, _I32)]), _I64)
 
 
 @inlined
@@ -92,9 +108,9 @@ def _merge(scratch: Int64Array, top: int, flags: int) -> None:
 
 
 @inlined
-def _digest(parents: Int64Array, parent_at: int, tokens: Int64Array, scratch: Int64Array) -> None:
-    """Write the digest of a parent's hash and the tokens, 8 words, to the beginning of `scratch`."""
-    n_words = _HASH_WORDS + tokens.size
+def _digest(parent: int, tokens: int, n_tokens: int, scratch: Int64Array) -> None:
+    """Write the digest of a parent's hash and tokens, which are at these addresses, to the beginning of `scratch`."""
+    n_words = _HASH_WORDS + n_tokens
     n_chunks = (n_words + _CHUNK_WORDS - 1) // _CHUNK_WORDS
     n_stacked = 0
     for chunk in range(n_chunks):
@@ -102,19 +118,16 @@ def _digest(parents: Int64Array, parent_at: int, tokens: Int64Array, scratch: In
         _begin(scratch)
         at = first
         while at < end:
-            n_here = min(_BLOCK_WORDS, end - at)
-            for word in range(_BLOCK_WORDS):
-                index = at + word
-                value = 0
-                if word < n_here:
-                    if index < _HASH_WORDS:
-                        value = parents[parent_at + index]
-                    else:
-                        token = tokens[index - _HASH_WORDS]
-                        value = (
-                            ((token & 0xFF) << 24) | ((token & 0xFF00) << 8) | ((token >> 8) & 0xFF00) | (token >> 24)
-                        )
-                scratch[_HASH_WORDS + word] = value
+            n_here, n_of_parent = min(_BLOCK_WORDS, end - at), 0
+            if at == 0:
+                n_of_parent = _HASH_WORDS
+                for word in range(_HASH_WORDS):
+                    scratch[_HASH_WORDS + word] = load32(parent + word * 4) & _U32
+            for word in range(n_of_parent, n_here):
+                token = load32(tokens + (at + word - _HASH_WORDS) * 4)
+                scratch[_HASH_WORDS + word] = _with_bytes_reversed(token)
+            for word in range(n_here, _BLOCK_WORDS):
+                scratch[_HASH_WORDS + word] = 0
             flags = _CHUNK_START if at == first else 0
             if at + n_here == end:
                 flags |= _CHUNK_END
@@ -136,18 +149,22 @@ def _digest(parents: Int64Array, parent_at: int, tokens: Int64Array, scratch: In
         _merge(scratch, n_stacked, _ROOT if n_stacked == 0 else 0)
 
 
-@kernel(int64(_WORDS, _WORDS, _WORDS, _WORDS))
-def find_parent(parents: Int64Array, tokens: Int64Array, wanted: Int64Array, scratch: Int64Array) -> int:
+_BYTES = types.Array(types.uint8, 1, "C", readonly=True)
+
+
+@kernel(types.int64(_BYTES, types.Array(types.uint32, 1, "C"), _BYTES, types.Array(types.int64, 1, "C")))
+def find_parent(parents: Any, tokens: Any, wanted: Any, scratch: Int64Array) -> int:
     """Return which hash the digest `wanted` follows, as an index; -1 for none.
 
-    parents: int64[8 * n], n hashes as u32 words, little-endian. tokens: int64[k], each a u32. wanted: int64[8].
-    scratch: int64[SCRATCH_WORDS]; its first 8 words are the last digest that was computed.
+    parents: uint8[32 * n], n hashes. tokens: uint32[k]. wanted: uint8[32]. scratch: int64[SCRATCH_WORDS]; its first 8
+    words are the last digest that was computed, as u32, little-endian.
     """
-    for index in range(parents.size // _HASH_WORDS):
-        _digest(parents, index * _HASH_WORDS, tokens, scratch)
+    wanted_at = address_of(wanted)
+    for index in range(parents.size // _HASH_BYTES):
+        _digest(address_of(parents) + index * _HASH_BYTES, address_of(tokens), tokens.size, scratch)
         same = True
         for word in range(_HASH_WORDS):
-            if scratch[word] != wanted[word]:
+            if scratch[word] != load32(wanted_at + word * 4) & _U32:
                 same = False
                 break
         if same:
