@@ -8,7 +8,7 @@ LOCAL := .venv/.installed-local
 INSTALLED := .venv/.installed
 RELEASE := .venv/.installed-release
 
-.PHONY: demo test test-all nightly older-kafka up docs release pictures lint fast warm soak chaos replicas migrations trust picker-kills real conformance witness fuzz-events fuzz-picker bench bench-stream bench-http calibrate clean
+.PHONY: demo test test-all nightly older-kafka up docs release pictures lint fast warm soak chaos replicas migrations trust picker-kills real lmcache conformance witness fuzz-events fuzz-picker bench bench-stream bench-http calibrate clean
 
 demo: $(LOCAL)
 	$(BIN)/kvstreams demo
@@ -27,7 +27,7 @@ test-all: lint warm $(RELEASE)
 	$(call pytest)
 
 # Every test, and what takes hours. It fails as long as tests are listed that passed only alone.
-nightly: test-all older-kafka real trust chaos replicas soak migrations fuzz-picker picker-kills
+nightly: test-all older-kafka real lmcache trust chaos replicas soak migrations fuzz-picker picker-kills
 	$(BIN)/python -m tests.rerun --listed
 
 # Up to five tests that fail next to others are run once more alone, and listed. Failures of former runs do not count.
@@ -116,6 +116,11 @@ real: warm
 	[ ! -x $(REAL)/bin/vllm ] || KVSTREAMS_REAL_VLLM=$(REAL) $(BIN)/python -m tests.real.bench_serve
 	[ ! -x $(REAL)/bin/vllm ] || KVSTREAMS_REAL_VLLM=$(REAL) $(BIN)/python -m tests.trust_soak --real 2 --minutes 36
 
+# 100,000 random events of LMCache's own classes, and bridges that are killed: about fifteen minutes. LMCACHE is a Python that
+# has lmcache 0.5.6; without one, the test says that it is skipped.
+lmcache: warm
+	KVSTREAMS_REAL_LMCACHE=$(LMCACHE) $(BIN)/pytest --long --numprocesses 0 -s -rs tests/kafka/test_lmcache.py -k real_lmcache
+
 conformance: warm
 	$(BIN)/python -m tests.conformance tests/conformance_cases.jsonl $(CASES)
 
@@ -128,13 +133,14 @@ witness: $(INSTALLED)
 bench: warm
 	$(BIN)/python -m benchmarks.index $(BENCH)
 
-# The time from an event to a router, recovery and failover, on a real Kafka with real processes: about ten minutes on a
+# The time from an event to a router, recovery and failover, on a real Kafka with real processes: about twelve minutes on a
 # machine that runs nothing else.
 bench-stream: warm
 	$(BIN)/python -m benchmarks.pipeline
 	$(BIN)/python -m benchmarks.recovery
 	$(BIN)/python -m benchmarks.failover
 	$(BIN)/python -m benchmarks.bridge
+	$(BIN)/python -m benchmarks.lmcache
 
 # Decisions and bookings over HTTP, next to Dynamo's selection service if .venv-dynamo has it (benchmarks/http.py says how to
 # install it there): about ten minutes on a machine that runs nothing else. BENCH="--quick" runs a smoke test.

@@ -41,9 +41,9 @@ settings.load_profile("kvstreams")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add --fast, which `make test` and `make fast` use, and --long, which `make trust` uses."""
+    """Add --fast, which `make test` and `make fast` use, and --long, which `make trust` and `make lmcache` use."""
     parser.addoption("--fast", action="store_true", help="the first ring of tests, with fewer generated examples")
-    parser.addoption("--long", action="store_true", help="tests of trust in their long form")
+    parser.addoption("--long", action="store_true", help="tests that have a long form, in that form")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -82,9 +82,11 @@ class Published(CacheEventSink):  # type: ignore[misc]  # LMCache is not install
 
     def __init__(self, directory: Any, sink: Any = None) -> None:
         self.directory, self.sink, self.records, self.drops = directory, sink, list[Any](), False
+        self.n_dropped = 0
 
     def publish(self, batches: Any) -> Any:
         if self.drops:
+            self.n_dropped += len(batches)
             raise CacheEventPublishError("dropped")
         if self.sink is not None:
             self.sink.publish(batches)
@@ -280,6 +282,7 @@ def publish(kafka: Any, topic: Any, seed: Any, chunk_tokens: Any) -> Any:
         answer = {
             "directory": directory.contents(),
             "dropped": sink.dropped_batches,
+            "batches_dropped": fleet.sink.n_dropped,
             "at": time.time(),
             "incarnations": {server.name: server.incarnation for server in fleet.servers},
         }

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import subprocess
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from streams.errors import ProcessError
 from streams.kafka.clients import Record
 from streams.lab.processes import Child
 from streams.lab.stack import Stack, get_json, wait_workers
@@ -31,6 +34,10 @@ TOKENS = list(range(100, 200))
 #: Short, so that another bridge takes over soon, but long enough for processes that share two cores with others.
 LEASE_S = 3.0
 
+#: Random events between two looks at the pools, and the time from the first of them until a bridge is killed.
+EVENTS_PER_PART = 2000
+KILLED_WITHIN_S = 3.0
+
 
 def lmcache_bridge(stack: Stack, topic: EventTopic, name: str) -> Child:
     return stack.bridge([], name, options=["--lmcache", topic.name])
@@ -38,10 +45,18 @@ def lmcache_bridge(stack: Stack, topic: EventTopic, name: str) -> Child:
 
 def await_objects(stack: Stack, expected: list[list[object]], timeout_s: float = VISIBLE_TIMEOUT_S) -> None:
     """Wait until the table has exactly these objects."""
+    found: list[list[object]] = []
+
+    def agrees() -> bool:
+        found[:] = table_objects(stack.settings)
+        return found == expected
+
     try:
-        wait_for(lambda: table_objects(stack.settings) == expected, timeout_s, "the pools to agree", 0.3)
-    finally:
-        assert table_objects(stack.settings) == expected
+        wait_for(agrees, timeout_s, "the pools to agree", 0.3)
+    except ProcessError:
+        lacking = [each for each in expected if each not in found]
+        more = [each for each in found if each not in expected]
+        pytest.fail(f"{len(lacking)} of {len(expected)} are missing, as {lacking[:3]}; {len(more)} more, as {more[:3]}")
 
 
 def await_holder(stack: Stack, bridge: Child) -> None:
@@ -153,30 +168,41 @@ def test_an_engine_counts_the_chunks_of_its_instance_up_to_the_end_of_a_chunk(st
 
 
 @pytest.mark.long_running
-@pytest.mark.skipif(REAL not in os.environ, reason=f"{REAL} does not name a Python that has lmcache 0.5.6")
-def test_pools_agree_with_the_directory_of_the_real_lmcache(stack: Stack) -> None:
-    """Random events of the real classes, with bridges that are killed, and a look at each quiet point.
+@pytest.mark.timeout(3600)
+@pytest.mark.skipif(not os.environ.get(REAL), reason=f"{REAL} does not name a Python that has lmcache 0.5.6")
+def test_pools_agree_with_the_directory_of_the_real_lmcache(stack: Stack, long_form: bool) -> None:
+    """Random events of the real classes, with bridges that are killed among them, and a look at each quiet point.
 
-    KVSTREAMS_REAL_LMCACHE_EVENTS: how many events, by default 4,000.
+    With --long, 100,000 events.
     """
-    n_events, per_part = int(os.environ.get(f"{REAL}_EVENTS", "4000")), 2000
-    stack.settings = replace(stack.settings, bridge_lease_s=LEASE_S)
+    chance, began_s = random.Random(1), time.monotonic()
+    # Chunks in doubt would be evicted during a long run, and LMCache's directory keeps them.
+    stack.settings = replace(stack.settings, bridge_lease_s=LEASE_S, lmcache_unconfirmed_ttl_s=0.0)
     stack.worker()
     topic = EventTopic(stack.settings, 1)
     producer = Path(__file__).parents[1] / "helpers" / "lmcache_producer.py"
     arguments = [os.environ[REAL], str(producer), "publish", stack.settings.kafka, topic.name, "1", "32"]
     environ = {**os.environ, "LMCACHE_TRACK_USAGE": "false", "LMCACHE_DISABLE_BANNER": "1"}
+    n_parts, n_objects, dropped = (50 if long_form else 2), 0, 0
     with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environ, text=True) as fleet:
         assert fleet.stdin is not None and fleet.stdout is not None
         bridge = lmcache_bridge(stack, topic, "lmcache-0")
-        for part in range(-(-n_events // per_part)):
-            fleet.stdin.write(f"{per_part}\n")
-            fleet.stdin.flush()
+        for part in range(n_parts):
             await_holder(stack, bridge)
             following = lmcache_bridge(stack, topic, f"lmcache-{part + 1}")
+            fleet.stdin.write(f"{EVENTS_PER_PART}\n")
+            fleet.stdin.flush()
+            time.sleep(chance.uniform(0.0, KILLED_WITHIN_S))
             bridge.kill()
             bridge = following
             answer = json.loads(fleet.stdout.readline())
             assert answer["dropped"] == 0
-            await_objects(stack, directory_objects(answer["directory"]), 120.0)
+            expected = directory_objects(answer["directory"])
+            await_objects(stack, expected, 120.0)
+            n_objects += len(expected)
+            dropped = answer["batches_dropped"]
         fleet.stdin.close()
+    print(
+        f"{n_parts * EVENTS_PER_PART} events, {dropped} batches dropped, {n_parts} kills and quiet points, "
+        f"{n_objects} objects compared, {time.monotonic() - began_s:.0f} s"
+    )

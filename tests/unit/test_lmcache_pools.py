@@ -337,7 +337,7 @@ def test_only_the_last_chunks_are_tried(
     prompts = [prompt_chunks(2, seed) for seed in range(30)]
     for number, (name, tokens, offset) in enumerate(prompt[0] for prompt in prompts):
         names.resolve("ab"[number % 2], name, space, tokens, offset)
-    found = [names.resolve("a", *prompt[1][:1], space, *prompt[1][1:]) for prompt in prompts]
+    found = [names.resolve("a", name, space, tokens, offset) for name, tokens, offset in (each[1] for each in prompts)]
     assert found_again == {number for number, address in enumerate(found) if not isinstance(address, Unnamed)}
 
 
