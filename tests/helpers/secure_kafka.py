@@ -114,8 +114,8 @@ class SecureKafka:
         )
 
     def allow(self, name: str, acls: Iterable[Acl]) -> None:
-        """Create ACLs of a user."""
-        bindings = [
+        """Create ACLs of a user, which may be those of several processes."""
+        bindings = {
             AclBinding(
                 _KINDS[acl.kind],
                 acl.name,
@@ -127,10 +127,10 @@ class SecureKafka:
             )
             for acl in acls
             for operation in acl.operations
-        ]
+        }
         if bindings:
             client = admin(self.admin)  # kept until its requests have ended
-            for future in client.create_acls(bindings).values():
+            for future in client.create_acls(list(bindings)).values():
                 future.result(_ANSWER_S)
 
     def decisions(self) -> set[Decision]:

@@ -20,10 +20,11 @@ import pytest
 from streams.core.events import EngineBatch, EngineEvents
 from streams.core.ids import DpRank, Incarnation, RankId, WorkerId
 from streams.engines.publisher import KvEventPublisher
-from streams.kafka.clients import ensure_topics, producer, worker_key
+from streams.kafka.clients import admin, ensure_topics, producer, worker_key
 from streams.kafka.records import encode_batch
 from streams.lab.engines.engine_config import EngineConfig
 from streams.lab.engines.journal import CacheHistory
+from streams.lab.kafka.broker import LocalKafka
 from streams.lab.processes import Child, Children
 from streams.lab.stack import Stack, facts, get_json, held_blocks, known_blocks, wait_workers
 from streams.process.waiting import wait_for
@@ -31,6 +32,7 @@ from streams.settings import Settings, as_environ
 from streams.topics import topics
 from tests.helpers.api import Api
 from tests.helpers.background import repeated
+from tests.helpers.broker import broker_config
 from tests.helpers.cluster_clients import Clients, prompt_of
 from tests.helpers.exact_answers import Asked, wrong_answers
 from tests.helpers.pages import block_of
@@ -64,16 +66,20 @@ def new(stack: Stack, new_scope: ScopeFactory, children: Children, tmp_path: Pat
 @pytest.fixture
 def move(stack: Stack, new: Stack, children: Children, tmp_path: Path) -> Callable[[], Child]:
     """Give a function that starts the move, as docs/replay.md has the command."""
-    ours = {"v2-": new.settings.topic_prefix, "kafka-b:9092": new.settings.kafka}
 
     def start() -> Child:
-        words = shlex.split(block_of("docs/replay.md", "kvstreams replay --into"))
-        arguments = ["-m", "streams.cli", *(ours.get(word, word) for word in words[1:])]
-        env = as_environ(stack.settings)
-        child = Child("move", arguments, tmp_path / "logs" / f"move-{time.monotonic_ns()}.log", env)
-        return children.add(child).start()
+        return children.add(moving_child(stack, new, tmp_path)).start()
 
     return start
+
+
+def moving_child(old: Stack, new: Stack, directory: Path) -> Child:
+    """Give the process of the command in docs/replay.md, with the names of these scopes, not yet started."""
+    ours = {"v2-": new.settings.topic_prefix, "kafka-b:9092": new.settings.kafka}
+    words = shlex.split(block_of("docs/replay.md", "kvstreams replay --into"))
+    arguments = ["-m", "streams.cli", *(ours.get(word, word) for word in words[1:])]
+    log_path = directory / "logs" / f"move-{time.monotonic_ns()}.log"
+    return Child("move", arguments, log_path, as_environ(old.settings))
 
 
 def ranks_of(url: str) -> dict[tuple[int, int], tuple[Any, ...]]:
@@ -130,6 +136,38 @@ def test_a_history_is_moved_while_it_is_written(stack: Stack, new: Stack, move: 
     assert get_json(f"{new_worker.url}/loads")["loads"] != get_json(f"{old_worker.url}/loads")["loads"]
     moving.stop()
     assert moving.exit_code == 0, moving.tail()
+
+
+def test_a_scope_is_moved_to_another_kafka(stack: Stack, children: Children, tmp_path: Path) -> None:
+    """Only the new topics are there, and what is written to the old Kafka after its move has ended stays there."""
+    kafka = LocalKafka(broker_config(tmp_path / "kafka-b")).up()
+    try:
+        moved = replace(
+            stack.settings,
+            kafka=kafka.bootstrap,
+            topic_prefix=f"v2-{stack.settings.topic_prefix}",
+            partitions=N_NEW,
+            data_dir=str(tmp_path / "new-state"),
+        )
+        ensure_topics(stack.settings, topics(stack.settings).all())
+        ensure_topics(moved, topics(moved).all())
+        new = Stack(moved, tmp_path / "new", children)
+        writer = Writer(stack.settings, random.randrange(1 << 16), 300)
+        old_worker, new_worker = stack.worker(), new.worker("new-worker")
+        fill_registry(stack.settings, Api(old_worker.url))
+        writer.write(150)
+        moving = children.add(moving_child(stack, new, tmp_path)).start()
+        writer.write(300)
+        writer.wait_known(old_worker.url)
+        assert_moved(old_worker.url, new_worker.url, moving)
+        moving.stop()
+        assert moving.exit_code == 0, moving.tail()
+        names = set(admin(moved).list_topics(timeout=20.0).topics)
+        assert {name for name in names if not name.startswith("__")} == {spec.name for spec in topics(moved).all()}
+        for child in (new_worker.child, old_worker.child):
+            child.stop()
+    finally:
+        LocalKafka(broker_config(tmp_path / "kafka-b")).down()
 
 
 def assert_moved(old_url: str, new_url: str, moving: Child) -> None:

@@ -24,7 +24,7 @@ from streams.engines.publisher import KvEventPublisher
 from streams.errors import KafkaRefused
 from streams.kafka.clients import admin, assign, consume, describe_topics, ensure_topics, producer, reader
 from streams.lab.engines.engine_config import EngineConfig
-from streams.lab.processes import Children
+from streams.lab.processes import Child, Children
 from streams.lab.stack import Engine, Stack, get_json, held_blocks, known_blocks, wait_workers
 from streams.process.waiting import wait_for
 from streams.security import token_providers
@@ -296,3 +296,39 @@ def test_each_process_works_with_the_least_acls(
     logs = "".join(log.read_text(errors="replace") for log in tmp_path.glob("*/logs/*.log"))
     for text in (logs, "".join(output), b"".join(arguments).decode()):
         assert text and "sesame" not in text
+
+
+@pytest.mark.long_running
+def test_a_move_works_with_the_least_acls(secure: SecureKafka, tmp_path: Path, children: Children) -> None:
+    """With the ACLs that docs/replay.md names, a scope moves, and nothing is denied."""
+    old = replace(secure.admin, topic_prefix="moved-old-", partitions=2)
+    new = replace(secure.admin, topic_prefix="moved-new-", partitions=3)
+    for scope in (old, new):
+        ensure_topics(scope, topics(scope).all())
+    acls = [*acls_of("replay", old), *acls_of("bridge", old), *acls_of("bridge", new)]
+    user = secure.user("mover", acls)
+    old_worker = Stack(old, tmp_path / "old", children).worker()
+    new_worker = Stack(new, tmp_path / "new", children).worker()
+    api = Api(old_worker.url)
+    api.call("PUT", "/workers/50", {"url": "http://engine:1", "model": "m", "block_size": 16}).given()
+    api.call("PUT", "/pools/p", {"members": [50]}).given()
+    names = [name for name in Settings.__dataclass_fields__ if name.startswith("kafka")]
+    environ = as_environ(replace(old, **{name: getattr(user, name) for name in names}))
+    arguments = ["-m", "streams.cli", "replay", "--into", new.topic_prefix]
+    moving = children.add(Child("move", arguments, tmp_path / "move.log", environ)).start()
+    with KvEventPublisher(old, 50, "m") as publisher:
+        publisher.stored([11, 12], token_ids=list(range(1000, 1032)))
+        publisher.flush()
+        for state in ("in_transit", "cxl_pooled"):
+            publisher.publish_cxl_state_transition(1, [11], state, "p")
+        publisher.flush()
+
+        def moved() -> bool:
+            assert moving.running, moving.tail()
+            pooled = get_json(f"{new_worker.url}/state/cxl")["blocks"]
+            return len(known_blocks(new_worker.url)) == 2 and [each["state"] for each in pooled] == ["cxl_pooled"]
+
+        wait_for(moved, PATIENCE_S, "the new scope to have what the old one has")
+    moving.stop()
+    assert moving.exit_code == 0, moving.tail()
+    assert [each for each in secure.decisions() if each.user == "mover" and not each.allowed] == []
