@@ -121,7 +121,7 @@ class Stack:
         for name, value in asdict(config).items():
             arguments += [f"--{name.replace('_', '-')}", str(value)]
         path.unlink(missing_ok=True)
-        child = self._start(f"pool-{config.pool_id}", arguments)
+        child = self._start(f"pool-{config.pool_id}", arguments, as_environ(self.settings))
         child.wait_ready(path.exists, READY_TIMEOUT_S)
         return PoolProcess(child, json.loads(path.read_text())["pool"])
 

@@ -15,6 +15,9 @@ import pytest
 
 from streams.errors import ProcessError
 from streams.kafka.clients import Record
+from streams.lab.demo.pooled_fleet import PooledFleet, killed_midway
+from streams.lab.engines.engine_config import EngineConfig
+from streams.lab.engines.pool import PoolConfig
 from streams.lab.processes import Child
 from streams.lab.stack import Stack, get_json, wait_workers
 from streams.lmcache.feeds import decode_feed
@@ -168,10 +171,36 @@ def test_an_engine_counts_the_chunks_of_its_instance_up_to_the_end_of_a_chunk(st
 
 
 @pytest.mark.long_running
+<<<<<<< HEAD
 @pytest.mark.timeout(3600)
 @pytest.mark.skipif(not os.environ.get(REAL), reason=f"{REAL} does not name a Python that has lmcache 0.5.6")
 def test_pools_agree_with_the_directory_of_the_real_lmcache(stack: Stack, long_form: bool) -> None:
     """Random events of the real classes, with bridges that are killed among them, and a look at each quiet point.
+=======
+def test_a_stream_goes_on_from_what_lmcache_has_when_its_engine_is_killed(stack: Stack) -> None:
+    """Another engine loads the whole chunks of the stream's context, and computes only what follows them."""
+    worker, config = stack.worker(), EngineConfig()
+    fleet = PooledFleet(
+        stack, worker, "m", config, pool=PoolConfig("p", config.block_size), time_scale=20.0, lmcache="node-a"
+    )
+    fleet.start()
+    front = fleet.front("front", [worker])
+    prompt = list(range(7, 2_007))
+    move = killed_midway(fleet, front, prompt, n_tokens=1_000, kill_at=500)
+    fleet.until_free()
+    assert move.streamed.error is None and len(move.streamed.token_ids) == 1_000
+    assert move.second in fleet.members
+    # Of 2,500 tokens, nine chunks of 256 are whole. It had eight blocks itself.
+    assert move.loaded == 9 * 256 - 8 * 16 and move.computed <= 2_501 - 9 * 256
+    (pool,) = get_json(f"{worker.url}/pools")["pools"]
+    assert pool["pool_id"] == "lmcache/node-a/devdax" and pool["members"] == fleet.members
+
+
+@pytest.mark.long_running
+@pytest.mark.skipif(REAL not in os.environ, reason=f"{REAL} does not name a Python that has lmcache 0.5.6")
+def test_pools_agree_with_the_directory_of_the_real_lmcache(stack: Stack) -> None:
+    """Random events of the real classes, with bridges that are killed, and a look at each quiet point.
+>>>>>>> 073d70e7 (kvstreams sim-pool --lmcache stores chunks and reports them as LMCache does, and the laboratory has pools of chunks)
 
     With --long, 100,000 events.
     """

@@ -109,6 +109,28 @@ def test_a_file_of_lines_with_sessions_is_read_like_a_folder(tmp_path: Path) -> 
     assert read_workload(tmp_path / "sessions.jsonl", 64).at_ms.tolist() == [1000.0, 3000.0]
 
 
+def test_traces_of_lmcache_have_text(tmp_path: Path) -> None:
+    """Prompts share the blocks of equal text, and a turn comes so long after the answer before it."""
+
+    def turn(session: str, pre_gap: float, *texts: str) -> dict[str, object]:
+        messages = [{"role": "user", "content": text} for text in texts]
+        return {"session_id": session, "model": "m", "input": messages, "output_length": 7, "pre_gap": pre_gap}
+
+    system = "s" * 1_024
+    rows = [turn("a", 0.0, system), turn("a", 2.5, system, "t" * 512), turn("b", 0.0, system, "u" * 512)]
+    file = tmp_path / "agents.jsonl"
+    file.write_text("\n".join(map(json.dumps, rows)))
+    workload = read_workload(file, 64)
+    assert workload.n_in.tolist() == [257, 387, 387] and workload.n_out.tolist() == [7, 7, 7]
+    first, other, second = (workload.keys_of(number).tolist() for number in range(3))
+    assert workload.previous.tolist() == [NO_REQUEST, NO_REQUEST, 0]
+    assert len({tuple(keys[:4]) for keys in (first, second, other)}) == 1 and second[4:] != other[4:]
+    assert workload.pause_ms.tolist() == [0.0, 0.0, 2500.0]
+    file.write_text(json.dumps({"input": [{"text": "x"}], "session_id": "a"}))
+    with pytest.raises(InvalidRequest, match=r"object 1 of agents\.jsonl"):
+        read_workload(file, 64)
+
+
 @pytest.mark.parametrize("sessions", [[{}], [{"requests": []}], [{"requests": [{"t": 0}]}], [], [1], ["a"]])
 def test_what_is_no_session_is_refused(sessions: list[Any]) -> None:
     """The error says what is expected."""
@@ -280,7 +302,7 @@ def test_a_pool_evicts_the_ends_of_prompts_first() -> None:
     pool = LabPool(LabPoolConfig(4), 1)
     assert pool.store([1, 2, 3], 0) == ([3, 2, 1], [])
     assert pool.store([1, 9, 8], 1) == ([8, 9], [3])
-    assert pool.n_continuing([1, 2, 3]) == 2 and pool.n_continuing([7]) == 0
+    assert pool.n_continuing([1, 2, 3], 0) == 2 and pool.n_continuing([7], 0) == 0
 
 
 def test_loads_share_a_link() -> None:
@@ -288,9 +310,29 @@ def test_loads_share_a_link() -> None:
     own, shared = (LabPool(LabPoolConfig(9, gb_per_s=1.0, is_shared=each), 1_000_000) for each in (False, True))
     for pool in (own, shared):
         pool.store([1, 2], 0)
-        assert pool.load(0.0, [1, 2]) == pytest.approx(2.0)
-    assert own.load(1.0, [1]) == pytest.approx(1.0)
-    assert shared.load(1.0, [1]) == pytest.approx(2.0)
+        assert pool.load(0.0, [1, 2], 0, 2) == pytest.approx(2.0)
+    assert own.load(1.0, [1, 2], 0, 1) == pytest.approx(1.0)
+    assert shared.load(1.0, [1, 2], 0, 1) == pytest.approx(2.0)
+
+
+def test_chunks_are_stored_and_loaded_as_a_whole() -> None:
+    """A chunk is found once it is complete and only after those before it; a load of a part takes all of its bytes."""
+    pool = LabPool(LabPoolConfig(7, gb_per_s=1.0, chunk_blocks=3), 1_000_000)
+    assert pool.store([1, 2, 3, 4, 5], 0) == ([3], [])
+    assert pool.store([1, 2, 3, 4, 5, 6], 5) == ([6], [])
+    chain = [1, 2, 3, 4, 5, 6, 7]
+    assert [pool.n_continuing(chain, first) for first in (0, 2, 4, 6)] == [6, 4, 2, 0]
+    assert pool.n_continuing([1, 2, 9, 4, 5, 6], 3) == 0
+    assert pool.load(0.0, chain, 2, 4) == pytest.approx(6.0)
+    assert pool.load(0.0, chain, 4, 1) == pytest.approx(3.0)
+    assert pool.store([11, 12, 13], 0) == ([13], [6])
+
+
+def test_a_pool_of_chunks_gives_almost_what_one_of_blocks_gives(returning: Workload) -> None:
+    """What the router expects ends where a chunk ends, and the engine loads as much."""
+    blocks, chunks = (pooled(returning, LabPoolConfig(8 * TINY.n_blocks, chunk_blocks=each)).figures for each in (1, 4))
+    assert 0.8 * blocks.loaded < chunks.loaded < blocks.loaded
+    assert blocks.reuse > chunks.reuse
 
 
 # -- names and the command ---------------------------------------------------------------------------------------------

@@ -61,6 +61,7 @@ _kafka_directory = click.option(
     help=f"use a Kafka that requires TLS, SASL and ACLs, by default in {KAFKA_DIRECTORY}-secure, and require tokens "
     "for the HTTP API",
 )
+@click.option("--lmcache", is_flag=True, help="the pool of act three stores chunks and reports them as LMCache does")
 @_kafka_directory
 def demo(
     trace: Path | None,
@@ -71,6 +72,7 @@ def demo(
     policies: tuple[str, ...],
     directory: Path,
     secure: bool,
+    lmcache: bool,
     kafka_directory: Path,
 ) -> None:
     """Compare routing policies on this machine, with simulated engines and a real Kafka."""
@@ -99,6 +101,7 @@ def demo(
         blocks=blocks,
         policies=tuple(policy for policy in DEMO_POLICIES if policy in chosen),
         secure=secure,
+        lmcache=lmcache,
     )
     warm_kernels(WORKER)  # once, here: otherwise each of the demo's processes would compile the kernels
     run_demo(config, start_kafka)

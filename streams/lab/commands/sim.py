@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -11,12 +13,16 @@ import orjson
 from streams.core.kernels.available import do_without_kernels
 from streams.process import log
 from streams.process.options import GroupedCommand
-from streams.settings import Settings
+from streams.settings import Settings, load
 
 if TYPE_CHECKING:
     from streams.lab.engines.event_publisher import EventDialect
+    from streams.lab.engines.pool_server import PoolServer
     from streams.lab.engines.server import PoolReads, PoolWrites
     from streams.lab.engines.speeds import DeviceClass, ModelClass
+
+#: How long a pool that stops waits for Kafka to take its last reports.
+_FLUSH_TIMEOUT_S = 5.0
 
 
 @click.command(cls=GroupedCommand)
@@ -248,6 +254,14 @@ def sim(
     help="file to which every change of its content is appended, and what it gives",
 )
 @click.option(
+    "--lmcache",
+    metavar="INSTANCE",
+    help="store whole chunks, and report them as this instance of LMCache does, to the Kafka of the settings",
+)
+@click.option("--lmcache-topic", default="lmcache-cache-events", show_default=True, help="topic of these reports")
+@click.option("--lmcache-backend", default="devdax", show_default=True, help="backend that they name")
+@click.option("--chunk-tokens", default=256, show_default=True, help="tokens per chunk")
+@click.option(
     "--info", type=click.Path(path_type=Path), default=None, help="file to which the address is written, as JSON"
 )
 def sim_pool(
@@ -267,10 +281,15 @@ def sim_pool(
     latency_class: str,
     time_scale: float,
     journal: Path | None,
+    lmcache: str | None,
+    lmcache_topic: str,
+    lmcache_backend: str,
+    chunk_tokens: int,
     info: Path | None,
 ) -> None:
     """Run a CXL pool that simulated engines share."""
-    do_without_kernels()
+    if lmcache is None:
+        do_without_kernels()
     from streams.lab.engines.pool import PoolConfig
     from streams.lab.engines.pool_server import PoolServerConfig, run
     from streams.lab.engines.speeds import DEVICES, MODELS
@@ -291,10 +310,33 @@ def sim_pool(
         latency_us=latency_us,
         latency_class=latency_class,
     )
-    run(
-        PoolServerConfig(host=host, port=port, model=model, pool=pool, time_scale=time_scale, journal=journal),
-        lambda server: _print_addresses(server.info(), info),
-    )
+    config = PoolServerConfig(host=host, port=port, model=model, pool=pool, time_scale=time_scale, journal=journal)
+    on_started = partial(_print_pool, info=info)
+    if lmcache is None:
+        run(config, on_started)
+        return
+    from streams.kafka.clients import ensure_topics, producer
+    from streams.lab.engines.chunked_pool import ChunkedPool, LmcacheReports
+    from streams.topics import TopicSpec
+
+    settings = load().settings
+    reports = LmcacheReports(lmcache, lmcache_backend, chunk_tokens)
+    chunked = ChunkedPool(pool, reports, model, int(time.time()))
+    ensure_topics(settings, [TopicSpec(lmcache_topic, "instance", None, 1, settings.replication, {})])
+    kafka = producer(settings)
+
+    def publish(record: bytes) -> None:
+        kafka.produce(lmcache_topic, record, lmcache)
+        kafka.poll(0)
+
+    try:
+        run(config, on_started, chunked, publish)
+    finally:
+        kafka.flush(_FLUSH_TIMEOUT_S)
+
+
+def _print_pool(server: PoolServer, info: Path | None) -> None:
+    _print_addresses(server.info(), info)
 
 
 def _print_addresses(addresses: dict[str, str], path: Path | None) -> None:

@@ -84,6 +84,7 @@ def fleet_options(command: _F) -> _F:
                 show_default=True,
                 help="whether each engine has that bandwidth, or all of them together",
             ),
+            click.option("--pool-chunk", default=1, show_default=True, help="blocks per chunk, as in LMCache"),
             click.option("--credit-pool/--no-credit-pool", default=True, help="whether the router knows of the pool"),
             click.option("--host", default=0.0, metavar="X", help="host memory, X times each engine's device memory"),
             click.option("--host-gb-per-s", default=25.0, show_default=True, help="bandwidth of the link to it"),
@@ -105,6 +106,7 @@ def fleet_of(
     pool: float,
     pool_gb_per_s: float,
     pool_link: str,
+    pool_chunk: int,
     credit_pool: bool,
     host: float,
     host_gb_per_s: float,
@@ -119,7 +121,7 @@ def fleet_of(
     shared = None
     if pool:
         n_blocks = round(pool * n_workers * engine.n_blocks)
-        shared = LabPoolConfig(n_blocks, pool_gb_per_s, pool_link == "shared", credit_pool)
+        shared = LabPoolConfig(n_blocks, pool_gb_per_s, pool_link == "shared", credit_pool, pool_chunk)
     return FleetConfig(
         engine,
         n_workers,
@@ -164,8 +166,9 @@ def simulate(
 ) -> None:
     """Run a trace through a simulated fleet with each policy, and compare times to the first token.
 
-    TRACE is a file of Mooncake's format, a file or folder of agents' sessions, or a generator: uniform, hot, cold,
-    bursts, agentic (agentic:working_set=2). docs/quality.md explains the model and its calibration.
+    TRACE is a file of Mooncake's format, a file of LMCache's traces of agents, a file or folder of agents' sessions, or
+    a generator: uniform, hot, cold, bursts, agentic (agentic:working_set=2). docs/quality.md explains the model and its
+    calibration.
     """
     from dataclasses import replace
 

@@ -36,6 +36,9 @@ STRICT_MOE_QUERY: dict[str, Any] = {**MOE_QUERY, "fallback_to_unlabeled": False}
 #: Blocks of the prompt that engines have computed themselves before the stream begins, as of a system prompt.
 SHARED_BLOCKS = 8
 
+#: Tokens per chunk of LMCache, and of a pool that acts as one.
+LMCACHE_CHUNK_TOKENS = 256
+
 #: Longest wait for bytes of a stream. An engine that stalls is noticed much earlier by the front.
 _SILENCE_S = 60.0
 
@@ -88,8 +91,9 @@ class PooledFleet:
         first_worker_id: int = 1,
         journals: Path | None = None,
         token: str | None = None,
+        lmcache: str | None = None,
     ) -> None:
-        """router: any that reads the scope. token: for its API."""
+        """router: any that reads the scope. token: for its API. lmcache: instance of LMCache that the pool acts as."""
         self.stack = stack
         self.router = router
         self.model = model
@@ -99,6 +103,7 @@ class PooledFleet:
         self.places = dict(enumerate(places, start=first_worker_id))
         self.journals = journals
         self.token = token
+        self.lmcache = lmcache
         self.pool: PoolProcess | None = None
         self.engines: dict[int, Engine] = {}
         self.bridge: Child | None = None
@@ -106,15 +111,19 @@ class PooledFleet:
     def start(self) -> None:
         """Start pool, engines and bridge, and wait until the router, which may still be starting, knows the engines."""
         if self.pool_config is not None:
-            journal = [] if self.journals is None else ["--journal", str(self.journals / "pool.jsonl")]
-            self.pool = self.stack.pool(self.pool_config, self.model, self.time_scale, options=journal)
+            options = [] if self.journals is None else ["--journal", str(self.journals / "pool.jsonl")]
+            if self.lmcache is not None:
+                options += ["--lmcache", self.lmcache, "--lmcache-topic", self._lmcache_topic]
+            self.pool = self.stack.pool(self.pool_config, self.model, self.time_scale, options=options)
         first = min(self.places)
         own_options = {worker_id: self._options(worker_id) for worker_id in self.places}
         started = self.stack.engines(
             len(self.places), self.config, self.model, self.time_scale, first, own_options=own_options
         )
         self.engines = {engine.worker_id: engine for engine in started}
-        self.bridge = self.stack.bridge(started, f"bridge-{self.model}")
+        instances = {} if self.lmcache is None else dict.fromkeys(self.members, self.lmcache)
+        source = [] if self.lmcache is None else ["--lmcache", self._lmcache_topic]
+        self.bridge = self.stack.bridge(started, f"bridge-{self.model}", options=source, instances=instances)
         self.stack.wait_ready(self.router)
         wait_for(
             # A router that is not ready answers without them.
@@ -122,11 +131,11 @@ class PooledFleet:
             READY_TIMEOUT_S,
             "the engines in the registry",
         )
-        if self.pool_config is not None:
+        if self.pool_config is not None and self.lmcache is None:  # otherwise the bridge registers it
             pool = {"members": self.members, "capacity_blocks": self.pool_config.capacity_blocks}
             call(f"{self.router.url}/pools/{self.pool_config.pool_id}", "PUT", pool, self.token)
-            for worker_id in self.members:
-                self._await_pool(worker_id)
+        for worker_id in self.members:
+            self._await_pool(worker_id)
 
     @property
     def members(self) -> list[int]:
@@ -205,12 +214,14 @@ class PooledFleet:
         n_blocks, shared = len(prompt) // self.config.block_size, list(prompt[: SHARED_BLOCKS * self.config.block_size])
         for worker_id in self.places:
             self.complete(worker_id, prompt if worker_id == first else shared)
+        chunk_blocks = 1 if self.lmcache is None else LMCACHE_CHUNK_TOKENS // self.config.block_size
+        n_pooled = n_blocks // chunk_blocks * chunk_blocks
         expected = {}
         for worker_id, place in self.places.items():
             own = n_blocks if worker_id == first else SHARED_BLOCKS
             expected[worker_id] = (
                 own,
-                n_blocks - own if worker_id in self.members else 0,
+                max(n_pooled - own, 0) if worker_id in self.members else 0,
                 own if place.expert == EXPERT else 0,
             )
         wait_for(lambda: self.scores(prompt) == expected, READY_TIMEOUT_S, "the router to know the prompt's blocks")
@@ -227,6 +238,11 @@ class PooledFleet:
         if self.journals is not None:
             options += ["--journal", str(self.journals / f"{worker_id}.jsonl")]
         return [*options, *place.options]
+
+    @property
+    def _lmcache_topic(self) -> str:
+        """One of the scope's own, since several fleets may use a Kafka."""
+        return f"{self.stack.settings.topic_prefix}lmcache-cache-events"
 
     def _await_pool(self, worker_id: int) -> None:
         def attached() -> bool:

@@ -92,7 +92,8 @@ DEMO_POLICIES = ("kv", "expected-time", "dynamo-agentic", "round-robin", "random
 class DemoConfig:
     """The options of `kvstreams demo`. trace None: generated. speedup None: chosen for this machine.
 
-    secure: with a Kafka that requires TLS, SASL and ACLs, and with tokens for the HTTP API.
+    secure: with a Kafka that requires TLS, SASL and ACLs, and with tokens for the HTTP API. lmcache: the pool of act
+    three acts as a server of LMCache.
     """
 
     trace: Path | None = None
@@ -105,6 +106,7 @@ class DemoConfig:
     policies: tuple[str, ...] = DEMO_POLICIES
     seed: int = TRACE_SEED
     secure: bool = False
+    lmcache: bool = False
 
     def __post_init__(self) -> None:
         for name, value in (("--workers", self.workers), ("--requests", self.requests), ("--blocks", self.blocks)):
@@ -112,6 +114,8 @@ class DemoConfig:
                 raise SettingsError(f"{name} is {value}; it must be at least 1")
         if self.speedup is not None and not self.speedup > 0.0:
             raise SettingsError(f"--speedup is {self.speedup}; it must be above 0")
+        if self.secure and self.lmcache:
+            raise SettingsError("--lmcache without --secure: the topic of LMCache's events belongs to no scope")
 
 
 #: Columns of the output if it does not go to a terminal. On a slow machine, the table of act one needs more than 80.
@@ -406,8 +410,10 @@ class _Show:
             time_scale=MOVING_SPEEDUP,
             first_worker_id=len(self._engines) + 1,
             token=self._token,
+            lmcache="demo" if self._config.lmcache else None,
         )
-        with shown(self._console, "starting four engines, a CXL pool that three of them reach, a bridge and a front"):
+        kind = "an LMCache" if self._config.lmcache else "a CXL pool"
+        with shown(self._console, f"starting four engines, {kind} that three of them reach, a bridge and a front"):
             fleet.start()
             front = fleet.front("front", [self._worker], self._front_options())
         prompt = [token % 50_000 for token in range(7, 7 + 13 * MOVING_PROMPT_TOKENS, 13)]

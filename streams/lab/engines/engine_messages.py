@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
 from streams.core.hashing import hash_seed, local_hashes, sequence_hashes
-from streams.core.ids import EngineHash, HashArray
+from streams.core.ids import EngineHash, HashArray, SequenceHash
 from streams.lab.engines.synthetic_tokens import BYTES_PER_TOKEN, answer_tokens
 
 #: Where blocks are: on the GPU, or in a shared pool whose blocks a running request reads in place.
@@ -69,7 +69,8 @@ class KvStored:
     parent: engine hash of the preceding block, None at the root. engine, local, sequence: uint64[n].
     tokens: u32 LE of the n blocks. start: position of the first block on its chain, in blocks. generated: whether they
     filled while an answer was generated, and are not all of a prompt. medium: of blocks that a request reads in place,
-    SHARED; nothing has changed in the cache then, and the blocks count until their removal.
+    SHARED; nothing has changed in the cache then, and the blocks count until their removal. before: sequence hash of
+    the preceding block, None at the root.
     """
 
     at_ms: float
@@ -82,6 +83,7 @@ class KvStored:
     lora_name: str | None
     generated: bool = False
     medium: Medium = "GPU"
+    before: SequenceHash | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -547,7 +547,9 @@ class EngineModel:
         parent = job.engine_tail
         job.engine_tail = EngineHash(int(engine[-1]))
         job.n_hashed = end
-        return KvStored(at_ms, parent, engine, local, sequence, tokens, start, job.request.lora_name, generated, medium)
+        before = SequenceHash(job.sequence_list[start - 1]) if start else None
+        lora_name = job.request.lora_name
+        return KvStored(at_ms, parent, engine, local, sequence, tokens, start, lora_name, generated, medium, before)
 
     def _grow(self, at_ms: float, job: _Job, out: list[Output]) -> None:
         """Take the decoding job's next block out of its reservation."""

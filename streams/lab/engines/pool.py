@@ -137,6 +137,20 @@ class PoolStats:
     refused: int
 
 
+@dataclass(frozen=True, slots=True)
+class Offload:
+    """Consecutive blocks of one chain that an engine offloads.
+
+    keys: their sequence hashes. before: that of the block before them, None at the root. start: the position of the
+    first one. tokens: u32 LE of all blocks. A pool of single blocks needs only the keys.
+    """
+
+    keys: tuple[int, ...]
+    before: int | None = None
+    start: int = 0
+    tokens: bytes = b""
+
+
 @dataclass(slots=True)
 class _Write:
     """A transfer into the pool. Its keys are removed if its writer leaves."""
@@ -231,6 +245,10 @@ class SharedPool:
         self._touch(loadable)
         self._loaded += len(loadable)
         return PoolLoad(len(loadable), end_ms)
+
+    def touch(self, keys: Sequence[int]) -> None:
+        """Count blocks of one chain as used, the last one first, so that a prefix outlives what follows it."""
+        self._touch([key for key in keys if key in self._pooled])
 
     def leave(self, at_ms: float, owner: str) -> None:
         """Remove an engine that has exited: its unfinished writes are dropped, its other blocks stay.

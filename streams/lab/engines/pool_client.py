@@ -13,6 +13,7 @@ also ignore blocks that the pool still has, until their owner stores them again.
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import logging
 import secrets
@@ -27,7 +28,7 @@ from streams.core.cxl_memory import CxlMemoryState
 from streams.errors import KvStreamsError
 from streams.lab.engines.engine_config import EngineConfig
 from streams.lab.engines.engine_messages import KvStored
-from streams.lab.engines.pool import CxlChanged, EnginePoolBlocks
+from streams.lab.engines.pool import CxlChanged, EnginePoolBlocks, Offload
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +75,8 @@ class PoolLink:
         self._http: aiohttp.ClientSession | None = None
         self._session: str | None = None
         self._blocks = EnginePoolBlocks("")
-        self._offloads: asyncio.Queue[tuple[int, ...]] = asyncio.Queue(OFFLOADS_WAITING_MAX)
+        self._pool_reports = False  # itself, so that the engine has no transitions to report
+        self._offloads: asyncio.Queue[Offload] = asyncio.Queue(OFFLOADS_WAITING_MAX)
         self._failed: asyncio.Future[None] | None = None
         self._attached_once = asyncio.Event()
         self.not_offloaded = 0
@@ -110,9 +112,12 @@ class PoolLink:
         if self._offloads.full():
             self.not_offloaded += len(stored.sequence)
             return None
-        keys, changed = self._blocks.stored(stored)
+        if self._pool_reports:
+            keys, changed = tuple(stored.sequence.tolist()), None
+        else:
+            keys, changed = self._blocks.stored(stored)
         if keys:
-            self._offloads.put_nowait(keys)
+            self._offloads.put_nowait(Offload(keys, stored.before, stored.start, stored.tokens))
         return changed
 
     async def load(self, keys: Sequence[int], *, in_place: bool = False) -> tuple[int, float]:
@@ -163,6 +168,7 @@ class PoolLink:
         )
         with _valid_answer("attach"):
             self._blocks = EnginePoolBlocks(str(answer["pool_id"]))
+            self._pool_reports = bool(answer["reports"])
             self._session = str(answer["session"])
         log.info("%s: attached to pool %s at %s", config.worker, answer["pool_id"], self._url)
         self._attached_once.set()
@@ -185,13 +191,20 @@ class PoolLink:
 
     async def _send(self) -> None:
         while True:
-            keys = list(await self._offloads.get())
-            sizes = [len(keys)]
-            while len(keys) < CALL_BLOCKS_MAX and not self._offloads.empty():
-                more = self._offloads.get_nowait()
-                keys += more
-                sizes.append(len(more))
-            await self._call("offload", session=self._session, keys=keys, sizes=sizes)
+            offloads = [await self._offloads.get()]
+            n_blocks = len(offloads[0].keys)
+            while n_blocks < CALL_BLOCKS_MAX and not self._offloads.empty():
+                offloads.append(self._offloads.get_nowait())
+                n_blocks += len(offloads[-1].keys)
+            body: dict[str, Any] = {
+                "keys": [key for offload in offloads for key in offload.keys],
+                "sizes": [len(offload.keys) for offload in offloads],
+            }
+            if self._pool_reports:
+                body["starts"] = [offload.start for offload in offloads]
+                body["before"] = [offload.before for offload in offloads]
+                body["tokens"] = base64.b64encode(b"".join(offload.tokens for offload in offloads)).decode()
+            await self._call("offload", session=self._session, **body)
 
     async def _listen(self) -> None:
         after = 0

@@ -7,11 +7,14 @@ An engine has a session from `POST /pool/attach` until it has made no call for S
 dropped and its other blocks stay. Events are numbered and kept until the engine has asked for those that follow them,
 so that a lost answer is repeated. When a pool process exits, its content and its sessions are lost, and engines attach
 again to the next one.
+
+A pool of chunks reports its content itself, as a server of LMCache does, so engines get no events of it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import base64
 import logging
 import secrets
 import time
@@ -19,7 +22,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import orjson
 from aiohttp import web
@@ -29,7 +32,10 @@ from streams.core.ids import U64_MASK
 from streams.errors import InvalidRequest, KvStreamsError, SettingsError
 from streams.lab.engines.clock import STEP_WALL_S, ScaledClock, check_time_scale, run_until_signalled
 from streams.lab.engines.journal import Journal
-from streams.lab.engines.pool import PoolConfig, PoolEvent, SharedPool
+from streams.lab.engines.pool import Offload, PoolConfig, PoolEvent, SharedPool
+
+if TYPE_CHECKING:  # it uses kernels, which take time and memory to import
+    from streams.lab.engines.chunked_pool import ChunkedPool
 
 log = logging.getLogger(__name__)
 
@@ -108,9 +114,16 @@ class _Session:
 class PoolServer:
     """A running pool. `start` binds; `stop` may be called at any time."""
 
-    def __init__(self, config: PoolServerConfig) -> None:
+    def __init__(
+        self,
+        config: PoolServerConfig,
+        chunked: ChunkedPool | None = None,
+        publish: Callable[[bytes], None] = lambda _: None,
+    ) -> None:
+        """chunked: the pool, if it is one of chunks. publish: takes each of its records."""
         self.config = config
-        self.pool = SharedPool(config.pool)
+        self.pool = SharedPool(config.pool) if chunked is None else chunked
+        self._chunked, self._publish = chunked, publish
         self.url = ""
         self._clock = ScaledClock(config.time_scale)
         self._sessions: dict[str, _Session] = {}
@@ -189,6 +202,9 @@ class PoolServer:
                 session.events.append((session.n_events, event))
                 session.n_blocks += len(event.keys)
                 session.wake.set()
+        if self._chunked is not None:
+            for record in self._chunked.take_records():
+                self._publish(record)
 
     def _end_sessions(self) -> None:
         """End the sessions of engines that are silent or that do not take their events."""
@@ -218,16 +234,18 @@ class PoolServer:
         name = secrets.token_hex(8)
         self._sessions[name] = _Session(str(body.get("engine")), time.monotonic())
         log.info("pool %s: engine %s attached", self.config.pool.pool_id, body.get("engine"))
-        return _json({"session": name, "pool_id": self.config.pool.pool_id})
+        page = {"session": name, "pool_id": self.config.pool.pool_id, "reports": self._chunked is not None}
+        return _json(page)
 
     async def _offload(self, http: web.Request) -> web.Response:
         body = await _body(http)
         name, _ = self._session(body)
         now_ms, keys = self._clock.now_ms(), _keys(body)
-        start = 0
-        for size in _sizes(body, len(keys)):
-            self.pool.offload(now_ms, name, keys[start : start + size])
-            start += size
+        for offload in _offloads(body, keys, self.config.pool.block_size):
+            if self._chunked is not None:
+                self._chunked.offload(now_ms, offload)
+            elif isinstance(self.pool, SharedPool):
+                self.pool.offload(now_ms, name, offload.keys)
         self._step()
         self._wake.set()
         return _json({})
@@ -286,9 +304,11 @@ class PoolServer:
         return str(name), session
 
 
-async def serve(config: PoolServerConfig) -> PoolServer:
+async def serve(
+    config: PoolServerConfig, chunked: ChunkedPool | None = None, publish: Callable[[bytes], None] = lambda _: None
+) -> PoolServer:
     """Start a pool on the running loop; it listens when this returns. Stop it with `await server.stop()`."""
-    server = PoolServer(config)
+    server = PoolServer(config, chunked, publish)
     try:
         await server.start()
     except BaseException:
@@ -297,9 +317,14 @@ async def serve(config: PoolServerConfig) -> PoolServer:
     return server
 
 
-def run(config: PoolServerConfig, on_started: Callable[[PoolServer], None] | None = None) -> None:
+def run(
+    config: PoolServerConfig,
+    on_started: Callable[[PoolServer], None] | None = None,
+    chunked: ChunkedPool | None = None,
+    publish: Callable[[bytes], None] = lambda _: None,
+) -> None:
     """Serve until SIGTERM or SIGINT. on_started: called once the pool listens, for example to print its address."""
-    run_until_signalled(lambda: serve(config), on_started)
+    run_until_signalled(lambda: serve(config, chunked, publish), on_started)
 
 
 @web.middleware
@@ -328,21 +353,38 @@ async def _body(http: web.Request) -> dict[str, Any]:
 def _keys(body: dict[str, Any]) -> list[int]:
     """Return the sequence hashes of a call. Raises InvalidRequest."""
     keys = body.get("keys")
-    if not isinstance(keys, list) or not all(type(key) is int and 0 <= key <= U64_MASK for key in keys):
+    if not isinstance(keys, list) or not _are_whole(keys):
         raise InvalidRequest("keys is not a list of sequence hashes")
     return keys
 
 
-def _sizes(body: dict[str, Any], n_keys: int) -> list[int]:
-    """Return how many keys each offload of a call has. Raises InvalidRequest."""
-    sizes = body.get("sizes", [n_keys])
-    if (
-        not isinstance(sizes, list)
-        or not all(type(size) is int and size >= 0 for size in sizes)
-        or sum(sizes) != n_keys
-    ):
-        raise InvalidRequest(f"sizes is not a list of numbers whose sum is {n_keys}")
-    return sizes
+def _offloads(body: dict[str, Any], keys: list[int], block_size: int) -> list[Offload]:
+    """Return the offloads of a call. Raises InvalidRequest."""
+    sizes = body.get("sizes", [len(keys)])
+    if not _are_whole(sizes) or sum(sizes) != len(keys):
+        raise InvalidRequest(f"sizes is not a list of numbers whose sum is {len(keys)}")
+    starts, befores = body.get("starts", [0] * len(sizes)), body.get("before", [None] * len(sizes))
+    try:
+        tokens = base64.b64decode(body.get("tokens", ""), validate=True)
+    except (TypeError, ValueError) as exc:
+        raise InvalidRequest("tokens is not base64") from exc
+    if not _are_whole(starts) or not isinstance(befores, list) or {len(starts), len(befores)} != {len(sizes)}:
+        raise InvalidRequest("starts and before do not have one item for each offload")
+    if not _are_whole([before for before in befores if before is not None]):
+        raise InvalidRequest("before has an item that is no sequence hash")
+    if tokens and len(tokens) != 4 * block_size * len(keys):
+        raise InvalidRequest(f"tokens has {len(tokens)} bytes for {len(keys)} blocks")
+    offloads, at, block_bytes = [], 0, 4 * block_size
+    for size, start, before in zip(sizes, starts, befores, strict=True):
+        end = at + size
+        offloads.append(Offload(tuple(keys[at:end]), before, start, tokens[at * block_bytes : end * block_bytes]))
+        at = end
+    return offloads
+
+
+def _are_whole(values: Any) -> bool:
+    """Whether this is a list of numbers as blocks and sequence hashes have them."""
+    return isinstance(values, list) and all(type(value) is int and 0 <= value <= U64_MASK for value in values)
 
 
 def _json(page: Any, status: int = 200) -> web.Response:

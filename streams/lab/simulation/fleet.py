@@ -274,15 +274,15 @@ class _Run:
 
     # -- events --------------------------------------------------------------------------------------------------------
 
-    def _load(self, worker: int, keys: Sequence[int], n_max: int) -> tuple[int, float]:
+    def _load(self, worker: int, keys: Sequence[int], first: int, n_max: int) -> tuple[int, float]:
         """Load blocks into an engine: from its host as far as possible, then from the pool."""
         n_loaded, took_ms = 0, 0.0
         pools = [self._hosts[worker]] if self._hosts else []
         for pool in [*pools, *([] if self.pool is None else [self.pool])]:
-            left = keys[n_loaded:n_max]
-            n_more = pool.n_continuing(left)
+            begin = first + n_loaded
+            n_more = min(pool.n_continuing(keys, begin), n_max - n_loaded)
             if n_more:
-                took_ms += pool.load(self.now_ms, left[:n_more])
+                took_ms += pool.load(self.now_ms, keys, begin, n_more)
                 n_loaded += n_more
         return n_loaded, took_ms
 
@@ -301,9 +301,9 @@ class _Run:
         assert self.pool is not None and self.config.pool is not None
         new, evicted = self.pool.store(request.chain[:last], first)
         if self.config.pool.is_credited and self.router.reads_index and (new or evicted):
-            names = self.workload.names
+            names, span = self.workload.names, self.config.pool.chunk_blocks
             self._agenda.after_lag(
-                self.now_ms, lambda: self.router.pool_changed(names[new].tolist(), names[evicted].tolist())
+                self.now_ms, lambda: self.router.pool_changed(names[new].tolist(), names[evicted].tolist(), span)
             )
 
     def _on_stored(self, worker: int, request: LabRequest, first: int, last: int) -> None:

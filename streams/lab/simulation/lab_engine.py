@@ -86,9 +86,9 @@ class LabRequest:
 Stored = Callable[[int, LabRequest, int, int], None]
 #: Called with the engine's number and the keys that can no longer be found.
 Removed = Callable[[int, list[int]], None]
-#: Called with the keys of a request's blocks after those that the engine has; returns how many leading ones it can load
-#: from other memory, and loads them: how long that takes in ms. The number is at most the second argument.
-Load = Callable[[Sequence[int], int], tuple[int, float]]
+#: Called with the keys of a request's blocks, how many of them the engine has, and how many more it wants at most;
+#: returns how many of those it can load from other memory without a hole, and loads them: how long that takes in ms.
+Load = Callable[[Sequence[int], int, int], tuple[int, float]]
 
 
 class LabEngine:
@@ -368,7 +368,7 @@ class LabEngine:
         n_max = (request.n_in + request.n_generated - 1) // self.config.block_size - n_hits
         if self._load is None or n_max <= 0 or n_hits >= len(request.chain):
             return 0, 0.0
-        n_loaded, took_ms = self._load(request.chain[n_hits:], n_max)
+        n_loaded, took_ms = self._load(request.chain, n_hits, n_max)
         request.loaded_tokens += n_loaded * self.config.block_size
         return n_loaded, took_ms
 

@@ -71,12 +71,12 @@ class LabQueue:
 class _Pool:
     """The router's index of a pool that all of its workers read."""
 
-    def __init__(self, ranks: tuple[RankId, ...]) -> None:
+    def __init__(self, ranks: tuple[RankId, ...], span: int) -> None:
         members = tuple(rank.worker_id for rank in ranks)
         pool = CxlPool("pool", "default", None, members)
         self.index = PooledIndex(FactSets(), {"pool": pool})
         self.numbers = RankNumbering(ranks)
-        self.placed = Placement(CxlMemoryState.CXL_POOLED, "pool", 0, (), "", Incarnation(0), 0)
+        self.placed = Placement(CxlMemoryState.CXL_POOLED, "pool", 0, (), "", Incarnation(0), 0, span)
 
 
 class _WaitingRequests:
@@ -211,10 +211,13 @@ class LabRouter:
         if gone.size:
             self.index.remove(rank, Tier.HOST, gone)
 
-    def pool_changed(self, new: list[int], evicted: list[int]) -> None:
-        """Blocks came to the pool that all engines read, or left it. new, evicted: sequence hashes."""
+    def pool_changed(self, new: list[int], evicted: list[int], span: int) -> None:
+        """Blocks came to the pool that all engines read, or left it.
+
+        new, evicted: sequence hashes, each of the last block of `span` blocks.
+        """
         if self._pool is None:
-            self._pool = _Pool(self.ranks)
+            self._pool = _Pool(self.ranks, span)
         for key in new:
             self._pool.index.replace(SequenceHash(key), None, self._pool.placed)
         for key in evicted:  # a small pool evicts blocks that it has just stored

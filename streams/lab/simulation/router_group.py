@@ -68,10 +68,10 @@ class RouterGroup:
         for router in self._routers:
             router.kept_on_host(worker, parent, names, gone)
 
-    def pool_changed(self, new: list[int], evicted: list[int]) -> None:
+    def pool_changed(self, new: list[int], evicted: list[int], span: int) -> None:
         """As LabRouter.pool_changed."""
         for router in self._routers:
-            router.pool_changed(new, evicted)
+            router.pool_changed(new, evicted, span)
 
     def worker_failed(self, worker: int) -> None:
         """As LabRouter.worker_failed."""

@@ -165,7 +165,8 @@ class SimulatedEngine:
             case PoolAsked():
                 assert self._load is not None  # the model asks only if there is other memory
                 # A sequence hash is the block's key here (see submit).
-                n_loaded, took_ms = self._load(output.keys, len(output.keys))
+                chain = self._requests[output.request_id].chain
+                n_loaded, took_ms = self._load(chain, chain.index(output.keys[0]), len(output.keys))
                 self._model.pool_answered(output.request_id, n_loaded, took_ms)
             case KvReused() | KvCleared() | Rejected():
                 raise AssertionError(output)  # nothing here asks for these
