@@ -217,10 +217,10 @@ def test_pools_agree_with_the_directory_of_the_real_lmcache(stack: Stack) -> Non
         assert fleet.stdin is not None and fleet.stdout is not None
         bridge = lmcache_bridge(stack, topic, "lmcache-0")
         for part in range(n_parts):
-            await_holder(stack, bridge)
-            following = lmcache_bridge(stack, topic, f"lmcache-{part + 1}")
             fleet.stdin.write(f"{EVENTS_PER_PART}\n")
             fleet.stdin.flush()
+            await_holder(stack, bridge)
+            following = lmcache_bridge(stack, topic, f"lmcache-{part + 1}")
             time.sleep(chance.uniform(0.0, KILLED_WITHIN_S))
             bridge.kill()
             bridge = following
