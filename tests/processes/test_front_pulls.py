@@ -42,8 +42,10 @@ def fleet(*roles: Role) -> Iterator[Backend]:
 def busy(router: LocalRouter, number: int) -> Iterator[None]:
     """Give a worker so much to do that no request goes there."""
     router.api.call("POST", "/loads/busy", {"worker_id": number, "token_ids": [9] * 16_000}).given()
-    yield
-    router.api.call("DELETE", "/loads/busy").given()
+    try:
+        yield
+    finally:
+        router.api.call("DELETE", "/loads/busy").given()
 
 
 @pytest.fixture(scope="module")
