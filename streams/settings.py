@@ -541,9 +541,16 @@ class ExpectedTimeSettings:
     )
     pool_load_gb_per_s: float = _setting(
         POOL_GB_PER_S,
-        "for expected-time: GB/s at which a rank loads blocks from a CXL pool; 0 does not credit them",
+        "for expected-time: GB/s at which a rank loads blocks from a CXL pool; 0 ignores pools",
         low=0.0,
         high=WEIGHT_MAX,
+    )
+    pool_class_load_gb_per_s: dict[str, float] = field(
+        default_factory=dict,
+        metadata={
+            "help": "the same for pools of some latency classes, which are LMCache's backends, for example "
+            "devdax=20,fs=2,redis=1; 0 ignores such pools"
+        },
     )
 
 
@@ -899,6 +906,8 @@ class Settings(BridgeServerSettings, FrontServerSettings, GatewayServerSettings,
                 raise SettingsError(f"picker_objectives has {item!r}, which is not NAME=PRIORITY")
         for model, size in self.model_block_sizes.items():
             _check_range(f"model_block_sizes of {model}", size, {"low": 1, "high": 4096})
+        for latency_class, speed in self.pool_class_load_gb_per_s.items():
+            _check_range(f"pool_class_load_gb_per_s of {latency_class}", speed, {"low": 0.0, "high": WEIGHT_MAX})
         for name in self.kafka_properties:
             if name in _OWN_PROPERTIES or name.startswith(_SECURITY_PROPERTIES):
                 raise SettingsError(
@@ -1081,7 +1090,7 @@ def _convert(name: str, value: Any, kind: Any, source: str) -> Any:
     if isinstance(value, str):
         if kind is bool:
             parsed = _SWITCH.get(value.lower(), value)
-        elif kind in (dict[str, int], dict[str, str]):
+        elif kind in (dict[str, int], dict[str, float], dict[str, str]):
             parsed = _parse_dict(value)
         elif kind == tuple[float, ...]:
             parsed = [part.strip() for part in value.split(",")]
@@ -1119,6 +1128,8 @@ def _expected_kind(kind: Any) -> str:
         return "whole numbers by name, for example a=1,b=2"
     if kind == dict[str, str]:
         return "texts by name, for example a=x,b=y"
+    if kind == dict[str, float]:
+        return "numbers by name, for example a=1.5,b=2"
     if kind == tuple[float, ...]:
         return "numbers separated by commas"
     return {"int": "a whole number", "float": "a number", "str": "text"}.get(getattr(kind, "__name__", ""), str(kind))

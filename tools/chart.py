@@ -82,7 +82,7 @@ def schema_of(name: str) -> dict[str, Any]:
     if isinstance(kind, type) and issubclass(kind, enum.Enum):
         schema["enum"] = [str(member) for member in kind]
     elif get_origin(kind) is dict:
-        schema |= {"type": "object", "additionalProperties": {"type": "integer"}}
+        schema |= {"type": "object", "additionalProperties": _TYPES[get_args(kind)[1]]}
     elif get_origin(kind) is tuple:
         schema |= {"type": "array", "items": _TYPES[get_args(kind)[0]]}
     else:

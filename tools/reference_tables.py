@@ -88,7 +88,8 @@ def _kind(hint: Any) -> str:
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
         return "one of " + ", ".join(_code(str(member)) for member in hint)
     names = {bool: "on or off", int: "whole number", float: "number", str: "text"}
-    return names.get(hint) or {"dict": "numbers by name", "tuple": "numbers"}[hint.__origin__.__name__]
+    named = {"dict": "texts by name" if hint == dict[str, str] else "numbers by name", "tuple": "numbers"}
+    return names.get(hint) or named[hint.__origin__.__name__]
 
 
 def _default(setting: dataclasses.Field[Any]) -> str:

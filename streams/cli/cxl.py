@@ -36,7 +36,7 @@ def cxl() -> None:
 @click.option(
     "--latency-class",
     default=None,
-    help="a name shown to people; it does not affect routing  [default of a new pool: default]",
+    help="which pool_class_load_gb_per_s gives a speed  [default of a new pool: default]",
 )
 @click.option(
     "--capacity-blocks",

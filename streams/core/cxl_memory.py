@@ -1,15 +1,16 @@
 """Where a block is in CXL memory: its four states, and the metadata of one block.
 
-What lives here: values that engines report and tables store. What must not: which state may follow which
-(streams.cxl.states), pools, bytes. `streams.cxl` offers both names publicly.
+What lives here: values that engines report and tables store, and how fast pools are read. What must not: which state
+may follow which (streams.cxl.states), pools, bytes. `streams.cxl` offers the state and the metadata publicly.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from streams.core.ids import WorkerId
 from streams.errors import InvalidEvent
@@ -50,6 +51,17 @@ class CxlMemoryMetadata:
         object.__setattr__(self, "state", state)
         object.__setattr__(self, "pool_id", pool_id)
         object.__setattr__(self, "accessible_workers", tuple(accessible_workers))
+
+
+class PoolSpeeds(NamedTuple):
+    """GB/s at which ranks load blocks from pools: by latency class, and from all other pools. 0 credits no block."""
+
+    others: float
+    by_class: Mapping[str, float] = MappingProxyType({})
+
+    def of(self, latency_class: str) -> float:
+        """Return the speed of pools of a class."""
+        return self.by_class.get(latency_class, self.others)
 
 
 def pool_name(pool_id: Any) -> Any:

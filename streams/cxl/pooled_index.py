@@ -7,6 +7,9 @@ the hash of the last of them and of their number, the span. A request looks each
 and for each span in use under the key of the stretch that it is part of. Stretches begin at multiples of their span. So
 what a worker can read ends with a whole stretch.
 
+Pools from which blocks are loaded at different speeds are different groups, so that a request's blocks are counted by
+speed. A block that is in several pools counts for the fastest of those that a worker can read.
+
 The facts of a block are its placements: model, pool, epoch and accessible workers. Which workers can read a block
 follows from these, from the registry's pools and from the registered workers. The result is computed when a request
 needs it, and cached until one of them changes. So the loss of a pool or the departure of a host needs no change of any
@@ -16,7 +19,7 @@ block.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -26,7 +29,7 @@ import numpy as np
 
 from streams.core.block_facts.fact_sets import FactQueries, FactQuery, FactSets, RankNumbering
 from streams.core.block_facts.interner import FactInterner
-from streams.core.cxl_memory import CxlMemoryState
+from streams.core.cxl_memory import CxlMemoryState, PoolSpeeds
 from streams.core.ids import U64_MASK, HashArray, SequenceHash, WorkerId
 from streams.cxl.events import CxlPool
 from streams.cxl.records import Placement
@@ -35,6 +38,12 @@ from streams.errors import IndexFull
 
 #: Different spans in use at a time; each is one more lookup per block. Rows with further ones count for no request.
 SPANS_MAX = 4
+
+#: Without other settings, every pool is as fast as any other one.
+ONE_SPEED = PoolSpeeds(1.0)
+
+#: Different speeds of pools that are told apart; slower ones count as the slowest of these. Each is one more mask.
+SPEEDS_MAX = 8
 
 #: Tells the keys of stretches from hashes, and those of different spans from each other: 2^64 divided by the golden
 #: ratio.
@@ -76,12 +85,15 @@ class PooledIndex:
     pools: the registry's pools; the view changes them, and calls invalidate_masks after each change. over_capacity: the
     number of rows that are not indexed at the moment because the fact sets were full. _spans: the number of rows by
     span, of those above 1, in order of their first rows; the first SPANS_MAX of them are looked up. _refused: the
-    number of such rows by block and fact; either all owners' rows of one block and fact are indexed, or none.
+    number of such rows by block and fact; either all owners' rows of one block and fact are indexed, or none. _groups:
+    see `query`; None if pools have changed since.
     """
 
-    def __init__(self, sets: FactSets, pools: Mapping[str, CxlPool]) -> None:
+    def __init__(self, sets: FactSets, pools: Mapping[str, CxlPool], speeds: PoolSpeeds = ONE_SPEED) -> None:
         self._sets = sets
         self._pools = pools
+        self._speeds = speeds
+        self._groups: tuple[str, ...] | None = None
         self._queries = FactQueries()
         self._facts: FactInterner[_PoolFact] = FactInterner()
         self._spans: dict[int, int] = {}
@@ -135,15 +147,20 @@ class PooledIndex:
 
     def invalidate_masks(self) -> None:
         """Drop the cached results, because a pool has changed."""
+        self._groups = None
         self._sets.invalidate_masks()
 
     def query(self, model: str, numbers: RankNumbering) -> FactQuery:
-        """Return the query for the ranks that can read a model's blocks; the same object for the same arguments."""
-        known = self._queries.get(model, numbers)
+        """Return the query for the ranks that can read a model's blocks; the same object for the same arguments, until
+        the groups of pools change. Its groups are a latency class of each, the fastest first."""
+        if self._groups is None:
+            self._groups = _groups_of(self._pools, self._speeds)
+        groups = self._groups
+        known = self._queries.get((model, groups), numbers)
         if known is not None:
             return known
-        mask_of = partial(self._mask_of, model, numbers)
-        return self._queries.put(model, FactQuery(self._sets, model, numbers, mask_of))
+        mask_of = partial(self._mask_of, model, numbers, tuple(map(self._speeds.of, groups)))
+        return self._queries.put((model, groups), FactQuery(self._sets, model, numbers, mask_of, groups))
 
     def pools_from(
         self, keys: HashArray, model: str, start: int, registered: Collection[WorkerId], worker: WorkerId
@@ -204,13 +221,31 @@ class PooledIndex:
         self._sets.remove_fact(sequence, number)
         self._facts.release(number)
 
-    def _mask_of(self, model: str, numbers: RankNumbering, facts: frozenset[int]) -> int:
-        mask = 0
+    def _mask_of(self, model: str, numbers: RankNumbering, speeds: Sequence[float], facts: frozenset[int]) -> int:
+        """Return the masks of a set of facts, one after the other, see QueryMasks. speeds: of the groups."""
+        of_group = [0] * len(speeds)
         for fact in map(self._facts.facts.__getitem__, facts):
-            if fact.model == model:
-                for worker in self._readers_of(fact, numbers.workers):
-                    mask |= numbers.workers[worker]
+            pool = self._pools.get(fact.pool_id)
+            speed = self._speeds.of("" if pool is None else pool.latency_class)
+            if fact.model != model or not speed > 0.0:
+                continue
+            group = next((n for n, of_one in enumerate(speeds) if of_one <= speed), len(speeds) - 1)
+            for worker in self._readers_of(fact, numbers.workers):
+                of_group[group] |= numbers.workers[worker]
+        mask = of_any = 0
+        for group, of_one in enumerate(of_group, 1):
+            of_any |= of_one
+            mask |= of_any << 64 * numbers.words * (group % len(of_group))
         return mask
+
+
+def _groups_of(pools: Mapping[str, CxlPool], speeds: PoolSpeeds) -> tuple[str, ...]:
+    """Return a latency class of each speed at which blocks are loaded from pools, the fastest first; at least one."""
+    classes: dict[float, str] = {}
+    for pool in pools.values():
+        classes.setdefault(speeds.of(pool.latency_class), pool.latency_class)
+    ordered = sorted((speed for speed in classes if speed > 0.0), reverse=True)
+    return tuple(classes[speed] for speed in ordered[:SPEEDS_MAX]) or ("",)
 
 
 def _key(sequence: SequenceHash, placement: Placement | None) -> SequenceHash:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from streams.core.routing.cost import RECENT_PREFILL_WEIGHT
 from streams.core.routing.kernels.price_times import price_times
 from streams.core.routing.policies.expected_time import NAMES, ExpectedTime, ExpectedTimeParameters
 from streams.core.routing.policies.expected_time_defaults import UNCACHED_WEIGHT
-from streams.core.routing.policies.interface import Prices, Situation
+from streams.core.routing.policies.interface import NO_CLASSES, Prices, Situation
 from streams.core.routing.policies.timings import PREFILL_DEFAULT, Line, LineFit, Timings
 from streams.errors import SettingsError
 from streams.policy_plugins import find_policy, policy_names
@@ -58,7 +58,9 @@ def situation(
     tiers = np.array(held or [(0, 0, 0, 0)] * len(RANKS), dtype=np.float64)
     in_pools = np.array(pooled or [0] * len(RANKS), dtype=np.float64)
 
-    def value(tier_values: tuple[float, ...], pool_value: float) -> Float64Array:
+    def value(
+        tier_values: tuple[float, ...], pool_value: float, _: Mapping[str, float] = NO_CLASSES, /
+    ) -> Float64Array:
         found: Float64Array = tiers @ np.array(tier_values) + pool_value * in_pools
         return found
 

@@ -38,6 +38,7 @@ _QUERIES_CACHED_MAX = 64
 #: because sets that ended leave theirs behind. 64 ranks take 10 MB then; a row takes a few microseconds to rebuild.
 ROWS_MAX = 65_536
 
+_WORD_BYTES = 8
 _EMPTY: frozenset[int] = frozenset()
 _UNKNOWN = -1
 _BLOCKS_MASK = (1 << 32) - 1
@@ -78,14 +79,23 @@ class QueryMasks:
     row_of: int64 by set number, _UNKNOWN for a set that no request has needed yet. bits: the rows, `words` int64 each,
     one bit per rank number. Row 0 has no ranks. n_rows: rows in use, including row 0; see ROWS_MAX. address: address of
     an int64[4] for kernels: addresses of the map, of row_of and of bits, and the words of a row.
+
+    With n_groups groups of facts, a row has n_groups parts. The first has the ranks that may use the set's blocks, and
+    part g those that may use them by a fact of the first g groups.
     """
 
-    __slots__ = ("_layout", "_mask_of", "_rows", "address", "bits", "n_rows", "numbers", "row_of", "sets", "words")
+    __slots__ = (
+        *("_layout", "_mask_of", "_rows", "address", "bits", "n_groups", "n_rows", "numbers", "row_of", "sets"),
+        "words",
+    )
 
-    def __init__(self, sets: FactSets, numbers: RankNumbering, mask_of: Callable[[frozenset[int]], int]) -> None:
+    def __init__(
+        self, sets: FactSets, numbers: RankNumbering, mask_of: Callable[[frozenset[int]], int], n_groups: int = 1
+    ) -> None:
         self.sets = sets
         self.numbers = numbers
-        self.words = numbers.words
+        self.n_groups = n_groups
+        self.words = numbers.words * n_groups
         self._mask_of = mask_of
         self._rows: dict[int, int] = {0: 0}
         self.n_rows = 1
@@ -133,10 +143,11 @@ class RequestPath:
     found: int64[k, 2 * n], for each of the keys of a block, see kernels.fact_sets.
     """
 
-    __slots__ = ("_bits", "_numbers", "_sets", "_words", "found")
+    __slots__ = ("_bits", "_n_groups", "_numbers", "_sets", "_words", "found")
 
     def __init__(self, masks: QueryMasks, found: Int64Array) -> None:
         self._sets = masks.sets
+        self._n_groups = masks.n_groups
         self._bits, self._words, self._numbers = masks.bits, masks.words, masks.numbers
         self.found = found
 
@@ -152,27 +163,51 @@ class RequestPath:
         """
         return self._sets.walk(self.found.ravel(), self._bits, self._words, self._numbers.of(candidates), starts, held)
 
+    def by_group(self, candidates: Candidates, starts: Int64Array, counts: Int64Array) -> Int64Array:
+        """Return what `walk` has counted by group of facts: int64[n_groups, m]."""
+        n_keys, row_bytes = len(self.found), self.found.shape[1] * _WORD_BYTES
+        rows = int(self.found.ctypes.data)
+        return self._sets.count_groups(
+            rows,
+            rows + row_bytes // 2,
+            n_keys,
+            row_bytes,
+            self._bits,
+            self._numbers.words,
+            self._n_groups,
+            self._numbers.of(candidates),
+            starts,
+            counts,
+        )
+
 
 class FactQuery:
     """A query of the fact sets on behalf of a fleet's ranks; cached for as long as the fleet is the same.
 
     mask_of: returns, for the facts of a set, the mask of the ranks that may use its blocks. It is evaluated once per
-    set, until invalidate_masks is called.
+    set, until invalidate_masks is called. groups: names of groups of facts, if blocks are counted by group; a mask has
+    the parts of a row of QueryMasks then, the first one in its lowest bits.
     """
 
-    __slots__ = ("_key", "_mask_of", "numbers", "sets")
+    __slots__ = ("_key", "_mask_of", "groups", "numbers", "sets")
 
     def __init__(
-        self, sets: FactSets, key: Hashable, numbers: RankNumbering, mask_of: Callable[[frozenset[int]], int]
+        self,
+        sets: FactSets,
+        key: Hashable,
+        numbers: RankNumbering,
+        mask_of: Callable[[frozenset[int]], int],
+        groups: tuple[str, ...] = ("",),
     ) -> None:
         self.sets = sets
         self.numbers = numbers
-        self._key = key
+        self.groups = groups
+        self._key = key, groups
         self._mask_of = mask_of
 
     def masks(self) -> QueryMasks:
         """Return the masks worked out so far."""
-        return self.sets.masks(self._key, self.numbers, self._mask_of)
+        return self.sets.masks(self._key, self.numbers, self._mask_of, len(self.groups))
 
     def path(self, keys: HashArray) -> RequestPath | None:
         """Look up a whole request; None if no rank may use any of its blocks. keys: see FactSets.weigh."""
@@ -205,7 +240,8 @@ class WeighedMatches(NamedTuple):
     moe_scores: int64[m], its own leading blocks whose labels match; either is None if it is 0 for all. with_pooled,
     with_both: float64[m], effective blocks with the pooled blocks, and with both kinds. first_end: the first block at
     which a candidate that uses pooled blocks ends, n if there is none. rows: int64[n], for each block at which such a
-    candidate ends, the block's row, 0 if no pool has it; other entries have no meaning.
+    candidate ends, the block's row, 0 if no pool has it; other entries have no meaning. by_group: int64[g, m], the
+    CXL-accessible blocks by group of pools; None if there is one group.
     """
 
     cxl_accessible_scores: Int64Array | None
@@ -214,6 +250,7 @@ class WeighedMatches(NamedTuple):
     with_both: Float64Array
     first_end: int
     rows: Int64Array
+    by_group: Int64Array | None = None
 
     def of(self, at: Int64Array) -> WeighedMatches:
         """Return the same of the candidates at these positions: int64[k]."""
@@ -224,6 +261,7 @@ class WeighedMatches(NamedTuple):
             self.with_both[at],
             self.first_end,
             self.rows,
+            None if self.by_group is None else self.by_group[:, at],
         )
 
 
@@ -302,13 +340,15 @@ class FactSets:
         """Drop all masks, because the fleet or the meaning of facts has changed."""
         self._masks.clear()
 
-    def masks(self, query: Hashable, numbers: RankNumbering, mask_of: Callable[[frozenset[int]], int]) -> QueryMasks:
+    def masks(
+        self, query: Hashable, numbers: RankNumbering, mask_of: Callable[[frozenset[int]], int], n_groups: int = 1
+    ) -> QueryMasks:
         """Return the masks of a query, see FactQuery. They are valid until a fact is added or removed."""
         masks = self._masks.get(query)
         if masks is None or masks.numbers is not numbers or masks.n_rows > ROWS_MAX:
             if len(self._masks) >= _QUERIES_CACHED_MAX:
                 self._masks.clear()
-            masks = self._masks[query] = QueryMasks(self, numbers, mask_of)
+            masks = self._masks[query] = QueryMasks(self, numbers, mask_of, n_groups)
         masks.widen(len(self._sets))
         return masks
 
@@ -409,6 +449,26 @@ class FactSets:
         out = np.empty(len(numbers), dtype=np.int64)
         return out if self._kernels.walk(found, bits, words, numbers, starts, *held, out) else None
 
+    def count_groups(
+        self,
+        rows: int,
+        ends: int,
+        n_keys: int,
+        key_bytes: int,
+        bits: Int64Array,
+        words: int,
+        n_groups: int,
+        numbers: Int64Array,
+        starts: Int64Array,
+        counts: Int64Array,
+    ) -> Int64Array:
+        """See kernels.fact_sets.count_groups; returns int64[n_groups, m]."""
+        out = np.empty((n_groups, len(numbers)), dtype=np.int64)
+        self._kernels.count_groups(
+            rows, ends, n_keys, key_bytes, bits, words, n_groups, numbers, starts, counts, out.reshape(-1)
+        )
+        return out
+
     def weigh(
         self,
         pooled: QueryMasks | None,
@@ -446,16 +506,33 @@ class FactSets:
                 weighed,
             )
             if found >= 0:
+                accessible = counts[:m] if found & kernels.POOLED_ANY else None
+                by_group = None
+                if accessible is not None and pooled is not None and pooled.n_groups > 1:
+                    at = int(counts.ctypes.data) + 2 * m * _WORD_BYTES
+                    by_group = self.count_groups(
+                        at,
+                        at + n_keys * _WORD_BYTES,
+                        n_keys // n_blocks,
+                        n_blocks * _WORD_BYTES,
+                        pooled.bits,
+                        pooled.numbers.words,
+                        pooled.n_groups,
+                        numbers,
+                        overlap,
+                        accessible,
+                    )
                 rows = counts[2 * m : 2 * m + n_keys]
                 if n_keys != n_blocks:  # a block that is in a pool under any key is in one
                     rows = (rows.reshape(-1, n_blocks) != 0).any(axis=0).astype(np.int64)
                 return WeighedMatches(
-                    counts[:m] if found & kernels.POOLED_ANY else None,
+                    accessible,
                     counts[m : 2 * m] if found & kernels.LABELLED_ANY else None,
                     weighed[:m],
                     weighed[m:],
                     found & _BLOCKS_MASK,
                     rows,
+                    by_group,
                 )
             if found < -kernels.LABELLED_SET:
                 assert labelled is not None  # the kernel found a set in its map

@@ -6,6 +6,8 @@ show. What must not: the policies, and breaking ties (selection).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 
 from streams.core.ids import Float64Array, Int64Array
@@ -13,7 +15,7 @@ from streams.core.loads.bookings import ActiveLoads
 from streams.core.loads.observations import Forecast
 from streams.core.routing.candidate_columns import SelectedColumns
 from streams.core.routing.cost import RankTerms
-from streams.core.routing.policies.interface import Policy, Prices, Situation
+from streams.core.routing.policies.interface import NO_CLASSES, Policy, Prices, Situation
 from streams.core.routing.request import RoutingRequest
 
 #: Every tier counts, for policies that do not say otherwise.
@@ -24,10 +26,14 @@ class HeldValues:
     """The blocks that candidates hold of one request, by value (`WeighHeld`).
 
     scores: int64[n], leading blocks in any tier. cxl_accessible_scores, moe_scores: int64[n], None without any.
-    on_device: whether all of them are on the candidates' devices.
+    on_device: whether all of them are on the candidates' devices. _pooled: int64[n] by latency class: the parts of
+    cxl_accessible_scores that are loaded at different speeds.
     """
 
-    __slots__ = ("_columns", "_first", "_overlap", "cxl_accessible_scores", "moe_scores", "on_device", "scores")
+    __slots__ = (
+        *("_columns", "_first", "_overlap", "_pooled", "cxl_accessible_scores", "moe_scores", "on_device"),
+        "scores",
+    )
 
     def __init__(self, columns: SelectedColumns, request: RoutingRequest, first: tuple[float, ...]) -> None:
         """first: tier values that will be asked for first."""
@@ -35,6 +41,7 @@ class HeldValues:
         self._overlap = request.matches.scores if request.policy.reads_index else None
         self.cxl_accessible_scores: Int64Array | None = None
         self.moe_scores: Int64Array | None = None
+        self._pooled: dict[str, Int64Array] = {}
         if self._overlap is None:
             n = len(columns.rows)
             self.scores, self._first, self.on_device = np.zeros(n, np.int64), (first, np.zeros(n)), True
@@ -45,14 +52,23 @@ class HeldValues:
         if supplementary is not None:
             matched = supplementary.weigh(candidates, scores, weighed, 1.0, 1.0)
             if matched is not None:
-                self.cxl_accessible_scores = self._of(matched.cxl_accessible_scores)
-                self.moe_scores = self._of(matched.moe_scores)
-                self.on_device = self.on_device and self.cxl_accessible_scores is None
+                if matched.moe_scores is not None:
+                    self.moe_scores = self._of(matched.moe_scores)
+                if matched.cxl_accessible_scores is not None:
+                    self.cxl_accessible_scores = self._of(matched.cxl_accessible_scores)
+                    self.on_device = False
+                    groups, parts = supplementary.groups, matched.by_group
+                    if parts is None:
+                        self._pooled[groups[0]] = self.cxl_accessible_scores
+                    else:
+                        self._pooled.update(zip(groups, map(self._of, parts), strict=True))
         positions = columns.positions
         self.scores = scores if positions is None else scores[positions]
         self._first = first, weighed if positions is None else weighed[positions]
 
-    def __call__(self, tier_values: tuple[float, ...], pool_value: float) -> Float64Array:
+    def __call__(
+        self, tier_values: tuple[float, ...], pool_value: float, by_class: Mapping[str, float] = NO_CLASSES, /
+    ) -> Float64Array:
         """The value of each candidate's blocks: float64[n]."""
         if tier_values == self._first[0]:
             value = self._first[1]
@@ -61,13 +77,15 @@ class HeldValues:
                 return np.zeros(len(self.scores))
             value = self._overlap.columns(self._columns.base.candidates, tier_values)[1]
             value = value if self._columns.positions is None else value[self._columns.positions]
-        if pool_value and self.cxl_accessible_scores is not None:
-            value = value + pool_value * self.cxl_accessible_scores
+        for latency_class, blocks in self._pooled.items():
+            of_class = by_class.get(latency_class, pool_value)
+            if of_class:
+                value = value + of_class * blocks
         return value
 
-    def _of(self, column: Int64Array | None) -> Int64Array | None:
+    def _of(self, column: Int64Array) -> Int64Array:
         positions = self._columns.positions
-        return column if column is None or positions is None else column[positions]
+        return column if positions is None else column[positions]
 
 
 class PolicyColumns:

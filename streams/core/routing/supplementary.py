@@ -84,19 +84,26 @@ class SupplementaryMatches:
             )
         if weighed.first_end < len(sequence):
             # The pooled blocks may be followed by a candidate's own blocks, and those by pooled ones again.
-            cxl_accessible_scores = self._count_over_own(candidates, scores, weighed)
-            if cxl_accessible_scores is not None:
+            over_own = self._count_over_own(candidates, scores, weighed)
+            if over_own is not None:
+                cxl_accessible_scores, by_group = over_own
                 with_pooled = effective + cxl_weight * cxl_accessible_scores
                 with_both = with_pooled
                 if weighed.moe_scores is not None:
                     with_both = with_pooled + moe_weight * weighed.moe_scores
                 return weighed._replace(
-                    cxl_accessible_scores=cxl_accessible_scores, with_pooled=with_pooled, with_both=with_both
+                    cxl_accessible_scores=cxl_accessible_scores,
+                    with_pooled=with_pooled,
+                    with_both=with_both,
+                    by_group=by_group,
                 )
         return weighed
 
-    def _count_over_own(self, candidates: Candidates, scores: Int64Array, weighed: WeighedMatches) -> Int64Array | None:
-        """Count CXL-accessible blocks across own blocks that follow them; None if no candidate holds such blocks."""
+    def _count_over_own(
+        self, candidates: Candidates, scores: Int64Array, weighed: WeighedMatches
+    ) -> tuple[Int64Array, Int64Array | None] | None:
+        """Count CXL-accessible blocks across own blocks that follow them, in total and by group; None if no candidate
+        holds such blocks."""
         assert self._pooled is not None  # the first end is before the end of the request only if pools were queried
         held = self._holders_along(self._sequence, weighed.first_end, weighed.rows, candidates)
         if held is None:
@@ -104,7 +111,15 @@ class SupplementaryMatches:
         # The path may include facts that were folded since the first count. They are used as far as `held` goes.
         with self._facts_lock:
             path = self._pooled.path(self._keys)
-        return None if path is None else path.walk(candidates, scores, held)
+        counts = None if path is None else path.walk(candidates, scores, held)
+        if path is None or counts is None:
+            return None
+        return counts, path.by_group(candidates, scores, counts) if len(self._pooled.groups) > 1 else None
+
+    @property
+    def groups(self) -> tuple[str, ...]:
+        """A latency class of each group of pools by which blocks are counted."""
+        return ("",) if self._pooled is None else self._pooled.groups
 
     def matching(self, ranks: Sequence[RankId], scores: PrefixScores) -> set[RankId]:
         """Return the ranks that have MoE-matching blocks."""

@@ -178,7 +178,8 @@ def _find_policy(settings: RouterSettings, name: str) -> Policy:
             disk_gb_per_s=disk,
             external_gb_per_s=external,
             pool_gb_per_s=settings.pool_load_gb_per_s,
-        )
+        ),
+        settings.pool_class_load_gb_per_s,
     )
 
 

@@ -12,11 +12,12 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Set
 
 from streams.core.block_facts.fact_sets import FactSets, RankNumbering
 from streams.core.block_facts.moe_labels import LabelIndex, MoeSelector
+from streams.core.cxl_memory import PoolSpeeds
 from streams.core.events import MoeLabels
 from streams.core.ids import Epoch, HashArray, RankId, SequenceHash, WorkerId
 from streams.core.routing.supplementary import HoldersAlong, SupplementaryMatches
 from streams.cxl.events import CxlPool
-from streams.cxl.pooled_index import PooledIndex, PoolRun
+from streams.cxl.pooled_index import ONE_SPEED, PooledIndex, PoolRun
 from streams.cxl.pooled_view import PooledBlock, PooledView
 from streams.cxl.records import BlockRow, OwnerRow, parse_block_key
 from streams.kafka.clients import partition_of
@@ -37,16 +38,17 @@ class SupplementaryFacts:
         epoch_of: Callable[[RankId], Epoch | None],
         holders_along: HoldersAlong,
         serves: Callable[[str], bool] | None = None,
+        speeds: PoolSpeeds = ONE_SPEED,
     ) -> None:
         """epoch_of, holders_along: methods of the index; the first is called under the view's lock. serves: whether
-        pooled blocks of a model are kept."""
+        pooled blocks of a model are kept. speeds: of pools."""
         self._n_partitions = n_partitions
         self._epoch_of = epoch_of
         self._holders_along = holders_along
         self._rows_lock = threading.Lock()
         self._facts_lock = threading.Lock()
         self._rows = PooledView(schema_ids, serves=serves)
-        self._pooled = PooledIndex(FactSets(), self._rows.pools)
+        self._pooled = PooledIndex(FactSets(), self._rows.pools, speeds)
         self._labels = LabelIndex(FactSets())
         # Rows of pooled blocks by model and owner, which need not be registered any more, and what follows from it: the
         # owners by model, and their partitions. Both are replaced, never changed: answers read them without a lock.

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
 
 from streams.core.block_facts.moe_labels import MoeSelector
+from streams.core.cxl_memory import PoolSpeeds
 from streams.core.hashing import unpack_hashes
 from streams.core.ids import HashArray, RankId
 from streams.core.index.interface import PrefixScores
@@ -92,6 +93,7 @@ class View:
             runs.epoch_of,
             locked_holders(runs.holders_along, lock),
             self.served.serves if self.served.models else None,
+            PoolSpeeds(settings.pool_load_gb_per_s, settings.pool_class_load_gb_per_s),
         )
         fleet = FleetView(settings, self._now_ms, self.trust.progress, self.predictions, self.served, changes)
         self.index = IndexView(settings, runs, lock, self.trust, self.facts, fleet, self.predictions, self.run_changes)

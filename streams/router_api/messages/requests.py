@@ -331,7 +331,7 @@ class PoolBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Body of PUT /pools/{pool_id}.
 
     members: ids of the workers that can address the pool
-    latency_class: shown, and not used for decisions
+    latency_class: of pools whose blocks are loaded at the same speed (`pool_class_load_gb_per_s`)
     capacity_blocks: shown, and not used for decisions
     epoch: a greater one means that the contents were lost. Without it, the pool keeps its epoch, or begins the next one
         if it was lost

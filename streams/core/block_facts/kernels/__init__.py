@@ -4,6 +4,7 @@
 ENTRY_POINTS = (
     "fact_sets.weigh",
     "fact_sets.walk",
+    "fact_sets.count_groups",
     "fact_sets.find_rows",
     "fact_sets.drop_set",
     "fact_sets.put_set",

@@ -198,6 +198,55 @@ def walk(
     return n_counting
 
 
+@kernel(
+    int64(int64, int64, int64, int64, _WORDS, int64, int64, _WORDS, _WORDS, _WORDS, _WORDS),
+    nogil=False,
+)
+def count_groups(
+    rows: int,
+    ends: int,
+    n_keys: int,
+    key_bytes: int,
+    bits: Int64Array,
+    words: int,
+    n_groups: int,
+    numbers: Int64Array,
+    starts: Int64Array,
+    counts: Int64Array,
+    out: Int64Array,
+) -> int:
+    """Count by group the blocks that `weigh` or `walk` has counted for each candidate.
+
+    rows, ends: addresses of the rows of the blocks' sets and of the ends of their stretches, for the first of n_keys
+    keys; those of the next key are key_bytes after them. bits: bitmaps with n_groups parts of `words` int64 per row, as
+    in QueryMasks. numbers: int64[m], the rank number of each candidate. starts: int64[m], its own leading blocks.
+    counts: int64[m], what was counted. out: int64[n_groups * m], written: for each group, the blocks of each candidate.
+    A block counts in the first group that has the candidate, under the first key by which the candidate may use it.
+    Returns 0.
+    """
+    n_candidates, stride, bitmap = numbers.size, words * n_groups, address_of(bits)
+    out[:] = 0
+    for candidate in range(n_candidates):
+        number, at, left = numbers[candidate], starts[candidate], counts[candidate]
+        while left > 0:
+            end, shift, row = at, 0, 0
+            while shift < n_keys * key_bytes and end == at:
+                row = load(rows + shift + (at << 3))
+                if row > 0 and _is_set(bitmap, stride, row, number):
+                    end = load(ends + shift + (at << 3))
+                shift += key_bytes
+            if end == at:  # a block of its own
+                at += 1
+                continue
+            group = 0
+            while group < n_groups - 1 and not _is_set(bitmap, stride, row, number + (words * (group + 1) << 6)):
+                group += 1
+            out[group * n_candidates + candidate] += end - at
+            left -= end - at
+            at = end
+    return 0
+
+
 @inlined
 def _row_at(masks: int, blocks: int, rows: int, at: int) -> int:
     """Return the row of a block, looked up at the first call, or -number of a set that has no row yet."""

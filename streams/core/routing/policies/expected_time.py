@@ -37,7 +37,7 @@ from streams.core.routing.policies.expected_time_defaults import (
     POOL_GB_PER_S,
     UNCACHED_WEIGHT,
 )
-from streams.core.routing.policies.interface import Prices, Situation
+from streams.core.routing.policies.interface import NO_CLASSES, Prices, Situation
 from streams.core.routing.policies.timings import DECODE_DEFAULT, PREFILL_DEFAULT, Line, Timings
 from streams.errors import SettingsError
 
@@ -72,8 +72,9 @@ class ExpectedTimeParameters:
     millisecond of decoding counts against one of waiting for the first token; 0.003 favours the first token, 0.03
     throughput. room_share: of a rank's blocks; above it, a request is expected to wait. kv_bytes_per_token: size of the
     cache. host_gb_per_s, disk_gb_per_s, external_gb_per_s, pool_gb_per_s: at which a rank loads cached blocks; 0 does
-    not credit blocks in that memory. prefill_base_ms, prefill_ms_per_token, decode_base_ms, decode_ms_per_token: the
-    timing lines until observations replace them.
+    not credit blocks in that memory. pool_gb_per_s is for pools whose latency class has no speed of its own.
+    prefill_base_ms, prefill_ms_per_token, decode_base_ms, decode_ms_per_token: the timing lines until observations
+    replace them.
     """
 
     uncached_weight: float = UNCACHED_WEIGHT
@@ -110,7 +111,12 @@ class ExpectedTime:
     reads_index = True
     reads_metrics = False
 
-    def __init__(self, parameters: ExpectedTimeParameters | None = None) -> None:
+    def __init__(
+        self,
+        parameters: ExpectedTimeParameters | None = None,
+        pool_class_gb_per_s: Mapping[str, float] = NO_CLASSES,
+    ) -> None:
+        """pool_class_gb_per_s: of pools by latency class. It must be what the index of pooled blocks was given."""
         given = self.parameters = parameters or ExpectedTimeParameters()
         self.timings = Timings(
             Line(given.prefill_base_ms, given.prefill_ms_per_token),
@@ -118,10 +124,12 @@ class ExpectedTime:
         )
         speeds = (given.host_gb_per_s, given.disk_gb_per_s, given.external_gb_per_s, given.pool_gb_per_s)
         # A block of one token, in ms, by tier and for pools; a device copy takes no time.
-        *tiers, pool = (given.kv_bytes_per_token / (1e6 * speed) if speed else 0.0 for speed in speeds)
+        *tiers, pool = (_load_ms(given, speed) for speed in speeds)
         self._load_ms, self._pool_load_ms = (0.0, *tiers), pool
+        self._class_load_ms = {name: _load_ms(given, speed) for name, speed in pool_class_gb_per_s.items()}
         *credited, pool = (float(speed > 0.0) for speed in speeds)
         self._credits, self._pool_credit = (1.0, *credited), pool
+        self._class_credits = {name: float(speed > 0.0) for name, speed in pool_class_gb_per_s.items()}
 
     @property
     def tier_credits(self) -> tuple[float, ...]:
@@ -131,7 +139,7 @@ class ExpectedTime:
     def price(self, situation: Situation) -> Prices:
         """Price a request at each candidate."""
         given, loads, timings = self.parameters, situation.loads, self.timings.of(situation.model)
-        cached = situation.held(self._credits, self._pool_credit)
+        cached = situation.held(self._credits, self._pool_credit, self._class_credits)
         shared = situation.shared
         load_ms = _NO_FLOATS
         if not situation.on_device:
@@ -199,10 +207,15 @@ class ExpectedTime:
         """
         block_size = situation.block_size
         on_device = situation.held((1.0,) + (0.0,) * (len(self._credits) - 1), 0.0)
-        load_ms = block_size * situation.held(self._load_ms, self._pool_load_ms)
+        load_ms = block_size * situation.held(self._load_ms, self._pool_load_ms, self._class_load_ms)
         left = np.maximum(0.0, cached - np.maximum(used, on_device)) / np.maximum(1.0, cached - on_device)
         times: Float64Array = load_ms * left
         return times
+
+
+def _load_ms(given: ExpectedTimeParameters, gb_per_s: float) -> float:
+    """Return the time to load a token's blocks; 0 for memory that is not credited."""
+    return given.kv_bytes_per_token / (1e6 * gb_per_s) if gb_per_s else 0.0
 
 
 def expected_time(parameters: Mapping[str, float]) -> ExpectedTime:

@@ -23,12 +23,22 @@ from streams.core.loads.observations import Forecast, Observation
 #: `PolicyFactory`.
 ENTRY_POINTS = "kvstreams.policies"
 
-#: Returns, for each candidate, the sum of the values of the request's leading blocks that it holds: float64[n]. The
-#: first argument has the value of a block by the tier of its fastest copy (device, host, disk, external), the second
-#: that of a block that the candidate reaches in a CXL pool after its own leading blocks.
-WeighHeld = Callable[[tuple[float, ...], float], Float64Array]
-
 _NO_METRICS: Mapping[RankId, WorkerMetrics] = MappingProxyType({})
+NO_CLASSES: Mapping[str, float] = MappingProxyType({})
+
+
+class WeighHeld(Protocol):
+    """Weighs what candidates hold of a request."""
+
+    def __call__(
+        self, tier_values: tuple[float, ...], pool_value: float, by_class: Mapping[str, float] = NO_CLASSES, /
+    ) -> Float64Array:
+        """Return, for each candidate, the sum of the values of the request's leading blocks that it holds: float64[n].
+
+        tier_values: of a block by the tier of its fastest copy (device, host, disk, external). pool_value: of a block
+        that the candidate reaches in a pool after its own leading blocks. by_class: the same for pools of some latency
+        classes; those from which blocks are loaded at the same speed must have the same value.
+        """
 
 
 class Situation(NamedTuple):
