@@ -19,8 +19,8 @@ FOUND = 1
 COULD_NOT_RUN = 2
 
 _GROUPS = (
-    *("kafka", "topics", "schemas", "index", "registry", "leases", "dead-letters", "engines", "routers"),
-    *("clocks", "memory", "versions"),
+    *("kafka", "topics", "schemas", "index", "registry", "leases", "lmcache", "dead-letters", "engines"),
+    *("routers", "clocks", "memory", "versions"),
 )
 
 

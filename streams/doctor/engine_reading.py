@@ -40,6 +40,9 @@ _BEYOND_ALL = (1 << 63) - 1
 
 _TICK_S = 0.02
 
+#: How names of metrics of LMCache's connector begin, which vLLM shows on its own page.
+_LMCACHE = b"\nlmcache:"
+
 
 async def read_engines(
     http: aiohttp.ClientSession, workers: Sequence[Worker], headers: Mapping[str, str]
@@ -75,6 +78,7 @@ async def _read_engine(
         block_size=parse_block_size(page.body) if page.ok else None,
         models=_models(models),
         version=_version(version),
+        has_lmcache=page.ok and _LMCACHE in page.body,
         tokens_grew=_tokens(after, worker) > _tokens(page, worker),
         clock=page.clock or models.clock,
         events=tuple(events),

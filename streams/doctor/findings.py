@@ -20,6 +20,7 @@ class Group(enum.StrEnum):
     INDEX = "index"
     REGISTRY = "registry"
     LEASES = "leases"
+    LMCACHE = "lmcache"
     DEAD_LETTERS = "dead-letters"
     ENGINES = "engines"
     TOKENIZERS = "tokenizers"

@@ -20,9 +20,10 @@ from confluent_kafka import IsolationLevel, KafkaError, KafkaException, Message,
 from confluent_kafka.admin import AdminClient, OffsetSpec  # type: ignore[attr-defined]
 
 from streams.core.ids import WorkerId
-from streams.core.workers import ServedModel
+from streams.core.workers import BridgeLease, ServedModel
 from streams.doctor.observations import (
     ClockReading,
+    FeedSeen,
     KafkaSeen,
     LogsSeen,
     OwnerRecord,
@@ -44,6 +45,8 @@ from streams.kafka.clients import (
 )
 from streams.kafka.records import AVOIDANCES, CORDONS, MODELS, PULSES, RENDER_PARITIES, decode_metrics, decode_worker
 from streams.kafka.shapes import KeyedRecord, WorkerKey
+from streams.lmcache.feeds import decode_feed
+from streams.lmcache.pools import parse_feed
 from streams.settings import ScopeSettings
 from streams.tables.records import PARTITION_KEY, PROGRESS_KEY, RUN_KEY, decode_partition, decode_progress, decode_run
 from streams.topics import TopicSpec, topics
@@ -185,12 +188,12 @@ class _Seen:
 
     owners: dict[int, list[OwnerRecord]] = field(default_factory=dict)
     workers: dict[WorkerId, Registration] = field(default_factory=dict)
-    renewals: dict[WorkerId, int] = field(default_factory=dict)
     models: dict[str, ServedModel] = field(default_factory=dict)
     pulses: Counter[str] = field(default_factory=Counter)
     bad: dict[str, tuple[int, str]] = field(default_factory=dict)
     dead_letters: Counter[tuple[str, str]] = field(default_factory=Counter)
     clocks: dict[str, ClockReading] = field(default_factory=dict)
+    feeds: dict[str, FeedSeen] = field(default_factory=dict)
 
 
 class _Watch:
@@ -272,6 +275,7 @@ class _Watch:
             for registration in self._seen.workers.values()
             if registration.worker.lease
         ]
+        leases += [seen.feed.lease.lease_ms / 1000 for seen in self._seen.feeds.values() if seen.feed.lease]
         return max(self._settings.stale_after_ms / 1000, *leases, 0.0) + WATCH_MARGIN_S
 
     def _all_heard(self) -> bool:
@@ -283,9 +287,8 @@ class _Watch:
             return False
         leased = [registration for registration in seen.workers.values() if registration.worker.lease is not None]
         bridges = {registration.worker.lease.bridge for registration in leased if registration.worker.lease is not None}
-        return (
-            all(registration.renewed_after_s is not None for registration in leased) and bridges <= seen.pulses.keys()
-        )
+        feeds = [each for each in seen.feeds.values() if each.feed.lease is not None]
+        return all(each.renewed_after_s is not None for each in (*leased, *feeds)) and bridges <= seen.pulses.keys()
 
     def _result(self, watched_s: float) -> LogsSeen:
         seen = self._seen
@@ -298,6 +301,7 @@ class _Watch:
             bad=seen.bad,
             dead_letters=seen.dead_letters,
             clocks=seen.clocks,
+            feeds=dict(sorted(seen.feeds.items())),
         )
 
     def _take(self, message: Message, live: bool) -> None:
@@ -334,14 +338,28 @@ class _Watch:
             worker, before = decode_worker(record.value, schema_ids), seen.workers.get(worker_id)
             renewed_after_s = None if before is None else before.renewed_after_s
             known = None if before is None else before.worker.lease
-            lease, is_first = worker.lease, live and renewed_after_s is None
-            if is_first and lease is not None and lease != known and not lease.is_released:
-                renewed_after_s = time.monotonic() - self._began_s
-            seen.workers[worker_id] = Registration(worker, renewed_after_s)
+            seen.workers[worker_id] = Registration(worker, self._renewed(known, worker.lease, renewed_after_s, live))
+        elif (feed := parse_feed(key.decode(errors="replace"))) is not None:
+            if record.value is None:
+                seen.feeds.pop(feed.key, None)
+                return
+            has, known_feed = decode_feed(record.value, schema_ids), seen.feeds.get(feed.key)
+            renewed_after_s = None if known_feed is None else known_feed.renewed_after_s
+            known = None if known_feed is None else known_feed.feed.lease
+            seen.feeds[feed.key] = FeedSeen(has, self._renewed(known, has.lease, renewed_after_s, live))
         elif record.value is not None:
             for records in _OF_WORKERS:
                 if key.startswith(records.keys.prefix):
                     records.decode_row(key, record.value, schema_ids)
+
+    def _renewed(
+        self, known: BridgeLease | None, lease: BridgeLease | None, renewed_after_s: float | None, live: bool
+    ) -> float | None:
+        """When a lease was first renewed while the doctor watches. known: the lease before this record."""
+        is_first = live and renewed_after_s is None
+        if is_first and lease is not None and lease != known and not lease.is_released:
+            return time.monotonic() - self._began_s
+        return renewed_after_s
 
     def _take_metrics(self, message: Message, live: bool) -> None:
         record, schema_ids = as_record(message), self._settings.schema_ids

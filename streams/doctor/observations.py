@@ -12,6 +12,7 @@ from streams.core.ids import WorkerId
 from streams.core.workers import ServedModel, Worker
 from streams.errors import KvStreamsError
 from streams.kafka.clients import GroupMember, TopicState
+from streams.lmcache.feeds import KnownFeed
 from streams.settings import AgentSettings
 from streams.tables.records import PartitionRecord
 from streams.topics import TopicSpec
@@ -31,6 +32,14 @@ class Registration:
     """A worker of the registry. renewed_after_s: when its lease was first renewed while the doctor watched, or None."""
 
     worker: Worker
+    renewed_after_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FeedSeen:
+    """A feed of LMCache's events. renewed_after_s: as in Registration."""
+
+    feed: KnownFeed
     renewed_after_s: float | None = None
 
 
@@ -65,7 +74,8 @@ class TopicsSeen:
 class LogsSeen:
     """What was in the logs, and what was appended while the doctor watched.
 
-    watched_s: for how long. owners: partition records by partition, in log order. pulses: pulses by bridge.
+    watched_s: for how long. owners: partition records by partition, in log order. pulses: pulses by bridge. feeds: of
+    LMCache's events, by key.
     bad: records that could not be read, by topic: their number and the reason of the first.
     dead_letters: those of the last minutes, by origin and reason. clocks: by subject.
     """
@@ -78,6 +88,7 @@ class LogsSeen:
     bad: Mapping[str, tuple[int, str]] = field(default_factory=dict)
     dead_letters: Mapping[tuple[str, str], int] = field(default_factory=dict)
     clocks: Mapping[str, ClockReading] = field(default_factory=dict)
+    feeds: Mapping[str, FeedSeen] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +141,8 @@ class EngineSeen:
     """One engine of the registry.
 
     error: why it does not answer over HTTP, or None. block_size: on its metrics page, None if it reports none. models:
-    those that it serves, None if it does not say. tokens_grew: whether it processed tokens while the doctor watched.
+    those that it serves, None if it does not say. has_lmcache: whether its metrics page has metrics of LMCache.
+    tokens_grew: whether it processed tokens while the doctor watched.
     events, replays: by rank; replays are empty if it is registered without one. tokens: by the name of a prompt, how
     its tokens differ from those of the files of --tokenizer, or ""; empty if it has no /tokenize, None if not asked.
     """
@@ -141,6 +153,7 @@ class EngineSeen:
     models: tuple[str, ...] | None = None
     version: str | None = None
     tokens_grew: bool = False
+    has_lmcache: bool = False
     clock: ClockReading | None = None
     events: tuple[SocketSeen, ...] = ()
     replays: tuple[SocketSeen, ...] = ()

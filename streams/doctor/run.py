@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import aiohttp
 
 from streams.core.workers import Worker
-from streams.doctor.checks import engines, index, kafka, processes, registry, routers
+from streams.doctor.checks import engines, index, kafka, lmcache, processes, registry, routers
 from streams.doctor.engine_reading import read_engines
 from streams.doctor.findings import DoctorReport, Finding, Group
 from streams.doctor.kafka_reading import read_kafka
@@ -35,6 +35,8 @@ CHECKS: Sequence[tuple[Group, Callable[[Observations], Iterable[Finding]]]] = (
     (Group.INDEX, index.check_lag),
     (Group.REGISTRY, registry.check_registry),
     (Group.LEASES, registry.check_leases),
+    (Group.LMCACHE, lmcache.check_feeds),
+    (Group.LMCACHE, lmcache.check_connectors),
     (Group.DEAD_LETTERS, registry.check_dead_letters),
     (Group.ENGINES, engines.check_engines),
     (Group.TOKENIZERS, engines.check_tokenizers),
@@ -116,7 +118,7 @@ async def _read(settings: AgentSettings, order: Order) -> Observations:
         found_pages = await read_pages(http, order.pages, token)
         found_kafka = None if reading is None else await reading
         found_engines: tuple[EngineSeen, ...] = ()
-        if {Group.ENGINES, Group.TOKENIZERS, Group.PROBE, Group.CLOCKS} & groups:
+        if {Group.LMCACHE, Group.ENGINES, Group.TOKENIZERS, Group.PROBE, Group.CLOCKS} & groups:
             found_engines = await read_engines(http, _workers(found_kafka), key)
         if Group.TOKENIZERS in groups:
             found_engines = await read_tokenizers(http, found_engines, order.tokenizers, files, key)

@@ -39,6 +39,7 @@ from streams.engines.sources.registry import RegistryEngines
 from streams.errors import BlockSizeContradicted
 from streams.kafka.outage import Outage, lasting
 from streams.lmcache.bridge import LmcacheBridge, LmcacheSource
+from streams.lmcache.counters import LmcacheCounts
 from streams.model_registry import check_model, claim_model, writer_name
 from streams.process.interpreter import collect_by_the_clock
 from streams.settings import BridgeSettings
@@ -145,6 +146,11 @@ class Bridge:
     def n_buffered(self) -> int:
         """The number of records that Kafka has not acknowledged."""
         return len(self._kafka)
+
+    @property
+    def lmcache_counts(self) -> LmcacheCounts | None:
+        """What was counted of LMCache's events; None if this bridge reads none."""
+        return None if self._lmcache is None else self._lmcache.counts()
 
     def not_ready(self) -> str | None:
         """Return why no engine can be fed yet, or None: the registry says which bridge feeds an engine."""

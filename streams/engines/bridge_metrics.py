@@ -18,6 +18,9 @@ from streams.engines.sources.interface import EngineSource
 from streams.kafka.clients import wait_for_topics
 from streams.kafka.log_ends import unreachable
 from streams.lmcache.bridge import LmcacheSource
+from streams.lmcache.counters import REASONS, LmcacheCounts
+from streams.lmcache.pools import Verdict
+from streams.lmcache.wire import EventType
 from streams.process.http_server import Startup, monitoring_app, monitoring_server
 from streams.process.metrics import Label, Metric, MetricsRegistry, counter, gauge
 from streams.security.access import Access
@@ -27,29 +30,37 @@ from streams.warming import HASHING, LMCACHE, warm_while_serving
 
 log = logging.getLogger(__name__)
 
+NO_LMCACHE = LmcacheCounts()
+
 
 @dataclass(frozen=True, slots=True)
 class BridgeSnapshot:
     """What the declarations read. totals: FeedCounters by name, over all ranks that this bridge has fed.
 
-    n_engines: named by the bridge's sources now. n_buffered: records that Kafka has not acknowledged.
+    n_engines: named by the bridge's sources now. n_buffered: records that Kafka has not acknowledged. lmcache: what it
+    counts of LMCache's events; all zero without them.
     """
 
     n_ranks: int
     totals: Mapping[str, int]
     n_engines: int = 0
     n_buffered: int = 0
+    lmcache: LmcacheCounts = NO_LMCACHE
 
 
-def bridge_snapshot(counters: RankCounters, n_engines: int = 0, n_buffered: int = 0) -> BridgeSnapshot:
+def bridge_snapshot(
+    counters: RankCounters, n_engines: int = 0, n_buffered: int = 0, lmcache: LmcacheCounts = NO_LMCACHE
+) -> BridgeSnapshot:
     """Sum the counters of all ranks."""
-    return BridgeSnapshot(len(counters), counters.totals(), n_engines, n_buffered)
+    return BridgeSnapshot(len(counters), counters.totals(), n_engines, n_buffered, lmcache)
 
 
 def _total(name: str, text: str) -> Metric[BridgeSnapshot]:
     """Declare the counter of one field of FeedCounters."""
     return counter(f"kvstreams_bridge_{name}_total", text, lambda now: now.totals[name])
 
+
+_KINDS, _VERDICTS = tuple(map(str, EventType)), tuple(map(str, Verdict))
 
 BRIDGE_METRICS: tuple[Metric[BridgeSnapshot], ...] = (
     gauge(
@@ -102,14 +113,61 @@ BRIDGE_METRICS: tuple[Metric[BridgeSnapshot], ...] = (
     _total("restatements", "Restatements that were published"),
     _total("restatement_chunks", "Chunks of these restatements"),
     _total("heartbeats", "Heartbeats that were published"),
+    gauge(
+        "kvstreams_bridge_lmcache_feeds",
+        "Servers and shared backends of LMCache whose events this bridge passes on",
+        lambda now: now.lmcache.n_feeds,
+    ),
+    gauge(
+        "kvstreams_bridge_lmcache_feeds_incomplete",
+        "Those of them of which batches are missing; answers that use their chunks are degraded",
+        lambda now: now.lmcache.n_incomplete,
+    ),
+    gauge(
+        "kvstreams_bridge_lmcache_chunks",
+        "Chunks that these servers and backends hold",
+        lambda now: now.lmcache.n_chunks,
+    ),
+    counter(
+        "kvstreams_bridge_lmcache_batches_total",
+        "Batches of LMCache's events that were read, of all servers",
+        lambda now: {kind: now.lmcache.batches.get(kind, 0) for kind in _KINDS},
+        Label("kind", values=_KINDS),
+    ),
+    counter(
+        "kvstreams_bridge_lmcache_verdicts_total",
+        "Batches by what they are in the order of their server, for each server and shared backend that is passed on",
+        lambda now: {verdict: now.lmcache.verdicts.get(verdict, 0) for verdict in _VERDICTS},
+        Label("verdict", values=_VERDICTS),
+    ),
+    counter(
+        "kvstreams_bridge_lmcache_stored_total",
+        "Objects that LMCache has stored: chunks, for each rank of an engine",
+        lambda now: now.lmcache.stored,
+    ),
+    counter(
+        "kvstreams_bridge_lmcache_not_counted_total",
+        "Those of them that are in no pool",
+        lambda now: {reason: now.lmcache.not_counted.get(reason, 0) for reason in REASONS},
+        Label("reason", values=REASONS),
+    ),
+    counter(
+        "kvstreams_bridge_lmcache_dead_letters_total",
+        "Records that are not LMCache's events, or of a later version, and went to the dead letters",
+        lambda now: now.lmcache.dead_letters,
+    ),
 )
 
 
 def bridge_registry(bridge: Bridge) -> MetricsRegistry[BridgeSnapshot]:
     """The registry of a bridge."""
-    return MetricsRegistry(
-        BRIDGE_METRICS, lambda: bridge_snapshot(bridge.counters, bridge.n_engines, bridge.n_buffered)
-    )
+
+    def snapshot() -> BridgeSnapshot:
+        return bridge_snapshot(
+            bridge.counters, bridge.n_engines, bridge.n_buffered, bridge.lmcache_counts or NO_LMCACHE
+        )
+
+    return MetricsRegistry(BRIDGE_METRICS, snapshot)
 
 
 async def run_bridge(

@@ -16,7 +16,7 @@ import asyncio
 import json
 import logging
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -32,8 +32,9 @@ from streams.errors import BadRecord, KvStreamsError
 from streams.kafka.clients import consume, dead_letter_headers, reader, worker_key
 from streams.kafka.outage import Outage, lasting
 from streams.lmcache.chunk_names import ChunkNames
+from streams.lmcache.counters import LmcacheCounters, LmcacheCounts
 from streams.lmcache.feed_lease import FeedLease
-from streams.lmcache.feeds import KnownFeed, decode_feed, encode_feed, known_cursors
+from streams.lmcache.feeds import MODELS_SHOWN_MAX, KnownFeed, decode_feed, encode_feed, known_cursors
 from streams.lmcache.pools import (
     FEEDS_MAX,
     INSTANCE_PREFIX,
@@ -114,7 +115,7 @@ class _HeldFeed:
 
 
 class LmcacheBridge:
-    """Passes on the events of one topic of LMCache. counts: what was read, by kind."""
+    """Passes on the events of one topic of LMCache."""
 
     def __init__(self, settings: BridgeSettings, source: LmcacheSource, kafka: Producer, name: str) -> None:
         self._settings = settings
@@ -133,7 +134,7 @@ class LmcacheBridge:
         self._consumer: Consumer | None = None
         self._outage = Outage()
         self._publish_at_s = self._checkpoint_at_s = 0.0
-        self.counts: Counter[str] = Counter()
+        self._counters = LmcacheCounters()
 
     # -- called by the registry reader, on the loop --------------------------------------------------------------------
 
@@ -156,6 +157,11 @@ class LmcacheBridge:
     def fed(self) -> list[WorkerId]:
         """Return the owners of the rows of feeds that are passed on, for the pulse."""
         return [held.feed.worker_id for held in self._feeds.values() if held.pools is not None]
+
+    def counts(self) -> LmcacheCounts:
+        """Return what this bridge has counted, for its metrics."""
+        passed_on = [held.pools for held in list(self._feeds.values()) if held.pools is not None]
+        return self._counters.snapshot(passed_on)
 
     # -- the loop ------------------------------------------------------------------------------------------------------
 
@@ -264,7 +270,7 @@ class LmcacheBridge:
                 continue
             held.is_registered = known is not None
             if known is None:  # a reset, or an operator: what was published may be gone
-                held.pools = None
+                self._drop_pools(held)
             self._perform(held, held.lease.on_record(known, time.monotonic()))
 
     def _tick(self) -> None:
@@ -276,7 +282,8 @@ class LmcacheBridge:
             holds = held.lease.phase is LeasePhase.HOLDING
             if held.pools is not None and (not holds or held.term != held.lease.term or held.failed):
                 log.warning("%s: its events are passed on by another bridge, or again from its position", held.feed.key)
-                held.pools, held.checkpoint = None, None
+                self._drop_pools(held)
+                held.checkpoint = None
             if holds and held.pools is None and held.lease.may_publish(now_s):
                 self._take_over(held)
         is_due = now_s >= self._checkpoint_at_s
@@ -323,6 +330,11 @@ class LmcacheBridge:
         self._publish_at_s = 0.0  # evictions of rows come before what is read now
         log.info("%s: this bridge passes its events on (term %d, %d chunks)", held.feed.key, held.term, len(pools))
 
+    def _drop_pools(self, held: _HeldFeed) -> None:
+        if held.pools is not None:
+            self._counters.end(held.pools)
+        held.pools = None
+
     def _perform(self, held: _HeldFeed, writes: Iterable[Write[KnownFeed]]) -> None:
         for write in writes:
             value = None if write.record is None else encode_feed(write.record)
@@ -360,11 +372,11 @@ class LmcacheBridge:
             self._dead_letter(message, number, offset, exc)
             return
         for batch in batches:
-            self.counts[batch.kind] += 1
+            self._counters.batches[batch.kind] += 1
             self._discover(batch, number, offset)
             for held in self._held(batch):
                 if held.pools is not None and offset >= held.positions.get(number, 0):
-                    self.counts[held.pools.apply(batch, at_s)] += 1
+                    self._counters.verdicts[held.pools.apply(batch, at_s)] += 1
         if self._names.added:
             for held in self._feeds.values():
                 if held.pools is not None:
@@ -394,7 +406,7 @@ class LmcacheBridge:
         if held is not None and (held.pools is None or offset < held.positions.get(number, 0)):
             return  # the bridge that passes the instance on writes it
         value = message.value() or b""
-        self.counts["dead_letters"] += 1
+        self._counters.dead_letters += 1
         letter = json.dumps({"reason": exc.reason, "bytes": len(value), "partition": number, "offset": offset}).encode()
         try:
             self._kafka.produce(
@@ -474,5 +486,7 @@ class LmcacheBridge:
                 positions,
                 known_cursors(pools.cursors),
                 {str(reason): n for reason, n in pools.counts.items()},
+                pools.n_stored,
+                tuple(pools.models()[:MODELS_SHOWN_MAX]),
             )
             held.checkpoint = record, held.sent

@@ -16,6 +16,9 @@ from streams.kafka.records import LEASE
 from streams.kafka.shapes import TEXTS, RecordShape, Shape, many, optional
 from streams.lmcache.pools import Cursor, parse_feed
 
+#: Models of one feed that its record names.
+MODELS_SHOWN_MAX = 16
+
 
 @dataclass(frozen=True, slots=True)
 class KnownCursor:
@@ -31,8 +34,9 @@ class KnownCursor:
 class KnownFeed:
     """A feed as the registry has it.
 
-    positions: by partition of the topic, the offset of the first record that was not passed on. counts: stored objects
-    that are in no pool, by reason; shown to people.
+    positions: by partition of the topic, the offset of the first record that was not passed on. The rest is shown to
+    people: stored, objects that were stored, and counts, those of them that are in no pool by reason, both since a
+    bridge took over; models, our names of those that objects are of, at most MODELS_SHOWN_MAX.
     """
 
     key: str
@@ -40,6 +44,8 @@ class KnownFeed:
     positions: tuple[int, ...] = ()
     cursors: tuple[KnownCursor, ...] = ()
     counts: dict[str, int] = field(default_factory=dict)
+    stored: int = 0
+    models: tuple[str, ...] = ()
     lease: BridgeLease | None = None
 
     @property
@@ -65,6 +71,13 @@ def _check(feed: KnownFeed) -> None:
 
 _FEED = RecordShape(
     "lmcache-feeds",
-    Shape(KnownFeed, check=_check, positions=TEXTS, cursors=many(Shape(KnownCursor).nested()), lease=optional(LEASE)),
+    Shape(
+        KnownFeed,
+        check=_check,
+        positions=TEXTS,
+        models=TEXTS,
+        cursors=many(Shape(KnownCursor).nested()),
+        lease=optional(LEASE),
+    ),
 )
 encode_feed, decode_feed = _FEED.encode, _FEED.decode

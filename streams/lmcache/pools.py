@@ -197,11 +197,13 @@ class ModelNames:
 
 
 class FeedPools:
-    """The pools of one feed. counts: objects that are not counted, by reason; capacities: bytes, by pool."""
+    """The pools of one feed. n_stored: objects that were stored; counts: those that are not counted, by reason;
+    capacities: bytes, by pool."""
 
     def __init__(self, feed: Feed, names: ChunkNames, models: ModelNames, chunks_max: int = CHUNKS_MAX) -> None:
         self.feed = feed
         self.cursors: dict[str, Cursor] = {}
+        self.n_stored = 0
         self.counts: Counter[str] = Counter()
         self.capacities: dict[Pool, int] = {}
         self.chunk_bytes: dict[Pool, tuple[int, int]] = {}  # bytes of the last chunk stored, and its blocks
@@ -232,6 +234,10 @@ class FeedPools:
     def pools(self) -> set[Pool]:
         """Return the pools that have, had or declared anything."""
         return {owner.pool for owner in self._held} | set(self.capacities)
+
+    def models(self) -> list[str]:
+        """Return our names of the models whose chunks are held."""
+        return sorted({owner.model for owner, held in self._held.items() if held.chunks})
 
     def is_incomplete(self) -> bool:
         """Whether batches are missing whose loss still matters."""
@@ -300,6 +306,7 @@ class FeedPools:
 
     def _store(self, pool: Pool, instance: str, entries: list[Entry], at_s: int) -> None:
         places: _Places = {}
+        self.n_stored += len(entries)
         for entry in entries:
             if entry.group != _FIRST_GROUP:
                 self.counts[NotCounted.OTHER_GROUP] += 1

@@ -14,11 +14,12 @@ from streams.cli import cli
 from streams.core.ids import WorkerId
 from streams.core.loads.bookings import BOOKINGS_BYTES_MAX
 from streams.core.workers import BridgeLease, Worker
-from streams.doctor.checks import engines, index, kafka, processes, registry, routers
+from streams.doctor.checks import engines, index, kafka, lmcache, processes, registry, routers
 from streams.doctor.findings import DoctorReport, Finding, Group, as_json, as_text, listed
 from streams.doctor.observations import (
     ClockReading,
     EngineSeen,
+    FeedSeen,
     KafkaSeen,
     LogsSeen,
     Observations,
@@ -32,6 +33,7 @@ from streams.doctor.observations import (
     TopicsSeen,
 )
 from streams.doctor.run import CHECKS, Order
+from streams.lmcache.feeds import KnownCursor, KnownFeed
 from streams.prompts.parity import compare
 from streams.settings import Settings
 from streams.tables.records import BEHIND_UNKNOWN_MS, PartitionRecord, SourceProgress
@@ -176,6 +178,83 @@ def test_a_bridge_that_renews_but_does_not_pulse_is_behind() -> None:
     """Pulses are withheld while messages of engines wait."""
     (found,) = registry.check_leases(observed(pulses={}))
     assert (found.code, found.subject) == ("bridge_behind", "bridge b")
+
+
+FEED = KnownFeed("lmcache/node-a", "events", (5,), (KnownCursor("node-a", 7, 3),), {}, 1000, ("m",), LEASE)
+
+
+def lmcache_codes(*feeds: FeedSeen, names: str | None = "node-a", **changes: object) -> list[str]:
+    """The codes of feeds, where one engine of model m names a server."""
+    worker = replace(WORKER, lmcache=names, aliases=("short",))
+    seen = observed(
+        workers={WORKER.worker_id: Registration(worker, 1.0)}, feeds={each.feed.key: each for each in feeds}, **changes
+    )
+    return [each.code for each in lmcache.check_feeds(seen)]
+
+
+def test_a_server_of_lmcache_that_an_engine_names_and_a_bridge_passes_on_is_well() -> None:
+    """So is a shared backend, which no engine names, and a scope without LMCache."""
+    shared = replace(FEED, key="lmcache-shared/s3")
+    assert lmcache_codes(FeedSeen(FEED, 1.0), FeedSeen(shared, 1.0)) == []
+    assert lmcache_codes(names=None) == []
+
+
+@pytest.mark.parametrize(
+    ("feed", "codes"),
+    [
+        (FeedSeen(FEED, None), ["lmcache_silent"]),
+        (FeedSeen(replace(FEED, lease=None), 1.0), ["lmcache_silent"]),
+        (FeedSeen(replace(FEED, lease=replace(LEASE, lease_ms=0)), 1.0), ["lmcache_silent"]),
+        (FeedSeen(replace(FEED, cursors=(KnownCursor("node-a", 7, 3, gap_s=9),)), 1.0), ["lmcache_incomplete"]),
+        (FeedSeen(replace(FEED, counts={"no_tokens": 49}, stored=50), 1.0), []),
+        (FeedSeen(replace(FEED, counts={"no_tokens": 50}, stored=1001), 1.0), []),
+        (FeedSeen(replace(FEED, counts={"no_tokens": 50, "chunk_size": 90}), 1.0), ["lmcache_left_out"] * 2),
+        (FeedSeen(replace(FEED, counts={"of_a_later_version": 900}), 1.0), []),
+        (FeedSeen(replace(FEED, models=("m", "/models/m")), 1.0), ["lmcache_other_model"]),
+        (FeedSeen(replace(FEED, models=()), 1.0), []),
+    ],
+)
+def test_what_is_wrong_with_a_feed_of_lmcache_is_named(feed: FeedSeen, codes: list[str]) -> None:
+    """One finding for each fault; a few objects that are left out are none."""
+    assert lmcache_codes(feed) == codes
+
+
+def test_a_name_that_engines_and_servers_do_not_share_is_found_on_both_sides() -> None:
+    """The finding about the server suggests the name that is nearly its own."""
+    worker = replace(WORKER, lmcache="node_a")
+    seen = observed(workers={WORKER.worker_id: Registration(worker, 1.0)}, feeds={FEED.key: FeedSeen(FEED, 1.0)})
+    unknown, unused = lmcache.check_feeds(seen)
+    assert (unknown.code, unused.code) == ("lmcache_unknown_server", "lmcache_unused")
+    assert "known: node-a" in unknown.problem
+    assert "instead of lmcache=node_a" in unused.remedy
+
+
+@pytest.mark.parametrize("name", ["/models/m", "/models/m/", "short", "else"])
+def test_a_model_that_lmcache_names_otherwise_is_named_with_the_setting(name: str) -> None:
+    """The setting is complete if the name ends like ours, or is an alias of ours."""
+    seen = observed(
+        workers={
+            WORKER.worker_id: Registration(replace(WORKER, lmcache="node-a", aliases=("short",)), 1.0),
+            WorkerId(2): Registration(replace(WORKER, worker_id=WorkerId(2), model="a"), 1.0),
+        },
+        feeds={FEED.key: FeedSeen(replace(FEED, models=(name,)), 1.0)},
+    )
+    (found,) = lmcache.check_feeds(seen)
+    assert f"lmcache_models of the bridge to {name}={'a' if name == 'else' else 'm'}" in found.remedy
+
+
+def test_engines_that_could_use_the_events_of_lmcache_are_named() -> None:
+    """Their own metrics show it, or the blocks of connectors that their bridge leaves out."""
+    name = "kvstreams_bridge_not_indexed_total"
+    page = PageSeen("http://b/metrics", None, ((name, {"reason": "connector"}, 3.0), (name, {"reason": "tail"}, 9.0)))
+    named = EngineSeen(replace(WORKER, lmcache="node-a"), has_lmcache=True)
+    seen = replace(observed(), engines=(EngineSeen(WORKER, has_lmcache=True), named), pages=(page,))
+    found = list(lmcache.check_connectors(seen))
+    assert [(each.code, each.subject) for each in found] == [
+        ("lmcache_not_named", "worker 1"),
+        ("connector_chunks", "http://b/metrics"),
+    ]
+    assert list(lmcache.check_connectors(replace(observed(), engines=(named,)))) == []
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,10 @@ from streams.engines.dialects.interface import NOT_INDEXED_REASONS
 from streams.engines.feed_counters import NOT_INDEXED, RELEASED_RANKS_MAX, FeedCounters, RankCounters
 from streams.errors import API_ERRORS, api_error
 from streams.kafka.applied_until import Lag, lag_records, lag_seconds
+from streams.lmcache.chunk_names import ChunkNames
+from streams.lmcache.counters import LmcacheCounters
+from streams.lmcache.pools import Feed, FeedPools, ModelNames
+from streams.lmcache.wire import CacheBatch, ChunkKey, Entry, EventType, Tier
 from streams.process.metrics import (
     OTHER,
     VALUES_MAX,
@@ -258,10 +262,40 @@ def test_every_counter_of_a_feed_is_served_as_the_sum_over_ranks() -> None:
             setattr(counters.of(rank), name, 10 * n + 1)
         counters.of(rank).not_indexed.update(dict.fromkeys(NOT_INDEXED_REASONS, 3))
     found = samples(MetricsRegistry(BRIDGE_METRICS, lambda: bridge_snapshot(counters, 3, 4)))
+    of_lmcache = {name for name in found if name.startswith("kvstreams_bridge_lmcache_")}
+    assert {found.pop(name) for name in of_lmcache} == {0.0}
     wanted = {f"kvstreams_bridge_{name}_total": 20.0 * n + 2 for n, name in enumerate(names)}
     wanted |= {f"kvstreams_bridge_not_indexed_total/{reason}": 6.0 for reason in NOT_INDEXED_REASONS}
     gauges = {"kvstreams_bridge_ranks": 2.0, "kvstreams_bridge_engines": 3.0, "kvstreams_bridge_buffered_records": 4.0}
     assert found == wanted | gauges
+
+
+def test_what_a_bridge_counts_of_lmcache_never_decreases() -> None:
+    """When a feed goes to another bridge, its objects stay counted, and its chunks are that bridge's."""
+    feed, models = Feed("node-a"), ModelNames(lambda _: 16)
+    pools, counters = FeedPools(feed, ChunkNames(), models), LmcacheCounters()
+    key = ChunkKey(b"chunk", "m", 1, 0, 0, "")
+    entries = [Entry(key, 1, b"[" + b"1," * 15 + b"1]", 0), Entry(key._replace(chunk_hash=b"other"), 1, b"", -1)]
+    batch = CacheBatch("node-a", 1, 3, EventType.STORE, Tier.L1, "dram", False, entries, 0, 0)
+    counters.batches[batch.kind] += 1
+    counters.verdicts[pools.apply(batch, 1)] += 1
+    registry = MetricsRegistry(
+        BRIDGE_METRICS, lambda: bridge_snapshot(RankCounters(), lmcache=counters.snapshot(passed_on))
+    )
+    totals = {
+        "batches_total/store": 1.0,
+        "verdicts_total/gap": 1.0,
+        "stored_total": 2.0,
+        "not_counted_total/no_tokens": 1.0,
+    }
+    passed_on = [pools]
+    gauges = {"feeds": 1.0, "feeds_incomplete": 1.0, "chunks": 2.0}
+    prefix = "kvstreams_bridge_lmcache_"
+    for expected in (totals | gauges, totals):
+        found = {name.removeprefix(prefix): n for name, n in samples(registry).items() if n and prefix in name}
+        assert found == expected
+        passed_on = []
+        counters.end(pools)
 
 
 def test_the_counters_of_released_ranks_are_added_up_beyond_a_limit() -> None:

@@ -406,7 +406,7 @@ def test_chunks_of_a_cache_that_never_reports_evictions_are_counted_and_not_inde
     """Their size says nothing about the engine's. The engine's own blocks come and go as without them."""
     payload = decode_payload(pack(chunk), BLOCK)
     assert (payload.events, payload.unusable, payload.is_incomplete) == ((), (), False)
-    assert (payload.n_unindexed, payload.not_indexed) == (1, {"unplaced": 1})
+    assert (payload.n_unindexed, payload.not_indexed) == (1, {"connector": 1})
     rank = Rank()
     assert rank.take(stored_event()) == 0
     assert rank.take(chunk) == 1

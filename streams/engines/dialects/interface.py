@@ -24,6 +24,7 @@ NOT_INDEXED_REASONS = (
     "cache_group",
     "chunk",
     "colliding_hash",
+    "connector",
     "content_unknown",
     "duplicate_hash",
     "key_unknown",

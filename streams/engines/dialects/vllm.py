@@ -23,8 +23,8 @@ map with `type`. Fields at the end of an array may be absent, later ones are ign
 | - | lookahead_token_ids | 0.33.0 on | makes the rank approximate: the last block of a match is uncertain |
 | - | cxl_metadata, moe | this project's engines | docs/cxl.md |
 
-Connectors to other caches (LMCache, Mooncake, Ascend) report their stores through vLLM, and never their evictions. Such
-stores are not indexed (`_is_never_removed`).
+Connectors to other caches (LMCache, Mooncake, Ascend) report their stores through vLLM, and never their evictions, or
+not all of them. Such stores are not indexed (`_is_never_removed`).
 
 BlockRemoved: block_hashes, medium, group_idx; then locality and ownership. AllBlocksCleared has no fields; it is the
 clear of the device tier, and lower tiers may keep their blocks. TierBlocksCleared: medium. Engines with CXL memory add
@@ -243,7 +243,7 @@ def _decode_opened(outer: Any, block_size: int, state: _State) -> DecodedBatch:
                 state.forget_shown()
                 _find_main_group(batch, state, raw_events[index + 1 :])
                 if state.has_never_removed:
-                    batch.leave_out("unplaced", 1)  # vLLM clears its own cache, and the connector may keep its blocks
+                    batch.leave_out("connector", 1)  # vLLM clears its own cache, and the connector may keep its blocks
         except BadRecord as exc:
             batch.lose(index, exc, _shown(raw_event))
         except FIELD_ERRORS as exc:
@@ -343,7 +343,7 @@ def _store(batch: BatchBuilder, state: _State, get: Get, block_size: int) -> Non
         return
     if _is_never_removed(get, block_size):
         # Its block size is the connector's, so it shows nothing about the engine's.
-        batch.leave_out("unplaced", len(hashes))
+        batch.leave_out("connector", len(hashes))
         state.has_never_removed = True
         return
     group, kind = group_of(get), get("kv_cache_spec_kind")
