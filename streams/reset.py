@@ -4,9 +4,9 @@ What lives here: which processes must not be running, what is emptied, and in wh
 to reset.
 
 A reset empties the tables (their changelogs, and this machine's copies of them), `kv-events`, `cxl-events`,
-`kv-control` and `router-loads`, and deletes the models' block sizes, so that the scope can be used with others. It
-keeps the rest of the registry (workers, cordons, pools), which operators and bridges wrote, and the dead letters, which
-are evidence of faults.
+`kv-control` and `router-loads`, and deletes the models' block sizes, so that the scope can be used with others. It sets
+the feeds of LMCache's events back, so that their chunks are published again. It keeps the rest of the registry
+(workers, cordons, pools), which operators and bridges wrote, and the dead letters, which are evidence of faults.
 
 No topic is deleted and recreated, for three reasons. The offsets of the new topic would start over, so a running reader
 could mistake a record of the new topic for the next one of the old topic, or for one that it has already read. Between
@@ -28,6 +28,7 @@ from confluent_kafka import OFFSET_END, KafkaException, Producer, TopicPartition
 
 from streams.errors import KvStreamsError, ScopeInUse, TableError
 from streams.kafka.clients import CREATE_TIMEOUT_S, Record, admin, first_offset, group_members, log_end
+from streams.lmcache.resetting import set_back
 from streams.model_registry import delete_models
 from streams.settings import AgentSettings, tables_path
 from streams.tables.changelog import read_to_end
@@ -59,13 +60,14 @@ class Emptied:
     """What was emptied.
 
     records: keys of the tables. partitions: partitions of the topics with events, requests and loads. copies: folders
-    of local copies. models: records of models.
+    of local copies. models: records of models. feeds: feeds of LMCache that begin again.
     """
 
     records: int
     partitions: int
     copies: int
     models: int
+    feeds: int
 
 
 def reset_scope(settings: AgentSettings, *, force: bool = False) -> Emptied:
@@ -80,7 +82,7 @@ def reset_scope(settings: AgentSettings, *, force: bool = False) -> Emptied:
     # Events first: an agent that starts in between would fill an empty index from them.
     n_truncated = _truncate(settings)
     records = sum(_delete_index(settings, partition) for partition in range(settings.partitions))
-    return Emptied(records, n_truncated, _remove_copies(settings), delete_models(settings))
+    return Emptied(records, n_truncated, _remove_copies(settings), delete_models(settings), set_back(settings))
 
 
 def _check_unused(settings: AgentSettings) -> None:

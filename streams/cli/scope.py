@@ -188,7 +188,7 @@ def empty_scope(settings: AgentSettings, force: bool, *, may_be_new: bool = Fals
     click.echo(
         f"{settings.app_id} is empty: {done.records} records of the index deleted, "
         f"{done.partitions} partitions of events, loads and requests truncated, {done.copies} local copies removed, "
-        f"block sizes of {done.models} models forgotten"
+        f"block sizes of {done.models} models forgotten, {done.feeds} feeds of LMCache begin again"
     )
 
 

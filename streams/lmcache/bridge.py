@@ -269,9 +269,11 @@ class LmcacheBridge:
                 log.warning("the record of %s is skipped: %s", held.feed.key, exc)
                 continue
             held.is_registered = known is not None
-            if known is None:  # a reset, or an operator: what was published may be gone
+            if known is None:  # an operator: what was published may be gone
                 self._drop_pools(held)
             self._perform(held, held.lease.on_record(known, time.monotonic()))
+            if known is not None and known.is_set_back:
+                self._begin_again(held)
 
     def _tick(self) -> None:
         """Keep the leases, take over feeds, and publish and write what is due."""
@@ -329,6 +331,14 @@ class LmcacheBridge:
         held.pools = pools
         self._publish_at_s = 0.0  # evictions of rows come before what is read now
         log.info("%s: this bridge passes its events on (term %d, %d chunks)", held.feed.key, held.term, len(pools))
+
+    def _begin_again(self, held: _HeldFeed) -> None:
+        """Publish everything again, since the scope was emptied."""
+        held.recovering = held.checkpoint = None
+        held.written.clear()
+        if held.pools is not None:
+            log.info("%s: the scope was emptied, so its %d chunks are published again", held.feed.key, len(held.pools))
+            held.pools.publish_all()
 
     def _drop_pools(self, held: _HeldFeed) -> None:
         if held.pools is not None:

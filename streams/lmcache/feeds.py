@@ -53,6 +53,11 @@ class KnownFeed:
         """Whether batches are missing whose loss still matters."""
         return any(cursor.gap_s for cursor in self.cursors)
 
+    @property
+    def is_set_back(self) -> bool:
+        """Whether nothing was passed on, as a reset of the scope writes it."""
+        return self.lease is None and not self.positions
+
     def cursors_by_instance(self) -> dict[str, Cursor]:
         """The cursors, to continue with."""
         return {known.instance: Cursor(known.incarnation, known.number, known.gap_s) for known in self.cursors}

@@ -455,6 +455,13 @@ class FeedPools:
             held.changed.clear()
         return changes
 
+    def publish_all(self) -> None:
+        """Have every chunk published again: routers know nothing of them."""
+        for held in self._held.values():
+            for chunk in held.chunks.values():
+                chunk.published = None
+            held.changed = {key: chunk for key, chunk in held.chunks.items() if chunk.address is not None}
+
 
 #: Pairs of a salt and a model whose name space is cached.
 _SPACES_KEPT_MAX = 65_536

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ from streams.lab.engines.engine_config import EngineConfig
 from streams.lab.kafka.ports import free_port
 from streams.lab.processes import Children
 from streams.lab.stack import RouterProcess, Stack, get_json, is_ready, wait_workers
+from streams.lmcache.feeds import KnownCursor, KnownFeed, encode_feed
 from streams.process.waiting import wait_for
 from streams.settings import Settings, as_environ
 from streams.tables.records import PARTITION_KEY, PartitionRecord, SourceProgress, encode_partition
@@ -301,6 +303,66 @@ def dead_letters_grow(well: DoctorsFleet) -> Iterator[Sick]:
     skip = frozenset(Group) - {Group.DEAD_LETTERS}
     order = Order(skip=skip, watch_s=0.5)
     yield Sick(well.quiet, {"dead_letters"}, ["tcp://gpu7:5557", "3 dead letters", "bad_event"], order)
+
+
+LMCACHE_ALONE = frozenset(Group) - {Group.LMCACHE}
+
+
+@contextmanager
+def lmcache_feed(well: DoctorsFleet, feed: KnownFeed, *, renews: bool = True) -> Iterator[None]:
+    """A feed of LMCache is in the quiet scope, whose lease a bridge renews while the block runs."""
+    numbers = count(1)
+
+    def write() -> None:
+        lease = BridgeLease("bridge-9", 1, 1500, next(numbers))
+        well.write(well.quiet, feed.key.encode(), encode_feed(replace(feed, lease=lease)))
+
+    write()
+    with repeating(write if renews else lambda: None):
+        yield
+    well.write(well.quiet, feed.key.encode(), None)
+
+
+FEED = KnownFeed("lmcache/node-a", "events", (4,), (KnownCursor("node-a", 1, 2),), {}, 1000, (MODEL,))
+
+
+@contextmanager
+def quiet_engine(well: DoctorsFleet, **changes: Any) -> Iterator[None]:
+    """An engine is in the registry of the quiet scope while the block runs."""
+    worker = Worker(WorkerId(78), well.spare.url, MODEL, BLOCK_SIZE, **changes)
+    well.write(well.quiet, worker_key(worker.worker_id), encode_worker(worker))
+    yield
+    well.write(well.quiet, worker_key(worker.worker_id), None)
+
+
+@fault
+def engine_names_a_server_of_lmcache_without_events(well: DoctorsFleet) -> Iterator[Sick]:
+    with quiet_engine(well, lmcache="node-b"), lmcache_feed(well, FEED):
+        names = ["worker 78", "node-b", "known: node-a", "lmcache=node-a"]
+        yield Sick(well.quiet, {"lmcache_unknown_server", "lmcache_unused"}, names, Order(skip=LMCACHE_ALONE))
+
+
+@fault
+def nobody_passes_on_the_events_of_lmcache(well: DoctorsFleet) -> Iterator[Sick]:
+    with quiet_engine(well, lmcache="node-a"), lmcache_feed(well, FEED, renews=False):
+        yield Sick(well.quiet, {"lmcache_silent"}, ["bridge-9", "--lmcache events"], Order(skip=LMCACHE_ALONE))
+
+
+@fault
+def events_of_lmcache_are_missing_and_chunks_are_left_out(well: DoctorsFleet) -> Iterator[Sick]:
+    gap = (KnownCursor("node-a", 1, 2, gap_s=5),)
+    feed = replace(FEED, cursors=gap, counts={"chunk_size": 900, "no_tokens": 3})
+    with quiet_engine(well, lmcache="node-a"), lmcache_feed(well, feed):
+        names = ["900 of 1000", "--chunk-size", "lmcache_unconfirmed_ttl_s"]
+        yield Sick(well.quiet, {"lmcache_incomplete", "lmcache_left_out"}, names, Order(skip=LMCACHE_ALONE))
+
+
+@fault
+def lmcache_has_another_name_of_the_model(well: DoctorsFleet) -> Iterator[Sick]:
+    feed = replace(FEED, models=(f"/models/{MODEL}",))
+    with quiet_engine(well, lmcache="node-a"), lmcache_feed(well, feed):
+        names = [f"lmcache_models of the bridge to /models/{MODEL}={MODEL}"]
+        yield Sick(well.quiet, {"lmcache_other_model"}, names, Order(skip=LMCACHE_ALONE))
 
 
 @fault

@@ -22,6 +22,7 @@ from streams.lab.processes import Child
 from streams.lab.stack import Stack, get_json, wait_workers
 from streams.lmcache.feeds import decode_feed
 from streams.process.waiting import wait_for
+from streams.reset import reset_scope
 from streams.tables.changelog import read_to_end
 from streams.topics import topics
 from tests.helpers.bridges import SMALL
@@ -171,12 +172,6 @@ def test_an_engine_counts_the_chunks_of_its_instance_up_to_the_end_of_a_chunk(st
 
 
 @pytest.mark.long_running
-<<<<<<< HEAD
-@pytest.mark.timeout(3600)
-@pytest.mark.skipif(not os.environ.get(REAL), reason=f"{REAL} does not name a Python that has lmcache 0.5.6")
-def test_pools_agree_with_the_directory_of_the_real_lmcache(stack: Stack, long_form: bool) -> None:
-    """Random events of the real classes, with bridges that are killed among them, and a look at each quiet point.
-=======
 def test_a_stream_goes_on_from_what_lmcache_has_when_its_engine_is_killed(stack: Stack) -> None:
     """Another engine loads the whole chunks of the stream's context, and computes only what follows them."""
     worker, config = stack.worker(), EngineConfig()
@@ -197,10 +192,43 @@ def test_a_stream_goes_on_from_what_lmcache_has_when_its_engine_is_killed(stack:
 
 
 @pytest.mark.long_running
-@pytest.mark.skipif(REAL not in os.environ, reason=f"{REAL} does not name a Python that has lmcache 0.5.6")
-def test_pools_agree_with_the_directory_of_the_real_lmcache(stack: Stack) -> None:
-    """Random events of the real classes, with bridges that are killed, and a look at each quiet point.
->>>>>>> 073d70e7 (kvstreams sim-pool --lmcache stores chunks and reports them as LMCache does, and the laboratory has pools of chunks)
+def test_chunks_come_back_after_a_reset(stack: Stack) -> None:
+    """A bridge that runs publishes them again from memory, as they are by then, and another one from the topic."""
+    stack.settings = replace(stack.settings, bridge_lease_s=LEASE_S)
+    worker, topic = stack.worker(), EventTopic(stack.settings)
+    engines = stack.engines(1, SMALL, "m", 100.0)
+    first, second = TOKENS[:32], TOKENS[32:64]
+    topic.send([batch(1, "store", [("aa", 0, first), ("bb", 0, second)])])
+    stack.bridge(engines, instances={1: "i"})
+    wait_workers(worker.url, 1)
+    bridge = lmcache_bridge(stack, topic, "lmcache-0")
+    await_supplementary(worker, {1: (0, 2, 0)}, first)
+    for number in (1, 2):
+        emptied = reset_scope(stack.settings, force=True)
+        assert emptied.feeds == 1 and emptied.records > 0
+        wait_for(
+            lambda n=number: bridge.log_path.read_text().count("published again") == n,  # type: ignore[misc]
+            VISIBLE_TIMEOUT_S,
+            "the bridge to begin again",
+        )
+        await_supplementary(worker, {1: (0, 2, 0)}, second)
+        topic.send([batch(number + 1, "delete" if number == 1 else "store", [("aa", 0, first)])])
+        await_supplementary(worker, {1: (0, 2 if number == 2 else 0, 0)}, first)
+    bridge.kill()
+    assert reset_scope(stack.settings, force=True).feeds == 1
+    await_supplementary(worker, {1: (0, 0, 0)}, first)
+    lmcache_bridge(stack, topic, "lmcache-1")
+    for tokens in (first, second):
+        await_supplementary(worker, {1: (0, 2, 0)}, tokens)
+    topic.send([batch(4, "delete", [("bb", 0, [])])])
+    await_supplementary(worker, {1: (0, 0, 0)}, second)
+
+
+@pytest.mark.long_running
+@pytest.mark.timeout(3600)
+@pytest.mark.skipif(not os.environ.get(REAL), reason=f"{REAL} does not name a Python that has lmcache 0.5.6")
+def test_pools_agree_with_the_directory_of_the_real_lmcache(stack: Stack, long_form: bool) -> None:
+    """Random events of the real classes, with bridges that are killed among them, and a look at each quiet point.
 
     With --long, 100,000 events.
     """
