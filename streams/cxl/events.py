@@ -175,8 +175,8 @@ class CxlPool:
     """A pool as the registry has it.
 
     epoch: grows when the pool loses its contents; blocks of older epochs are ignored. lost: the pool does not exist at
-    the moment. members: workers whose hosts can address it. latency_class, capacity_blocks: shown to people, and used
-    for no decision; capacity_blocks is None if unknown.
+    the moment. members: workers whose hosts can address it. latency_class: of pools from which blocks are loaded at
+    the same speed. capacity_blocks: shown to people, and used for no decision; None if unknown.
     """
 
     pool_id: str

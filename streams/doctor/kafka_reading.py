@@ -287,8 +287,9 @@ class _Watch:
             return False
         leased = [registration for registration in seen.workers.values() if registration.worker.lease is not None]
         bridges = {registration.worker.lease.bridge for registration in leased if registration.worker.lease is not None}
-        feeds = [each for each in seen.feeds.values() if each.feed.lease is not None]
-        return all(each.renewed_after_s is not None for each in (*leased, *feeds)) and bridges <= seen.pulses.keys()
+        renewals = [registration.renewed_after_s for registration in leased]
+        renewals += [each.renewed_after_s for each in seen.feeds.values() if each.feed.lease is not None]
+        return None not in renewals and bridges <= seen.pulses.keys()
 
     def _result(self, watched_s: float) -> LogsSeen:
         seen = self._seen

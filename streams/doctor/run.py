@@ -118,7 +118,7 @@ async def _read(settings: AgentSettings, order: Order) -> Observations:
         found_pages = await read_pages(http, order.pages, token)
         found_kafka = None if reading is None else await reading
         found_engines: tuple[EngineSeen, ...] = ()
-        if {Group.LMCACHE, Group.ENGINES, Group.TOKENIZERS, Group.PROBE, Group.CLOCKS} & groups:
+        if {Group.ENGINES, Group.TOKENIZERS, Group.PROBE, Group.CLOCKS} & groups:
             found_engines = await read_engines(http, _workers(found_kafka), key)
         if Group.TOKENIZERS in groups:
             found_engines = await read_tokenizers(http, found_engines, order.tokenizers, files, key)

@@ -194,6 +194,8 @@ class EngineTemplate:
         """
         written = f"[{host}]" if ":" in host else host
         parts = {name: value.replace(HOST, written).replace(PORT, str(port)) for name, value in self.parts.items()}
+        if "lmcache" in parts:  # a name, and no part of a URL
+            parts["lmcache"] = self.parts["lmcache"].replace(HOST, host)
         for name in ("events", "replay"):
             if parts.get(name, "").startswith((f"{BIND}tcp:", "tcp:", f"{BIND}ipc:", "ipc:")):
                 parts[name] = port_above(parts[name], index)

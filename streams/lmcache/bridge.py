@@ -320,7 +320,7 @@ class LmcacheBridge:
         known, pools = held.lease.registered, FeedPools(held.feed, self._names, self._models)
         if known is not None:
             pools.cursors = known.cursors_by_instance()
-        recovered.adopted_by(pools)
+        recovered.adopted_by(pools, self._models)
         positions = () if known is None or known.topic != self._source.topic else known.positions
         held.positions = {n: positions[n] if n < len(positions) else 0 for n in self._read_at}
         held.failed, held.sent, held.acknowledged = False, 0, 0

@@ -401,12 +401,14 @@ class FeedPools:
     # -- what follows --------------------------------------------------------------------------------------------------
 
     def adopt(self, owner: Owner, chunk: Chunk) -> None:
-        """Add a chunk that was published before."""
-        chunks = self._held.setdefault(owner, _Held(owner)).chunks
-        self._n_chunks += chunk.key not in chunks
-        chunks[chunk.key] = chunk
+        """Add a chunk that was published before, under this owner or another one."""
+        held = self._held.setdefault(owner, _Held(owner))
+        self._n_chunks += chunk.key not in held.chunks
+        held.chunks[chunk.key] = chunk
         if chunk.address is not None:
             self._names.adopt(*chunk.key, chunk.address)
+            if chunk.published is None:
+                held.changed[chunk.key] = chunk
 
     def adopt_ended(self, owner: Owner, chunk: Chunk | None) -> None:
         """Note an owner of rows of another epoch. chunk: one that is to be evicted, None for one that has ended."""

@@ -9,7 +9,7 @@ that is read twice changes nothing.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from streams.core.cxl_memory import CxlMemoryState
 from streams.core.ids import Incarnation, RankId, SequenceHash
@@ -40,16 +40,21 @@ class RecoveredFeed:
     chunks: list[tuple[Owner, Chunk, int]]
     incarnation: Incarnation
 
-    def adopted_by(self, pools: FeedPools) -> None:
+    def adopted_by(self, pools: FeedPools, models: ModelNames) -> None:
         """Put the chunks into the feed's pools. Its cursors must be those of its record, which may be older than the
         rows.
 
         Rows of earlier epochs have ended. Those of a later one are evicted: the server was restarted after the feed's
-        position, and what it has stored and deleted since then is about to be read again.
+        position, and what it has stored and deleted since then is about to be read again. Rows of a model that has
+        another name by now are evicted, and published again under that name.
         """
         for owner, chunk, epoch in self.chunks:
-            current = pools.epoch_of(owner.pool)
-            if epoch == current:
+            current, model = pools.epoch_of(owner.pool), models.our_name(owner.model)
+            if model != owner.model:
+                if epoch == current and models.block_size_of(model) == chunk.key[1].block_size:
+                    pools.adopt(owner._replace(model=model), replace(chunk, published=None))
+                pools.adopt_ended(owner, chunk)
+            elif epoch == current:
                 pools.adopt(owner, chunk)
             else:
                 pools.adopt_ended(owner, chunk if epoch > current else None)

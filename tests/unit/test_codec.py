@@ -373,7 +373,14 @@ PROGRESS = Progress(RANK, Epoch(Incarnation(4), 2), 9, 10, Health.DEGRADED, "mod
 PARTITION = PartitionRecord(3, 5, "owner", (SourceProgress("t", "id", -1, 6, 7, 8),))
 
 FEED = KnownFeed(
-    "lmcache/node-a", "t", (7, 0), (KnownCursor("node-a", 9, 5, 8),), {"no_tokens": 3}, BridgeLease("b", 2, 6000, 4)
+    "lmcache/node-a",
+    "t",
+    (7, 0),
+    (KnownCursor("node-a", 9, 5, 8),),
+    {"no_tokens": 3},
+    40,
+    ("m",),
+    BridgeLease("b", 2, 6000, 4),
 )
 POOL = CxlPool("pool", "near", 1 << 40, (WorkerId(7), WorkerId(8)), 3, True, 9)
 POOLED = BlockRow(

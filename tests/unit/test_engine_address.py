@@ -159,6 +159,13 @@ def test_an_engines_adapters_are_separated_by_plus() -> None:
         engine_address(f"{ADDRESS},lora=sql+")
 
 
+def test_a_template_names_the_server_of_lmcache_in_the_pod_of_each_engine() -> None:
+    """Such a server has the address of its pod as its id."""
+    template = engine_template("url=http://{host}:8000,events=tcp://{host}:5557,lmcache={host}")
+    assert template.at("10.0.0.7").lmcache == "10.0.0.7"
+    assert template.at("fd00::7").lmcache == "fd00::7"
+
+
 def test_the_template_of_a_pool_has_the_port_of_each_engine() -> None:
     """Events and replays are one port higher for each further engine of a host; a page that is polled is not."""
     template = engine_template(

@@ -10,7 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from streams.core.ids import EngineHash, SequenceHash, WorkerId
 from streams.core.routing.trust import AnswerMode
+from streams.cxl.events import CxlPool
+from streams.cxl.records import BlockKey, BlockRow, block_key, encode_block, encode_pool, pool_key
 from streams.process.connections import Connections
 from streams.router_api.deciding.admission import Admission
 from streams.router_api.deciding.decision_counts import WINDOW_STEP_S
@@ -21,6 +24,7 @@ from streams.router_api.http.live import SAMPLES_MAX, Live, Sample, quantile, sa
 from streams.router_api.http.metrics import LATENCY_BOUNDS, RouterMetrics
 from streams.settings import Settings
 from tests.helpers.local_router import LocalRouter, hold, local_router, random_blocks, rank, register
+from tests.helpers.routers import PLACED
 
 N_BUCKETS = len(LATENCY_BOUNDS) + 1
 
@@ -140,6 +144,42 @@ def test_the_answer_has_the_fleet_and_what_was_decided(served: LocalRouter, monk
     limited = kept.answer()
     assert [worker["worker_id"] for worker in limited["workers"]] == ["2", "1"]
     assert limited["workers_left_out"] == 1
+
+
+def test_pools_are_named_with_their_blocks_their_medium_and_its_speed() -> None:
+    """`GET /pools` and the live page have the same numbers, and `GET /workers` the pools of each worker.
+
+    A row that stands for several blocks counts for all of them, and rows of an ended epoch for none.
+    """
+    with local_router(Settings(), n_workers=3) as served:
+        view, memory, storage = served.router.view, "lmcache/node-a/dram", "lmcache-shared/s3"
+        for pool_id, latency_class, members, epoch in ((memory, "dram", (1,), 2), (storage, "s3", (1, 2), 0)):
+            pool = CxlPool(pool_id, latency_class, 100 if epoch else None, tuple(map(WorkerId, members)), epoch)
+            view.fold_worker(pool_key(pool_id), encode_pool(pool))
+        view.fold_worker(pool_key("gone"), encode_pool(CxlPool("gone", members=(WorkerId(1),), lost=True)))
+        rows = [(1, memory, 1, 16), (2, memory, 2, 16), (3, memory, 2, 16), (4, storage, 0, 16), (5, "gone", 0, 1)]
+        for number, pool_id, epoch, span in rows:
+            placement = replace(PLACED, pool_id=pool_id, pool_epoch=epoch, span=span)
+            key = block_key(BlockKey(SequenceHash(number), rank(99), pool_id))
+            view.fold_pooled(key, encode_block(BlockRow(placement, None, 0, EngineHash(9))))
+        listed = {
+            pool["pool_id"]: (pool["blocks"], pool["load_gb_per_s"]) for pool in served.api.get("/pools")["pools"]
+        }
+        assert listed == {memory: (32, 25.0), storage: (16, 25.0), "gone": (0, 25.0)}
+        workers = {worker["worker_id"]: worker["pools"] for worker in served.api.get("/workers")["workers"]}
+        assert workers == {1: [storage, memory], 2: [storage], 3: []}
+        first, second = served.api.get("/live")["memory_pools"]
+        assert first == {
+            "pool_id": memory,
+            "latency_class": "dram",
+            "gb_per_s": 25.0,
+            "blocks": 32,
+            "capacity_blocks": 100,
+            "members": 1,
+        }
+        assert (second["pool_id"], second["blocks"], second["members"]) == (storage, 16, 2)
+        view.fold_pooled(block_key(BlockKey(SequenceHash(2), rank(99), memory)), None)
+        assert served.api.get("/live")["memory_pools"][0]["blocks"] == 16
 
 
 def test_states_that_keep_requests_away_come_first(served: LocalRouter) -> None:

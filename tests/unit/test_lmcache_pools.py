@@ -32,6 +32,7 @@ from streams.lmcache.pools import (
     parse_feed,
     parse_pool,
 )
+from streams.lmcache.recovery import RecoveredFeed
 from streams.lmcache.rows import chunk_of, transitions
 from streams.lmcache.wire import Tier, decode_record
 
@@ -207,6 +208,25 @@ def test_a_bridge_that_takes_over_continues_from_the_rows() -> None:
     for record in records[40:]:  # the position is older than the rows
         after.take(record["value"].encode())
     assert after.held() == directory_objects(golden()["directory"])
+
+
+@pytest.mark.parametrize("block_size", [BLOCK_SIZE, 2 * BLOCK_SIZE])
+def test_chunks_of_a_model_that_gets_another_name_are_published_under_it(block_size: int) -> None:
+    """A bridge with other lmcache_models takes over. Rows under the former name are evicted; the hashes depend on the
+    block size, so that with another one the chunks count once they are stored again."""
+    fold = Fold([Feed("node-a")])
+    fold.take(store(1, entry("ab", tokens=list(range(BLOCK_SIZE)), at=0)))
+    fold.publish()
+    ((owner, chunk),) = fold.feeds[0].chunks()
+    models = ModelNames(lambda name: block_size if name == "ours" else BLOCK_SIZE, {"m": "ours"})
+    fold.feeds = [FeedPools(Feed("node-a"), ChunkNames(), models)]
+    RecoveredFeed([(owner, chunk, 0)], Incarnation(1)).adopted_by(fold.feeds[0], models)
+    fold.publish()
+    expected = {owner: (EVICTED, 0)}
+    if block_size == BLOCK_SIZE:
+        expected[owner._replace(model="ours")] = POOLED, 1
+    assert {where[0]: row for where, row in fold.rows.items()} == expected
+    assert fold.feeds[0].models() == ([] if block_size != BLOCK_SIZE else ["ours"])
 
 
 def test_a_chunk_counts_once_all_ranks_hold_it() -> None:

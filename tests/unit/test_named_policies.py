@@ -16,7 +16,7 @@ import pytest
 
 from streams.core.ids import DpRank, RankId, WorkerId
 from streams.core.loads.bookings import ActiveLoads, Booking, BookingId
-from streams.core.routing.policies.interface import Policy, Situation
+from streams.core.routing.policies.interface import NO_CLASSES, Policy, Situation
 from streams.errors import SettingsError
 from streams.lab.simulation.peers import POLICIES, find_policy, policy_names
 from tests.helpers.pages import block_of
@@ -41,7 +41,7 @@ def situation(cached: tuple[int, ...] = (0, 4, 8), host: tuple[int, ...] = (0, 0
         rows=loads.rows_of(RANKS),
         loads=loads,
         scores=(device + below).astype(np.int64),
-        held=lambda tiers, _: tiers[0] * device + tiers[1] * below,
+        held=lambda tiers, _pool, _classes=NO_CLASSES: tiers[0] * device + tiers[1] * below,
         sequence=chain(*range(10)),
         shared=loads.shared_blocks(chain(*range(10))),
         request_blocks=10,

@@ -387,6 +387,7 @@ class WorkerAnswer(TypedDict):
     avoided_ms: for how many ms requests were asked to avoid it; 0 if they were not
     incarnation: of its engine, by its events; null if this router knows none
     render: whether its engine makes the same tokens as a front
+    pools: ids of the registered pools that it can read, those of its instance of LMCache among them
     metrics: of each rank whose engine reports any
     """
 
@@ -417,6 +418,7 @@ class WorkerAnswer(TypedDict):
     avoided_ms: int
     incarnation: int | None
     render: Render
+    pools: list[str]
     metrics: list[ReportedMetrics]
 
 
@@ -465,7 +467,12 @@ class UncordonedAnswer(TypedDict):
 
 
 class PoolAnswer(TypedDict):
-    """A CXL pool."""
+    """A CXL pool.
+
+    latency_class: of pools from which blocks are loaded at the same speed; LMCache's backend for its pools
+    blocks: that this router knows in it
+    load_gb_per_s: at which ranks load blocks from it, by this router's settings
+    """
 
     pool_id: str
     latency_class: str
@@ -474,6 +481,8 @@ class PoolAnswer(TypedDict):
     epoch: int
     lost: bool
     registered_at_ms: int
+    blocks: int
+    load_gb_per_s: float
 
 
 class PoolsAnswer(TypedDict):
@@ -684,6 +693,21 @@ class LiveWorker(TypedDict):
     hit_rate: float | None
 
 
+class LiveMemoryPool(TypedDict):
+    """A pool of KV blocks that workers load from (docs/cxl.md).
+
+    gb_per_s: at which they do, by this router's settings
+    members: number of workers that can read it
+    """
+
+    pool_id: str
+    latency_class: str
+    gb_per_s: float
+    blocks: int
+    capacity_blocks: int | None
+    members: int
+
+
 class LiveExplanation(TypedDict):
     """What a reason or a state of a worker means, and what to do about it."""
 
@@ -732,6 +756,7 @@ class LiveAnswer(TypedDict):
     samples: of the last 5 minutes
     workers: those with the most requests first, at most 200
     pools: as in `GET /scale`, at most 20
+    memory_pools: CXL pools and those of LMCache, those with the most blocks first, at most 20
     explanations: of each reason that a worker has, or of its state if it has none and is not exact
     decisions: of the last minute, at most one per second, the newest first. They have no request id and nothing of a
         prompt
@@ -745,6 +770,7 @@ class LiveAnswer(TypedDict):
     workers: list[LiveWorker]
     workers_left_out: int
     pools: list[ScalePool]
+    memory_pools: list[LiveMemoryPool]
     explanations: dict[str, LiveExplanation]
     decisions: list[LiveDecision]
     term_meanings: dict[str, str]

@@ -11,7 +11,7 @@ import logging
 import struct
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -23,7 +23,7 @@ from aiohttp import web
 from streams.core.ids import DpRank, RankId, WorkerId
 from streams.core.loads.bookings import BookingPhase
 from streams.core.workers import Worker
-from streams.cxl.events import check_pool_id
+from streams.cxl.events import CxlPool, check_pool_id
 from streams.errors import (
     HTTP_CODES,
     HTTP_ERROR,
@@ -281,7 +281,8 @@ class Handlers:
         pending = self._router.feeds.pending()
         if "workers" in pending:
             raise NotReady("the registry is still being read", partitions_left=pending)
-        workers = [self._worker_json(worker) for worker in self._router.registry.workers()]
+        pools = self._router.view.facts.pools_of_workers()
+        workers = [self._worker_json(worker, pools) for worker in self._router.registry.workers()]
         return _json({"workers": workers, "router_mode": self._router.policy.mode})
 
     async def put_worker(self, request: web.Request) -> web.Response:
@@ -330,9 +331,13 @@ class Handlers:
         await asyncio.to_thread(self._router.registry.uncordon, _worker_id(request))
         return _json({"worker_id": _worker_id(request), "cordoned": False})
 
-    def _worker_json(self, worker: Worker) -> dict[str, Any]:
-        """A worker of the registry with the ranks that get no requests, and the metrics that its engine reports."""
+    def _worker_json(self, worker: Worker, pools: Mapping[WorkerId, list[str]] | None = None) -> dict[str, Any]:
+        """A worker of the registry with the ranks that get no requests, and the metrics that its engine reports.
+
+        pools: those of all workers, if they have been read already.
+        """
         view = self._router.view
+        of_all = view.facts.pools_of_workers() if pools is None else pools
         served = view.fleet.served_model(worker.model)
         return {
             **worker_json(worker),
@@ -342,6 +347,7 @@ class Handlers:
             **self._avoided_json(worker.worker_id),
             "incarnation": view.fleet.incarnation_of(worker),
             "render": render_json(view.fleet.render_of(worker)),
+            "pools": of_all.get(worker.worker_id, []),
             "metrics": [report_json(report) for report in view.fleet.engines.reports_of(worker)],
         }
 
@@ -402,16 +408,20 @@ class Handlers:
 
     async def pools(self, request: web.Request) -> web.Response:  # noqa: ARG002
         """Return the CXL pools of the registry."""
-        return _json({"pools": [pool_json(pool) for _, pool in sorted(self._router.view.facts.pools().items())]})
+        pools = sorted(self._router.view.facts.pools().items())
+        return _json({"pools": [self._pool_json(pool) for _, pool in pools]})
 
     async def put_pool(self, request: web.Request) -> web.Response:
         """Register a CXL pool, or change it."""
         body = parse_pool(await self._short_body(request))
-        return _json(pool_json(await asyncio.to_thread(self._router.registry.put_pool, _pool_id(request), body)))
+        return _json(self._pool_json(await asyncio.to_thread(self._router.registry.put_pool, _pool_id(request), body)))
 
     async def delete_pool(self, request: web.Request) -> web.Response:
         """Mark a CXL pool and its contents as lost."""
-        return _json(pool_json(await asyncio.to_thread(self._router.registry.lose_pool, _pool_id(request))))
+        return _json(self._pool_json(await asyncio.to_thread(self._router.registry.lose_pool, _pool_id(request))))
+
+    def _pool_json(self, pool: CxlPool) -> dict[str, Any]:
+        return pool_json(*self._router.view.facts.pool_contents(pool))
 
     async def state_cxl(self, request: web.Request) -> web.Response:  # noqa: ARG002
         """Return every pooled block with its placement and the workers that can reach it."""

@@ -36,7 +36,7 @@ SAMPLES_MAX = 151
 #: Workers in the answer: those with the most requests in flight. A page with more rows is not readable.
 WORKERS_SHOWN_MAX = 200
 
-#: Worker pools in the answer, by name: one for each model and role.
+#: Worker pools in the answer, by name: one for each model and role; and pools of memory.
 POOLS_SHOWN_MAX = 20
 
 #: Numbers in the answer are for people.
@@ -146,10 +146,27 @@ class Live:
             "workers": workers,
             "workers_left_out": len(load.workers) - len(shown),
             "pools": self._metrics.scaling.pools_json()[:POOLS_SHOWN_MAX],
+            "memory_pools": self._memory_pools(),
             "explanations": explanations_json(workers),
             "decisions": decisions,
             "term_meanings": {name: TERMS[name] for name in TERMS if any(name in each["terms"] for each in decisions)},
         }
+
+    def _memory_pools(self) -> list[dict[str, Any]]:
+        facts = self._router.view.facts
+        contents = [facts.pool_contents(pool) for pool in facts.pools().values() if not pool.lost]
+        contents.sort(key=lambda each: (-each.n_blocks, each.pool.pool_id))
+        return [
+            {
+                "pool_id": pool.pool_id,
+                "latency_class": pool.latency_class,
+                "gb_per_s": gb_per_s,
+                "blocks": n_blocks,
+                "capacity_blocks": pool.capacity_blocks,
+                "members": len(pool.members),
+            }
+            for pool, n_blocks, gb_per_s in contents[:POOLS_SHOWN_MAX]
+        ]
 
     def _load(self) -> FleetLoad:
         workers = self._router.view.fleet.workers.copy()

@@ -9,19 +9,28 @@ from __future__ import annotations
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Set
+from typing import NamedTuple
 
 from streams.core.block_facts.fact_sets import FactSets, RankNumbering
 from streams.core.block_facts.moe_labels import LabelIndex, MoeSelector
-from streams.core.cxl_memory import PoolSpeeds
+from streams.core.cxl_memory import CxlMemoryState, PoolSpeeds
 from streams.core.events import MoeLabels
 from streams.core.ids import Epoch, HashArray, RankId, SequenceHash, WorkerId
 from streams.core.routing.supplementary import HoldersAlong, SupplementaryMatches
 from streams.cxl.events import CxlPool
 from streams.cxl.pooled_index import ONE_SPEED, PooledIndex, PoolRun
 from streams.cxl.pooled_view import PooledBlock, PooledView
-from streams.cxl.records import BlockRow, OwnerRow, parse_block_key
+from streams.cxl.records import BlockRow, OwnerRow, Placement, parse_block_key
 from streams.kafka.clients import partition_of
 from streams.router_api.knowledge.trust_tracker import PooledRows
+
+
+class PoolContents(NamedTuple):
+    """A pool and what a router has of it: blocks of its epoch, and GB/s at which ranks load them."""
+
+    pool: CxlPool
+    n_blocks: int
+    gb_per_s: float
 
 
 class SupplementaryFacts:
@@ -49,6 +58,8 @@ class SupplementaryFacts:
         self._facts_lock = threading.Lock()
         self._rows = PooledView(schema_ids, serves=serves)
         self._pooled = PooledIndex(FactSets(), self._rows.pools, speeds)
+        self._speeds = speeds
+        self._blocks_by_pool: Counter[tuple[str, int]] = Counter()  # by pool and epoch; changed under the rows' lock
         self._labels = LabelIndex(FactSets())
         # Rows of pooled blocks by model and owner, which need not be registered any more, and what follows from it: the
         # owners by model, and their partitions. Both are replaced, never changed: answers read them without a lock.
@@ -77,11 +88,20 @@ class SupplementaryFacts:
             with self._facts_lock:
                 self._pooled.replace(*change)
                 self._note_whether_any()
+            self._count_blocks(change.before, -1)
+            self._count_blocks(change.after, 1)
             before, after = (None if row is None else row.model for row in (change.before, change.after))
             if before != after:
                 owner = parse_block_key(key).owner
                 self._count_row(before, owner, -1)
                 self._count_row(after, owner, 1)
+
+    def _count_blocks(self, placement: Placement | None, more: int) -> None:
+        if placement is not None and placement.state is CxlMemoryState.CXL_POOLED:
+            where = placement.pool_id, placement.pool_epoch
+            self._blocks_by_pool[where] += more * placement.span
+            if not self._blocks_by_pool[where]:
+                del self._blocks_by_pool[where]
 
     def _count_row(self, model: str | None, owner: RankId, more: int) -> None:
         if model is None:
@@ -180,6 +200,20 @@ class SupplementaryFacts:
         """The registry's CXL pools by id."""
         with self._rows_lock:
             return dict(self._rows.pools)
+
+    def pool_contents(self, pool: CxlPool) -> PoolContents:
+        """What this router has of a pool."""
+        n_blocks = 0 if pool.lost else self._blocks_by_pool[pool.pool_id, pool.epoch]
+        return PoolContents(pool, n_blocks, self._speeds.of(pool.latency_class))
+
+    def pools_of_workers(self) -> Mapping[WorkerId, list[str]]:
+        """The registered pools that each worker is a member of, in order of id; pools that are lost are left out."""
+        found = defaultdict[WorkerId, list[str]](list)
+        for pool_id, pool in sorted(self.pools().items()):
+            if not pool.lost:
+                for worker in pool.members:
+                    found[worker].append(pool_id)
+        return found
 
     def pooled_blocks(self, registered: frozenset[WorkerId]) -> list[tuple[PooledBlock, frozenset[WorkerId]]]:
         """Every pooled block with the registered workers that can reach it, by sequence hash, owner and pool."""

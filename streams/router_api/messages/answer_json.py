@@ -40,9 +40,9 @@ def render_json(parity: RenderParity | None) -> dict[str, Any]:
     }
 
 
-def pool_json(pool: CxlPool) -> dict[str, Any]:
-    """A pool as in GET /pools."""
-    return asdict(pool)
+def pool_json(pool: CxlPool, n_blocks: int, gb_per_s: float) -> dict[str, Any]:
+    """A pool as in GET /pools, with what a router has of it."""
+    return {**asdict(pool), "blocks": n_blocks, "load_gb_per_s": gb_per_s}
 
 
 def pooled_json(block: PooledBlock, reachable: Iterable[WorkerId]) -> dict[str, Any]:

@@ -265,6 +265,20 @@ function drawPools(pools) {
   );
 }
 
+// Pools of memory that workers load blocks from: CXL memory, and what servers of LMCache have.
+function drawMemoryPools(pools) {
+  at("memory").hidden = !pools.length;
+  at("memory-pools").replaceChildren(
+    ...pools.map((pool) => {
+      const blocks = pool.capacity_blocks ? `${short(pool.blocks)} of ${short(pool.capacity_blocks)}` : short(pool.blocks);
+      const speed = pool.gb_per_s ? `${short(pool.gb_per_s)} GB/s` : "not used";
+      const workers = `${short(pool.members)} worker${pool.members === 1 ? "" : "s"}`;
+      const facts = `${pool.latency_class}, ${speed} · ${blocks} blocks · ${workers}`;
+      return element("li", {}, element("strong", {}, pool.pool_id), " ", facts);
+    }),
+  );
+}
+
 // Drawn only when they change, so that a link to one keeps its target.
 function drawExplanations(explanations) {
   const holder = at("explanations");
@@ -357,6 +371,7 @@ function draw(live) {
   const shares = `Shares of modes over the last ${duration(spanS)}: ${drawLegend(samples)}`;
   drawModes(at("modes-chart"), shares, samples.age_s, samples.modes);
   drawPools(live.pools);
+  drawMemoryPools(live.memory_pools);
   drawExplanations(live.explanations);
   drawWorkers(live.workers, live.workers_left_out, live.explanations);
   drawDecisions(live.decisions, live.term_meanings);
