@@ -66,6 +66,23 @@ class PoolRun(NamedTuple):
     accessible: bool
 
 
+class PoolShare(NamedTuple):
+    """Blocks of a request that a worker reads from one pool. gb_per_s: at which it loads them."""
+
+    pool_id: str
+    latency_class: str
+    n_blocks: int
+    gb_per_s: float
+
+
+class PooledScore(NamedTuple):
+    """How many blocks of a request a worker reads from pools, after its own leading blocks."""
+
+    worker: WorkerId
+    own: int
+    n_blocks: int
+
+
 @dataclass(frozen=True, slots=True)
 class _PoolFact:
     """The part of a pooled block's placement that decides which workers can read it, whichever rank owns it.
@@ -191,6 +208,45 @@ class PooledIndex:
             at = end
         return ended + [PoolRun(pool_id, at, accessible) for pool_id, accessible in (running or {}).items()]
 
+    def shares(
+        self, keys: HashArray, model: str, scores: Sequence[PooledScore], registered: Collection[WorkerId]
+    ) -> list[tuple[PoolShare, ...]]:
+        """Return from which pools the blocks of each score come, those with the most blocks first.
+
+        A block counts for the fastest of the pools that the worker can read. Blocks after STRETCHES_MAX stretches are
+        left out. keys, registered: as for `pools_from`.
+        """
+        first = min((score.own for score in scores), default=0)
+        stretches: list[tuple[int, int, list[tuple[CxlPool, float, frozenset[WorkerId]]]]] = []
+        for begin, end, numbers in islice(self._sets.facts_along(keys, first), STRETCHES_MAX):
+            facts = [fact for fact in map(self._facts.facts.__getitem__, numbers) if fact.model == model]
+            readers = []
+            for fact in facts:
+                pool = self._pools.get(fact.pool_id) or CxlPool(fact.pool_id)
+                readers.append((pool, self._speed_of(fact), self._readers_of(fact, registered)))
+            readers.sort(key=lambda each: (-each[1], each[0].pool_id))
+            stretches.append((begin, end, readers))
+        found = []
+        for worker, own, n_blocks in scores:
+            shares: dict[str, PoolShare] = {}
+            left = n_blocks
+            for begin, end, readers in stretches:
+                at = max(begin, own)
+                taken = min(end - at, left)
+                reads = next(((pool, speed) for pool, speed, workers in readers if worker in workers and speed), None)
+                if taken > 0 and reads is not None:
+                    (pool, speed), known = reads, shares.get(reads[0].pool_id)
+                    n_before = 0 if known is None else known.n_blocks
+                    shares[pool.pool_id] = PoolShare(pool.pool_id, pool.latency_class, n_before + taken, speed)
+                    left -= taken
+            found.append(tuple(sorted(shares.values(), key=lambda share: (-share.n_blocks, share.pool_id))))
+        return found
+
+    def _speed_of(self, fact: _PoolFact) -> float:
+        """GB/s at which blocks are loaded from a pool, which need not be registered."""
+        pool = self._pools.get(fact.pool_id)
+        return self._speeds.of("" if pool is None else pool.latency_class)
+
     def _readers_of(self, fact: _PoolFact, registered: Collection[WorkerId]) -> frozenset[WorkerId]:
         return reachable_workers(fact.pool_id, fact.pool_epoch, fact.accessible_workers, self._pools, registered)
 
@@ -225,8 +281,7 @@ class PooledIndex:
         """Return the masks of a set of facts, one after the other, see QueryMasks. speeds: of the groups."""
         of_group = [0] * len(speeds)
         for fact in map(self._facts.facts.__getitem__, facts):
-            pool = self._pools.get(fact.pool_id)
-            speed = self._speeds.of("" if pool is None else pool.latency_class)
+            speed = self._speed_of(fact)
             if fact.model != model or not speed > 0.0:
                 continue
             group = next((n for n, of_one in enumerate(speeds) if of_one <= speed), len(speeds) - 1)

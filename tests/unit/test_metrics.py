@@ -30,7 +30,7 @@ from streams.kafka.applied_until import Lag, lag_records, lag_seconds
 from streams.lmcache.chunk_names import ChunkNames
 from streams.lmcache.counters import LmcacheCounters
 from streams.lmcache.pools import Feed, FeedPools, ModelNames
-from streams.lmcache.wire import CacheBatch, ChunkKey, Entry, EventType, Tier
+from streams.lmcache.wire import CacheBatch, Entry, EventType, Tier
 from streams.process.metrics import (
     OTHER,
     VALUES_MAX,
@@ -274,8 +274,8 @@ def test_what_a_bridge_counts_of_lmcache_never_decreases() -> None:
     """When a feed goes to another bridge, its objects stay counted, and its chunks are that bridge's."""
     feed, models = Feed("node-a"), ModelNames(lambda _: 16)
     pools, counters = FeedPools(feed, ChunkNames(), models), LmcacheCounters()
-    key = ChunkKey(b"chunk", "m", 1, 0, 0, "")
-    entries = [Entry(key, 1, b"[" + b"1," * 15 + b"1]", 0), Entry(key._replace(chunk_hash=b"other"), 1, b"", -1)]
+    named = Entry(b"chunk", "m", 1, 0, 0, "", 1, b"[" + b"1," * 15 + b"1]", 0)
+    entries = [named, named._replace(chunk_hash=b"other", tokens=b"", offset=-1)]
     batch = CacheBatch("node-a", 1, 3, EventType.STORE, Tier.L1, "dram", False, entries, 0, 0)
     counters.batches[batch.kind] += 1
     counters.verdicts[pools.apply(batch, 1)] += 1

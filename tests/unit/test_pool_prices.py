@@ -16,7 +16,7 @@ from streams.core.index.interface import Candidates
 from streams.core.routing.selection import RouterMode
 from streams.cxl import pooled_index
 from streams.cxl.events import CxlPool
-from streams.cxl.pooled_index import PooledIndex
+from streams.cxl.pooled_index import PooledIndex, PooledScore
 from streams.cxl.records import BlockKey, BlockRow, Placement, block_key, encode_block, encode_pool, pool_key
 from streams.router_api.deciding.router import Router
 from streams.router_api.messages.answer_json import answer_json
@@ -80,6 +80,17 @@ def test_blocks_are_counted_by_the_fastest_pool_that_has_them(seed: int, monkeyp
         if weighed.by_group is not None:
             counts = weighed.by_group[:, worker].tolist()
             assert {of: n for of, n in zip(of_groups, counts, strict=True) if n} == expected
+    scores = [
+        PooledScore(worker, int(starts[worker]), sum(walked(worker, int(starts[worker]), over_own=True).values()))
+        for worker in WORKERS
+    ]
+    for worker, shares in zip(WORKERS, index.shares(keys, "m", scores, WORKERS), strict=True):
+        by_speed: dict[float, int] = {}
+        for share in shares:
+            assert (worker in pools[share.pool_id].members, share.gb_per_s > 0.0) == (True, True)
+            of_group = max(speed for speed in of_groups if speed <= max(share.gb_per_s, of_groups[-1]))
+            by_speed[of_group] = by_speed.get(of_group, 0) + share.n_blocks
+        assert by_speed == walked(worker, int(starts[worker]), over_own=True)
     bits = np.array(
         [[sum(1 << w % 64 for w in of if w // 64 == word) for word in (0, 1)] for of in own], dtype=np.uint64
     )
@@ -178,3 +189,21 @@ def test_pools_without_a_speed_of_their_own_have_that_of_all_others() -> None:
     first = next(each for each in ask(router)["candidates"] if each["worker_id"] == 1)
     assert first["cxl_accessible_scores"] == first["policy_terms"]["cached_blocks"] == 2
     assert first["policy_terms"]["load_ms"] == pytest.approx(2 * MS_AT_1_GB_PER_S / 5.0)
+
+
+def test_explain_names_the_pools_of_each_candidate_with_their_medium_and_speed() -> None:
+    """A block in two pools counts for the faster one, and a candidate's own blocks for none."""
+    router = router_with(pool_class_load_gb_per_s={"fs": 2.0, "tape": 0.0})
+    register_pool(router, MEMORY, "dram", 1)
+    register_pool(router, DISK, "fs", 1, 2)
+    register_pool(router, "tape", "tape", 1, 2)
+    stored(router, MEMORY, 1)
+    for pool_id in (DISK, "tape"):
+        stored(router, pool_id, 0, 1, 2)
+    hold(router.view, rank(2), LOCAL[:1])
+    pools = {each["worker_id"]: each.get("pools") for each in ask(router)["candidates"]}
+    storage = {"pool_id": DISK, "latency_class": "fs", "load_gb_per_s": 2.0}
+    memory = {"pool_id": MEMORY, "latency_class": "dram", "load_gb_per_s": 25.0}
+    assert pools == {1: [{**storage, "blocks": 2}, {**memory, "blocks": 1}], 2: [{**storage, "blocks": 2}]}
+    assert "pools" not in ask(router_with())["candidates"][0]
+    assert "pools" not in ask(router, explain=False)

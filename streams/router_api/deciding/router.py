@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from operator import attrgetter
 from typing import Any
@@ -39,6 +39,7 @@ from streams.core.routing.request import (
 )
 from streams.core.routing.selection import RouterMode
 from streams.core.routing.trust import APPROXIMATE, FALLBACK, NOT_IN_SYNC, AnswerMode, Trust
+from streams.cxl.pooled_index import PooledScore, PoolShare
 from streams.errors import InvalidRequest, KvStreamsError, UnknownId
 from streams.kafka.load_records import request_partition
 from streams.router_api.deciding.compose import compose, monotonic_ms
@@ -350,8 +351,21 @@ class Router:
             block_size=prompt.block_size if prepared.request.explain else None,
             dp_size=None if worker is None else worker.dp_size,
             alternatives=decision.alternatives(prepared.request.alternatives) if prepared.request.alternatives else (),
+            pool_shares=self._pool_shares(prepared, candidates or ()),
             kv_sources=self._kv_sources.of(prepared, decision) if prepared.request.kv_sources else None,
         )
+
+    def _pool_shares(
+        self, prepared: PreparedRequest, candidates: Sequence[RankTerms]
+    ) -> Mapping[RankId, tuple[PoolShare, ...]]:
+        """From which pools the candidates' pooled blocks come, for those that have any."""
+        pooled = [terms for terms in candidates if terms.cxl_accessible_scores > 0]
+        if not pooled:
+            return {}
+        scores = [PooledScore(each.rank.worker_id, each.scores, each.cxl_accessible_scores) for each in pooled]
+        facts, registered = self.view.facts, self.view.fleet.numbers().workers
+        shares = facts.pool_shares(prepared.blocks.chain, prepared.filters.model, scores, registered)
+        return {terms.rank: share for terms, share in zip(pooled, shares, strict=True)}
 
     def new_gate(self) -> Gate:
         """What decides whether a waiting request may go to a rank, with this router's thresholds."""

@@ -37,6 +37,19 @@ class ErrorAnswer(TypedDict):
     error: ErrorBody
 
 
+class PoolShareBody(TypedDict):
+    """Blocks that a candidate reads from one pool.
+
+    latency_class: of the pool; LMCache's backend for its pools
+    load_gb_per_s: at which it loads them, by this router's settings
+    """
+
+    pool_id: str
+    latency_class: str
+    blocks: int
+    load_gb_per_s: float
+
+
 class Candidate(TypedDict):
     """One candidate with every term of its cost, in blocks.
 
@@ -51,6 +64,7 @@ class Candidate(TypedDict):
         (`recent_prefill_weight`); 0 in modes that have a policy by name
     cost: the lowest wins. Null for a full rank in mode `load-deviation`
     policy_terms: only in modes `expected-time` and `policy`: what the cost is made of, by name
+    pools: from which pools its `cxl_accessible_scores` come, if there are any, those with the most blocks first
     """
 
     worker_id: int
@@ -65,6 +79,7 @@ class Candidate(TypedDict):
     recent_prefill_blocks: float
     cost: float | None
     policy_terms: NotRequired[dict[str, float]]
+    pools: NotRequired[list[PoolShareBody]]
 
 
 class Alternative(TypedDict):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from typing import NamedTuple
 
 from streams.core.block_facts.fact_sets import FactSets, RankNumbering
@@ -18,7 +18,7 @@ from streams.core.events import MoeLabels
 from streams.core.ids import Epoch, HashArray, RankId, SequenceHash, WorkerId
 from streams.core.routing.supplementary import HoldersAlong, SupplementaryMatches
 from streams.cxl.events import CxlPool
-from streams.cxl.pooled_index import ONE_SPEED, PooledIndex, PoolRun
+from streams.cxl.pooled_index import ONE_SPEED, PooledIndex, PooledScore, PoolRun, PoolShare
 from streams.cxl.pooled_view import PooledBlock, PooledView
 from streams.cxl.records import BlockRow, OwnerRow, Placement, parse_block_key
 from streams.kafka.clients import partition_of
@@ -178,6 +178,13 @@ class SupplementaryFacts:
             if not len(self._pooled):
                 return []
             return self._pooled.pools_from(self._pooled.keys_of(sequence), model, start, registered, worker)
+
+    def pool_shares(
+        self, sequence: HashArray, model: str, scores: Sequence[PooledScore], registered: Collection[WorkerId]
+    ) -> list[tuple[PoolShare, ...]]:
+        """Return from which pools the blocks of each score come; see PooledIndex.shares."""
+        with self._facts_lock:
+            return self._pooled.shares(self._pooled.keys_of(sequence), model, scores, registered)
 
     def wants(self, moe: MoeSelector | None, *, pooled: bool) -> bool:
         """Whether a request with this query of labels can have supplementary matches."""

@@ -5,6 +5,8 @@ What lives here: the value that `Router` returns. What must not: JSON (answer_js
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 from streams.core.ids import RankId
@@ -12,6 +14,7 @@ from streams.core.routing.cost import RankTerms
 from streams.core.routing.selection import RouterMode
 from streams.core.routing.sources import KvSource
 from streams.core.routing.trust import Trust
+from streams.cxl.pooled_index import PoolShare
 
 
 class RouteAnswer(NamedTuple):
@@ -24,7 +27,8 @@ class RouteAnswer(NamedTuple):
     mode that decided; for a repeated request id, the one that would. trust: the least
     trust that any eligible rank deserves. chosen_trust: that of the chosen rank alone. moe_filter_applied: whether only
     ranks with matching labels were candidates; None if the request does not ask for that, or repeats an id.
-    candidates: every candidate's terms, if the request asks for them. queued_ms: how long the request waited; None
+    candidates: every candidate's terms, if the request asks for them. pool_shares: from which pools their pooled blocks
+    come, for those that have any; only with candidates. queued_ms: how long the request waited; None
     if it did not. pooled_blocks: blocks after the overlap that the rank reads in a CXL pool. block_size: tokens of a
     block of the model, only with candidates. alternatives: further ranks on other workers, the cheapest first, as many
     as the request asks for. kv_sources: where else the prompt's KV cache is; None if the request does not ask for that
@@ -48,3 +52,4 @@ class RouteAnswer(NamedTuple):
     dp_size: int | None = None
     alternatives: tuple[RankId, ...] = ()
     kv_sources: tuple[KvSource, ...] | None = None
+    pool_shares: Mapping[RankId, tuple[PoolShare, ...]] = MappingProxyType({})

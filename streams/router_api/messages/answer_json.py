@@ -23,6 +23,7 @@ from streams.core.workers import (
     Worker,
 )
 from streams.cxl.events import CxlPool
+from streams.cxl.pooled_index import PoolShare
 from streams.cxl.pooled_view import PooledBlock
 from streams.router_api.messages.answer import RouteAnswer
 
@@ -63,9 +64,19 @@ def pooled_json(block: PooledBlock, reachable: Iterable[WorkerId]) -> dict[str, 
     }
 
 
-def terms_json(terms: RankTerms) -> dict[str, Any]:
-    """One candidate with every term of its cost, in blocks, and those of its policy."""
-    policy_terms = {} if terms.policy_terms is None else {"policy_terms": dict(terms.policy_terms)}
+def terms_json(terms: RankTerms, shares: Sequence[PoolShare] = ()) -> dict[str, Any]:
+    """One candidate with every term of its cost, in blocks, and those of its policy. shares: of its pooled blocks."""
+    more: dict[str, Any] = {} if terms.policy_terms is None else {"policy_terms": dict(terms.policy_terms)}
+    if shares:
+        more["pools"] = [
+            {
+                "pool_id": share.pool_id,
+                "latency_class": share.latency_class,
+                "blocks": share.n_blocks,
+                "load_gb_per_s": share.gb_per_s,
+            }
+            for share in shares
+        ]
     return {
         "worker_id": terms.rank.worker_id,
         "dp_rank": terms.rank.dp_rank,
@@ -78,7 +89,7 @@ def terms_json(terms: RankTerms) -> dict[str, Any]:
         "decode_blocks": terms.decode_blocks,
         "recent_prefill_blocks": terms.recent_prefill_blocks,
         "cost": terms.cost,
-        **policy_terms,
+        **more,
     }
 
 
@@ -150,7 +161,9 @@ def answer_json(answer: RouteAnswer) -> dict[str, Any]:
         fields["kv_sources"] = [source_json(source) for source in answer.kv_sources]
     if answer.candidates is not None:
         fields["block_size"] = answer.block_size
-        fields["candidates"] = [terms_json(terms) for terms in answer.candidates]
+        fields["candidates"] = [
+            terms_json(terms, answer.pool_shares.get(terms.rank, ())) for terms in answer.candidates
+        ]
     return fields
 
 
