@@ -53,9 +53,13 @@ from streams.topics import topics
 
 log = logging.getLogger(__name__)
 
-#: Records taken at a time, about 20 ms of work; leases are renewed in between.
+#: Records taken at a time; leases are renewed in between. As many as QUEUED_KBYTES hold take about a second.
 READ_RECORDS = 500
 _POLL_S = 0.05
+
+#: Wait for further records after the first one. A server sends several at a time, and each turn of the loop looks at
+#: every feed.
+_COLLECT_S = 0.02
 
 #: Kilobytes of the topic that wait in the client.
 QUEUED_KBYTES = 32 * 1024
@@ -193,7 +197,7 @@ class LmcacheBridge:
                 await asyncio.sleep(_FULL_S)  # its first records must not be passed over
                 continue
             self._rewind(consumer)
-            messages = await asyncio.to_thread(consume, consumer, READ_RECORDS, _POLL_S)
+            messages = await asyncio.to_thread(consume, consumer, READ_RECORDS, _POLL_S, _COLLECT_S)
             if messages:
                 await asyncio.to_thread(self._take_all, messages)
             self._kafka.poll(0)

@@ -39,6 +39,8 @@ def transitions(
 ) -> Iterator[CxlTransition]:
     """Return the records of changes, in their order."""
     for change in changes:
+        rank, pool = change.owner.rank, change.owner.pool
+        pool_id, epoch = pool.id, epoch_of(pool)
         by_span: dict[int, list[Chunk]] = {}
         for chunk in change.chunks:
             if chunk.address is not None:
@@ -48,14 +50,14 @@ def transitions(
                 blocks = _blocks(chunks[first : first + RECORD_CHUNKS_MAX], change)
                 for state in change.states:
                     yield CxlTransition(
-                        rank=change.owner.rank,
+                        rank=rank,
                         model=change.owner.model,
                         incarnation=incarnation,
                         follows=STANDS_ALONE,
                         event_id=0,
                         state=state,
-                        pool_id=change.owner.pool.id,
-                        pool_epoch=epoch_of(change.owner.pool),
+                        pool_id=pool_id,
+                        pool_epoch=epoch,
                         accessible_workers=(),
                         emitted_at_ms=emitted_at_ms,
                         blocks=blocks,
@@ -70,13 +72,13 @@ def _blocks(chunks: list[Chunk], change: Change) -> AddressedBlocks:
         np.array([address.sequence for address in addresses], dtype=np.uint64),
         np.array([address.parent or 0 for address in addresses], dtype=np.uint64),
         np.array([address.position for address in addresses], dtype=np.uint32),
-        np.array([_name(chunk) for chunk in chunks], dtype=np.uint64),
+        np.frombuffer(b"".join([_name(chunk) for chunk in chunks]), dtype="<u8"),
         tuple(_note(chunk, change.owner.world_size) for chunk in chunks) if has_notes else (),
     )
 
 
-def _name(chunk: Chunk) -> int:
-    return int.from_bytes(chunk.key[0][:_NAME_BYTES], "little")
+def _name(chunk: Chunk) -> bytes:
+    return chunk.key[0][:_NAME_BYTES].ljust(_NAME_BYTES, b"\0")
 
 
 def _note(chunk: Chunk, world_size: int) -> bytes:
