@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import random
@@ -12,20 +11,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import pytest
 
-from streams.core.routing.selection import RouterMode
 from streams.doctor.findings import Group
 from streams.doctor.run import Order, examine
 from streams.errors import ProcessError
 from streams.kafka.clients import Record
-from streams.lab.demo.pooled_fleet import PooledFleet, Streamed, killed_midway, read_stream
+from streams.lab.demo.pooled_fleet import PooledFleet, killed_midway
 from streams.lab.engines.engine_config import EngineConfig
 from streams.lab.engines.pool import PoolConfig
 from streams.lab.kafka.ports import free_port
 from streams.lab.processes import Child
-from streams.lab.stack import READY_TIMEOUT_S, Stack, get_bytes, get_json, wait_workers
+from streams.lab.stack import Stack, get_bytes, get_json, wait_workers
 from streams.lmcache.feeds import decode_feed
 from streams.process.waiting import wait_for
 from streams.reset import reset_scope
@@ -33,7 +30,7 @@ from streams.settings import Settings
 from streams.tables.changelog import read_to_end
 from streams.topics import topics
 from tests.helpers.bridges import SMALL
-from tests.helpers.cxl_fleet import ask, await_supplementary, call, supplementary
+from tests.helpers.cxl_fleet import await_supplementary, call
 from tests.helpers.lmcache_events import EventTopic, directory_objects, golden, table_objects
 from tests.helpers.support import VISIBLE_TIMEOUT_S
 
@@ -196,45 +193,6 @@ def test_a_stream_goes_on_from_what_lmcache_has_when_its_engine_is_killed(stack:
     assert move.loaded == 9 * 256 - 8 * 16 and move.computed <= 2_501 - 9 * 256
     (pool,) = get_json(f"{worker.url}/pools")["pools"]
     assert pool["pool_id"] == "lmcache/node-a/devdax" and pool["members"] == fleet.members
-
-
-@pytest.mark.long_running
-def test_a_stream_whose_engine_dies_goes_on_where_lmcache_has_its_prompt(stack: Stack) -> None:
-    """Of two engines that have nothing themselves, it is the one that names the server with the prompt's chunk."""
-    stack.settings = replace(stack.settings, router_mode=RouterMode.EXPECTED_TIME)
-    worker, topic = stack.worker(), EventTopic(stack.settings)
-    engines = stack.engines(3, SMALL, "m", 1.0)
-    stack.bridge(engines, options=["--lmcache", topic.name], instances={3: "i"})
-    wait_workers(worker.url, 3)
-    front = stack.front("front", [worker], front_migration=True)
-    for worker_id in (2, 3):
-        call(worker, "PUT", f"/workers/{worker_id}/cordon")
-    prompt, n_tokens = list(range(5000, 5000 + 320)), 300
-    got = Streamed()
-
-    async def main() -> None:
-        body = {"model": "m", "prompt": prompt, "max_tokens": n_tokens, "stream": True, "return_token_ids": True}
-        url = f"{front.url}/v1/completions"
-        async with asyncio.timeout(READY_TIMEOUT_S), aiohttp.ClientSession() as http:
-            reading = asyncio.create_task(read_stream(http, url, body, into=got, reached_tokens=2))
-            await got.reached.wait()
-            await asyncio.to_thread(before_death)
-            engines[0].child.kill()
-            await reading
-
-    def before_death() -> None:
-        for worker_id in (2, 3):
-            call(worker, "DELETE", f"/workers/{worker_id}/cordon")
-        topic.send([batch(1, "store", [("aa", 0, prompt)])])
-        wait_for(
-            lambda: supplementary(ask(worker, prompt))[3] == (0, 20, 0), VISIBLE_TIMEOUT_S, "the chunk to be counted"
-        )
-
-    asyncio.run(main())
-    assert (got.worker_id, got.error, got.figures["migrations"]) == (1, None, 1)
-    assert len(got.token_ids) == n_tokens
-    second, third = (get_json(f"{engine.url}/sim/info")["computed_tokens"] for engine in engines[1:])
-    assert second == 0 and third > 0
 
 
 @pytest.mark.long_running

@@ -61,8 +61,8 @@ def test_chunks_have_the_names_that_lmcache_gives_them() -> None:
         (EventType.STORE, "node-a", "devdax", 7)
     ] * 2
     (one,), (two,) = first_batch.entries, second_batch.entries
-    assert (one.key.chunk_hash.hex(), two.key.chunk_hash.hex()) == DIGESTS
-    assert (one.offset, two.offset) == (0, 256) and (one.key.world_size, one.key.rank) == (1, 0)
+    assert (one.chunk_hash.hex(), two.chunk_hash.hex()) == DIGESTS
+    assert (one.offset, two.offset) == (0, 256) and (one.world_size, one.rank) == (1, 0)
     assert two.tokens == str(list(range(256, 512))).replace(" ", "").encode()
     pool.offload(300.0, chain)  # another engine has computed it as well
     assert reported(pool, 400.0) == []
@@ -88,7 +88,7 @@ def test_what_is_evicted_is_reported_and_ends_what_follows_it() -> None:
     batches = reported(pool, 200.0)
     assert [(batch.kind, len(batch.entries)) for batch in batches] == [(EventType.DELETE, 1), (EventType.STORE, 2)]
     (gone,) = batches[0].entries
-    assert gone.key.chunk_hash.hex() == DIGESTS[1] and (gone.tokens, gone.offset) == (b"", NO_OFFSET)
+    assert gone.chunk_hash.hex() == DIGESTS[1] and (gone.tokens, gone.offset) == (b"", NO_OFFSET)
     assert pool.load(200.0, first.keys, "e").n_blocks == 16
     pool.offload(200.0, first)
     assert pool.load(300.0, second.keys[16:], "e").n_blocks == 0

@@ -35,8 +35,8 @@ BATCH_CHUNKS_MAX = 256
 _OWNER = "lmcache"
 #: LMCache's hash before the first chunk (0.5.6, `TokenHasher.none_hash`).
 _ROOT = bytes.fromhex("7e3eff9ef7613a50340eb12677ee03b83ac759fcba9bb32705f07248d56d473b")
-#: No digest is equal to this one, since words are not negative.
-_NO_DIGEST = np.full(8, -1, dtype=np.int64)
+#: No message is known that has this digest.
+_NO_DIGEST = np.frombuffer(bytes(32), np.uint8)
 #: As ObjectKey.ComputeKVRank packs the only rank of a world of one: world size, rank, and both of the host.
 _ONLY_RANK = 1 << 24 | 1 << 8
 
@@ -179,8 +179,7 @@ class ChunkedPool:
                 return False
             before = parent.digest
         # The search computes the digest, and leaves it in its scratch space.
-        parents = np.frombuffer(before, dtype="<u4").astype(np.int64)
-        find_parent(parents, words.astype(np.int64), _NO_DIGEST, self._scratch)
+        find_parent(np.frombuffer(before, np.uint8), words.copy(), _NO_DIGEST, self._scratch)
         digest = self._scratch[:8].astype("<u4").tobytes()
         self._chunks[last] = _Chunk(digest, key, blocks[-1].position * self._block_size, tokens)
         while len(self._chunks) > self._chunks_max:
