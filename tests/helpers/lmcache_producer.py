@@ -6,13 +6,15 @@ Runs in a Python that has LMCache (0.5.6) and neither this project nor a GPU:
     PYTHON tests/helpers/lmcache_producer.py publish KAFKA TOPIC SEED CHUNK_TOKENS
 
 The first writes the file of golden records again. The second reads numbers of events from its standard input, publishes
-so many, and answers each with one line of JSON: the directory's contents. `CacheEventSubscriber` makes the batches, and
+so many, and answers each with one line of JSON: the directory's contents, and which chunks in it follow one whose
+tokens were in a batch that was dropped. `CacheEventSubscriber` makes the batches, and
 `KafkaCacheEventSink` publishes them; `EventGate` and `KeyDirectory` are the coordinator's. Events of the servers are
 made up: their storage needs engines.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import random
@@ -83,6 +85,7 @@ class Published(CacheEventSink):  # type: ignore[misc]  # LMCache is not install
     def __init__(self, directory: Any, sink: Any = None) -> None:
         self.directory, self.sink, self.records, self.drops = directory, sink, list[Any](), False
         self.n_dropped = 0
+        self.shown: set[Any] = set()  # chunks, with their salts, whose tokens were in a batch that was not dropped
 
     def publish(self, batches: Any) -> Any:
         if self.drops:
@@ -95,6 +98,9 @@ class Published(CacheEventSink):  # type: ignore[misc]  # LMCache is not install
                 value = CacheEventsRequest(batches=[batch]).model_dump_json()
                 self.records.append({"key": batch.instance_id, "value": value})
             self.directory.gate.ingest(batch)
+            self.shown.update(
+                (each.key.chunk_hash_hex, each.key.cache_salt) for each in batch.entries if each.token_ids
+            )
 
     def close(self) -> Any:
         if self.sink is not None:
@@ -138,6 +144,7 @@ class Fleet:
         self.servers = [Server(name, sink, 1_790_000_000 + n) for n, name in enumerate(("node-a", "node-b"))]
         self.prompts: list[Any] = []
         self.l2_shared: dict[Any, Any] = {}
+        self.parents: dict[Any, Any] = {}
         self.n_events = 0
 
     def prompt(self) -> Any:
@@ -164,6 +171,7 @@ class Fleet:
     def store(self, server: Any) -> Any:
         tokens, salt = self.prompt(), self.random.choice(("", "", "tenant"))
         hashes = self.hasher.compute_chunk_hashes(tokens)
+        self.parents.update((chunk.hex(), parent.hex()) for parent, chunk in itertools.pairwise(hashes))
         held = {(key.chunk_hash, key.cache_salt) for key in server.l1}
         first = next((n for n, chunk in enumerate(hashes) if (chunk, salt) not in held), len(hashes))
         if first:
@@ -243,6 +251,12 @@ class Fleet:
         for server in self.servers:
             server.subscriber.flush()
 
+    def is_shown(self, chunk: Any, salt: Any) -> Any:
+        """Whether the tokens of a chunk and of all those before it were in batches that were not dropped."""
+        while chunk is not None and (chunk, salt) in self.sink.shown:
+            chunk = self.parents.get(chunk)
+        return chunk is None
+
 
 def digests() -> Any:
     """BLAKE3 of 32 bytes and so many tokens, as TokenHasher packs them."""
@@ -279,8 +293,10 @@ def publish(kafka: Any, topic: Any, seed: Any, chunk_tokens: Any) -> Any:
                 sink._producer.flush(30)
         fleet.flush()
         sink._producer.flush(60)
+        contents = directory.contents()
         answer = {
-            "directory": directory.contents(),
+            "directory": contents,
+            "hidden": sorted({(chunk, salt) for chunk, _, _, salt, *_ in contents if not fleet.is_shown(chunk, salt)}),
             "dropped": sink.dropped_batches,
             "batches_dropped": fleet.sink.n_dropped,
             "at": time.time(),

@@ -294,7 +294,7 @@ def test_pools_agree_with_the_directory_of_the_real_lmcache(stack: Stack, long_f
     producer = Path(__file__).parents[1] / "helpers" / "lmcache_producer.py"
     arguments = [os.environ[REAL], str(producer), "publish", stack.settings.kafka, topic.name, "1", "32"]
     environ = {**os.environ, "LMCACHE_TRACK_USAGE": "false", "LMCACHE_DISABLE_BANNER": "1"}
-    n_parts, n_objects, dropped = (50 if long_form else 2), 0, 0
+    n_parts, n_objects, n_hidden, dropped = (50 if long_form else 2), 0, 0, 0
     with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environ, text=True) as fleet:
         assert fleet.stdin is not None and fleet.stdout is not None
         bridge = lmcache_bridge(stack, topic, "lmcache-0")
@@ -308,12 +308,15 @@ def test_pools_agree_with_the_directory_of_the_real_lmcache(stack: Stack, long_f
             bridge = following
             answer = json.loads(fleet.stdout.readline())
             assert answer["dropped"] == 0
-            expected = directory_objects(answer["directory"])
+            # What follows a chunk whose tokens were in a dropped batch has no name of ours.
+            hidden = {tuple(each) for each in answer["hidden"]}
+            expected = directory_objects([each for each in answer["directory"] if (each[0], each[3]) not in hidden])
+            n_hidden += len(answer["directory"]) - len(expected)
             await_objects(stack, expected, 120.0)
             n_objects += len(expected)
             dropped = answer["batches_dropped"]
         fleet.stdin.close()
     print(
         f"{n_parts * EVENTS_PER_PART} events, {dropped} batches dropped, {n_parts} kills and quiet points, "
-        f"{n_objects} objects compared, {time.monotonic() - began_s:.0f} s"
+        f"{n_objects} objects compared, {n_hidden} without names, {time.monotonic() - began_s:.0f} s"
     )
