@@ -669,8 +669,19 @@ def test_the_command_prints_findings_and_its_status_is_for_scripts(well: Doctors
     """0 without output if all is well, 1 with findings as text or JSON, 2 if it could not run."""
     env = as_environ(well.settings)
     routers = [option for url in well.routers for option in ("--router", url)]
-    done = run("doctor", *routers, env=env)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+    seen: list[tuple[int, str, str]] = []
+
+    def is_well() -> bool:
+        done = run("doctor", *routers, env=env)
+        seen.append((done.returncode, done.stdout, done.stderr))
+        return seen[-1] == (0, "", "")
+
+    # On a busy machine, an owner may be behind for a moment, which is rightly reported.
+    try:
+        wait_for(is_well, PATIENCE_S, "a fleet without findings")
+    finally:
+        assert seen[-1] == (0, "", "")
     url = f"http://127.0.0.1:{free_port()}"
     alone = [
         "--router",
