@@ -42,13 +42,13 @@ from streams.cxl.records import decode_transition
 from streams.kafka.clients import Record, admin, log_end
 from streams.lmcache.feeds import decode_feed
 from streams.lmcache.pools import Feed
+from streams.lmcache.wire import CHUNK_TOKENS
 from streams.process.waiting import wait_for
 from streams.tables.changelog import read_to_end
 from streams.topics import topics
 
 MODEL = "m"
 BLOCK_SIZE = 16
-CHUNK_TOKENS = 256
 CHUNK_BYTES = 32 << 20
 
 #: More servers have smaller records: LMCache's producer refuses those above 1 MB.

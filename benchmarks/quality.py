@@ -23,6 +23,7 @@ from streams.lab.simulation.fleet import FleetConfig, LabFailure
 from streams.lab.simulation.lab_engine_config import default_engine
 from streams.lab.simulation.lab_pool import LabPoolConfig
 from streams.lab.simulation.workload import RawRequest, Workload, build
+from streams.lmcache.wire import CHUNK_TOKENS
 
 N_WORKERS = 8
 ENGINE = default_engine()
@@ -32,9 +33,6 @@ OURS, OURS_AT_ONCE = "expected-time+queue", "expected-time"
 #: Load of the conversation trace as (concurrency, speedup), and the greatest ratio of our mean TTFT to the preset's.
 CONVERSATION = {(64, 1.0): 0.97, (128, 1.0): 0.94, (256, 1.0): 0.84, (0, 1.0): 0.95, (0, 6.0): 0.81}
 AGENTIC_MAX, GENERATED_MAX, TUNED_MAX, POOLED_MAX = 0.6, 1.02, 1.02, 0.4
-
-#: Tokens per chunk of LMCache, by default.
-LMCACHE_CHUNK_TOKENS = 256
 
 #: Generated traffic: its name, the loads, and how many times the time runs as fast.
 GENERATED = ("uniform", "hot", "cold", "bursts", "agentic")
@@ -178,7 +176,7 @@ def pools() -> list[Check]:
                 if size == 2 and is_credited and not is_shared:
                     ratio = each.figures.mean_ttft_ms / without.figures.mean_ttft_ms
                     checks.append(("credited pool of 2 x device", ratio, POOLED_MAX))
-    chunked = LabPoolConfig(2 * N_WORKERS * ENGINE.n_blocks, chunk_blocks=LMCACHE_CHUNK_TOKENS // ENGINE.block_size)
+    chunked = LabPoolConfig(2 * N_WORKERS * ENGINE.n_blocks, chunk_blocks=CHUNK_TOKENS // ENGINE.block_size)
     each = run_policy(workload, replace(config, pool=chunked), policy)
     row(["2 x device, LMCache", "64 GB/s per engine", "credits it", *figures_of(each), f"{each.figures.loaded:.3f}"])
     ratio = each.figures.mean_ttft_ms / without.figures.mean_ttft_ms

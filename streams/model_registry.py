@@ -113,7 +113,7 @@ def delete_models(settings: ScopeSettings) -> int:
             live.pop(record.key, None)
         else:
             live[record.key] = None
-    _produce(settings, [(key, None) for key in live])
+    write_registry(settings, [(key, None) for key in live], "models")
     return len(live)
 
 
@@ -179,10 +179,14 @@ def _read(settings: ScopeSettings, partitions: Iterable[int]) -> list[Record]:
 
 
 def _write(settings: ScopeSettings, model: ServedModel) -> None:
-    _produce(settings, [(MODELS.keys.pack(model.name), MODELS.encode(model))])
+    write_registry(settings, [(MODELS.keys.pack(model.name), MODELS.encode(model))], "models")
 
 
-def _produce(settings: ScopeSettings, records: Iterable[tuple[bytes, bytes | None]]) -> None:
+def write_registry(settings: ScopeSettings, records: Iterable[tuple[bytes, bytes | None]], what: str) -> None:
+    """Write records of the registry by their keys, None for a tombstone, and wait until Kafka has them.
+
+    what: the kind of the records, for the error. Raises KvStreamsError.
+    """
     failed: list[str] = []
     # A record that is not delivered in time is dropped, since this process reports that it was not written.
     kafka = producer(settings, **{"message.timeout.ms": int(ANSWER_TIMEOUT_S * 1000)})
@@ -194,7 +198,7 @@ def _produce(settings: ScopeSettings, records: Iterable[tuple[bytes, bytes | Non
             on_delivery=lambda error, _: failed.append(error.str()) if error is not None else None,
         )
     if kafka.flush(ANSWER_TIMEOUT_S + 1.0) or failed:
-        raise KvStreamsError(f"Kafka did not accept the records of models: {failed[0] if failed else 'no answer'}")
+        raise KvStreamsError(f"Kafka did not accept the records of {what}: {failed[0] if failed else 'no answer'}")
 
 
 #: Errors while a broker restarts; the client recovers by itself.

@@ -10,10 +10,11 @@ the oldest record of the topic that is left.
 
 from __future__ import annotations
 
-from streams.errors import BadRecord, KvStreamsError
-from streams.kafka.clients import ANSWER_TIMEOUT_S, Record, producer
+from streams.errors import BadRecord
+from streams.kafka.clients import Record
 from streams.lmcache.feeds import KnownFeed, decode_feed, encode_feed
 from streams.lmcache.pools import parse_feed
+from streams.model_registry import write_registry
 from streams.settings import ScopeSettings
 from streams.tables.changelog import read_to_end
 from streams.topics import topics
@@ -37,15 +38,6 @@ def set_back(settings: ScopeSettings) -> int:
 
     for partition in range(settings.partitions):
         read_to_end(settings, name, partition, None, take)
-    failed: list[str] = []
-    kafka = producer(settings, **{"message.timeout.ms": int(ANSWER_TIMEOUT_S * 1000)})
-    for key, feed in feeds.items():
-        kafka.produce(
-            name,
-            key=key,
-            value=encode_feed(KnownFeed(feed.key, feed.topic)),
-            on_delivery=lambda error, _: failed.append(error.str()) if error is not None else None,
-        )
-    if kafka.flush(ANSWER_TIMEOUT_S + 1.0) or failed:
-        raise KvStreamsError(f"Kafka did not accept the records of feeds: {failed[0] if failed else 'no answer'}")
+    records = [(key, encode_feed(KnownFeed(feed.key, feed.topic))) for key, feed in feeds.items()]
+    write_registry(settings, records, "feeds")
     return len(feeds)

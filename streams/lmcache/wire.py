@@ -22,6 +22,9 @@ from streams.errors import BadRecord
 #: Bytes of a record. LMCache's producer sends at most 1 MB, librdkafka's default, and brokers may allow more.
 RECORD_BYTES_MAX = 16 * 1024 * 1024
 
+#: Tokens of a chunk, unless a server has another `--chunk-size`.
+CHUNK_TOKENS = 256
+
 #: The position of a chunk whose server did not report it.
 NO_OFFSET = -1
 

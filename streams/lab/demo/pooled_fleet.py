@@ -24,6 +24,7 @@ from streams.lab.engines.pool import PoolConfig
 from streams.lab.processes import Child
 from streams.lab.stack import READY_TIMEOUT_S, Engine, FrontProcess, PoolProcess, RouterProcess, Stack, bearer
 from streams.lab.stack import get_json as get
+from streams.lmcache.wire import CHUNK_TOKENS
 from streams.process.waiting import wait_for
 
 #: The experts that a request uses: those of engines with `expert` 7.
@@ -35,9 +36,6 @@ STRICT_MOE_QUERY: dict[str, Any] = {**MOE_QUERY, "fallback_to_unlabeled": False}
 
 #: Blocks of the prompt that engines have computed themselves before the stream begins, as of a system prompt.
 SHARED_BLOCKS = 8
-
-#: Tokens per chunk of LMCache, and of a pool that acts as one.
-LMCACHE_CHUNK_TOKENS = 256
 
 #: Longest wait for bytes of a stream. An engine that stalls is noticed much earlier by the front.
 _SILENCE_S = 60.0
@@ -214,7 +212,7 @@ class PooledFleet:
         n_blocks, shared = len(prompt) // self.config.block_size, list(prompt[: SHARED_BLOCKS * self.config.block_size])
         for worker_id in self.places:
             self.complete(worker_id, prompt if worker_id == first else shared)
-        chunk_blocks = 1 if self.lmcache is None else LMCACHE_CHUNK_TOKENS // self.config.block_size
+        chunk_blocks = 1 if self.lmcache is None else CHUNK_TOKENS // self.config.block_size
         n_pooled = n_blocks // chunk_blocks * chunk_blocks
         expected = {}
         for worker_id, place in self.places.items():

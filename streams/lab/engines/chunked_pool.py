@@ -22,7 +22,7 @@ from streams.core.kernels.blake3 import SCRATCH_WORDS, find_parent
 from streams.errors import SettingsError
 from streams.lab.engines.block_cache import require
 from streams.lab.engines.pool import Offload, PoolConfig, PoolEvent, PoolLoad, PoolStats, SharedPool
-from streams.lmcache.wire import NO_OFFSET, EventType, Tier
+from streams.lmcache.wire import CHUNK_TOKENS, NO_OFFSET, EventType, Tier
 
 #: Blocks that are kept until their chunks are complete; without the oldest ones, chunks are not stored.
 BLOCKS_MAX = 1 << 16
@@ -47,7 +47,7 @@ class LmcacheReports:
 
     instance: str
     backend: str = "devdax"
-    chunk_tokens: int = 256
+    chunk_tokens: int = CHUNK_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
