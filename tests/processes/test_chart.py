@@ -135,6 +135,8 @@ def named_secrets(pod: Mapping[str, Any]) -> Iterator[str]:
         {"topic_prefix": "a.b_", "partitions": 3, "replication": 2},
         {"booking_ttl_s": 0.001 + 1, "retention_ms": 60_000},
         {"booking_ttl_s": 1_234_567.875, "retention_ms": 10**13},
+        {"history_window_s": 3600},
+        {"history_window_s": 0.25, "booking_ttl_s": 60},
         {"decision_log_bytes_max": 10**9 + 7, "decision_log_retention_ms": 70_000, "partitions": 7},
         {"decision_log_bytes_max": 10**13, "partitions": 1},
         {"decision_log_bytes_max": 64 * 1024 * 1024, "partitions": 64},

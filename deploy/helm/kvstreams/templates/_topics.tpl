@@ -11,7 +11,8 @@
 {{- $partitions := include "kvstreams.scopeSetting" (dict "root" . "name" "partitions") | int64 -}}
 {{- $decisionRetention := include "kvstreams.scopeSetting" (dict "root" . "name" "decision_log_retention_ms") -}}
 {{- $decisionBytes := div (include "kvstreams.scopeSetting" (dict "root" . "name" "decision_log_bytes_max") | int64) $partitions -}}
-{{- $compacted := dict "cleanup.policy" "compact" "segment.bytes" "67108864" "segment.ms" "600000" "min.cleanable.dirty.ratio" "0.2" "min.compaction.lag.ms" "60000" "delete.retention.ms" "86400000" -}}
+{{- $windowMs := round (mulf (include "kvstreams.scopeSetting" (dict "root" . "name" "history_window_s") | float64) 1000) 0 | int64 -}}
+{{- $compacted := dict "cleanup.policy" "compact" "segment.bytes" "67108864" "segment.ms" "600000" "min.cleanable.dirty.ratio" "0.2" "min.compaction.lag.ms" (max 60000 $windowMs | toString) "delete.retention.ms" "86400000" -}}
 kv_events:
   name: {{ $prefix }}kv-events
   config: {cleanup.policy: delete, retention.ms: {{ $retention | quote }}, max.message.bytes: "8388608"}
@@ -23,10 +24,10 @@ workers:
   config: {{ toJson $compacted }}
 worker_metrics:
   name: {{ $prefix }}worker-metrics
-  config: {cleanup.policy: delete, retention.ms: "600000", segment.ms: "60000"}
+  config: {cleanup.policy: delete, retention.ms: {{ add 600000 $windowMs | quote }}, segment.ms: "60000"}
 router_loads:
   name: {{ $prefix }}router-loads
-  config: {{ merge (dict "cleanup.policy" "compact,delete" "message.timestamp.type" "LogAppendTime" "retention.ms" (round (mulf $booking 2000) 0 | int64 | toString) "segment.ms" "60000" "min.compaction.lag.ms" "0" "max.message.bytes" "8388608") $compacted | toJson }}
+  config: {{ merge (dict "cleanup.policy" "compact,delete" "message.timestamp.type" "LogAppendTime" "retention.ms" (add (round (mulf $booking 2000) 0 | int64) $windowMs | toString) "segment.ms" "60000" "min.compaction.lag.ms" ($windowMs | toString) "max.message.bytes" "8388608") $compacted | toJson }}
 kv_control:
   name: {{ $prefix }}kv-control
   config: {cleanup.policy: delete, retention.ms: "600000", segment.ms: "60000"}
