@@ -185,7 +185,9 @@ class TopicSettings:
     topic_prefix: str = _setting(
         "", "prefix of every topic's name; processes with the same prefix form one scope, that is one fleet"
     )
-    partitions: int = _setting(8, "partitions of every topic; cannot be changed later", low=1, high=1024)
+    partitions: int = _setting(
+        8, "partitions of every topic; another number takes a move to another scope (docs/replay.md)", low=1, high=1024
+    )
     replication: int = _setting(1, "replicas of every topic; use 3 with three or more brokers", low=1, high=7)
     topic_profile: TopicProfile = _setting(
         TopicProfile.STANDARD,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from streams.errors import InvalidRequest
-from streams.process.options import GroupedCommand, http_urls, time_ms, with_settings
+from streams.process.options import GroupedCommand, OutputFile, http_urls, time_ms, with_settings
 from streams.settings import Resolved, RouterServerSettings
 
 if TYPE_CHECKING:
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from streams.replay.cuts import Cut, Place
     from streams.replay.rebuilding import Replay
+    from streams.router_api.messages.requests import RouteRequest
     from streams.topics import TopicSpec
 
 
@@ -27,8 +28,8 @@ if TYPE_CHECKING:
     "--until",
     metavar="TIME|@FILE",
     default=None,
-    help="end at a moment, for example 15m (ago), 14:03 or 2026-01-31T14:03 (UTC), or at the offsets of a file that "
-    "--json has printed  [default: everything]",
+    help="end at a moment, for example 15m (ago), 14:03 or 2026-01-31T14:03 (UTC), or at the offsets in a file that "
+    "was made with --json or --out  [default: everything]",
 )
 @click.option(
     "--route",
@@ -50,7 +51,7 @@ if TYPE_CHECKING:
     "--out",
     "out_file",
     metavar="FILE",
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=OutputFile(),
     default=None,
     help="write the state as JSON lines, without tokens or text (docs/replay.md)",
 )
@@ -102,15 +103,25 @@ def replay(
     from streams.replay.rebuilding import Replay
     from streams.replay.state_lines import write_lines
     from streams.replay.summary import as_text, summary
+    from streams.security.files import read_secret
     from streams.topics import topics
 
     if into is not None:
-        if any(each is not None for each in (until, request_file, url, out_file)):
+        if as_json or any(each is not None for each in (until, request_file, url, out_file, token_file)):
             raise click.UsageError("--into copies what a scope has now; it cannot be combined with the other options")
         _move(resolved.settings, into, into_kafka)
         return
+    for option, given, needed, other in (
+        ("--into-kafka", into_kafka, "--into", into),
+        ("--token-file", token_file, "--verify", url),
+    ):
+        if given is not None and other is None:
+            raise click.UsageError(f"{option} is of use with {needed} only")
     if url is not None and any(each is not None for each in (until, request_file, out_file)):
         raise click.UsageError("--verify is about what a router has now; it cannot be combined with the other options")
+    # What cannot be read is refused before the topics are read, which may take minutes.
+    token = None if token_file is None else read_secret("--token-file", str(token_file))
+    request = None if request_file is None else _request_of(request_file)
     settings = resolved.settings
     log.configure(settings)
     errors = Console(stderr=True)
@@ -121,13 +132,13 @@ def replay(
     with shown(errors, "offsets", 0) as step:
         replayed.advance(cut, step)
     if url is not None:
-        _verify(replayed, url, token_file, as_json=as_json)
+        _verify(replayed, url, token, as_json=as_json)
         return
     if out_file is not None:
         with shown(errors, "partitions", settings.partitions) as step:
             write_lines(replayed, out_file, step)
-    if request_file is not None:
-        click.echo(orjson.dumps(answer_at(replayed, request_file.read_bytes()), option=orjson.OPT_INDENT_2))
+    if request is not None:
+        click.echo(orjson.dumps(answer_at(replayed, request), option=orjson.OPT_INDENT_2))
         return
     values = summary(replayed)
     click.echo(orjson.dumps(values, option=orjson.OPT_INDENT_2) if as_json else as_text(values).rstrip("\n"))
@@ -166,7 +177,7 @@ def _move(settings: RouterServerSettings, topic_prefix: str, kafka: str | None) 
         move.follow(stopping.is_set)
 
 
-def _verify(replayed: Replay, url: str, token_file: Path | None, *, as_json: bool) -> None:
+def _verify(replayed: Replay, url: str, token: str | None, *, as_json: bool) -> None:
     """Compare a router, print what differs, and end with status 1 if anything does."""
     import orjson
     from rich.console import Console
@@ -174,9 +185,7 @@ def _verify(replayed: Replay, url: str, token_file: Path | None, *, as_json: boo
     from streams.process.progress import shown
     from streams.process.router_calls import router_json
     from streams.replay.verifying import STATE_TIMEOUT_S, as_values, verify
-    from streams.security.files import read_secret
 
-    token = None if token_file is None else read_secret("--token-file", str(token_file))
     with shown(Console(stderr=True), "offsets", 0) as step:
         result = verify(replayed, lambda path: router_json(url, path, token, STATE_TIMEOUT_S), step=step)
     if as_json:
@@ -190,6 +199,16 @@ def _verify(replayed: Replay, url: str, token_file: Path | None, *, as_json: boo
                 click.echo(f"    {line}")
     if result.differences:
         raise SystemExit(1)
+
+
+def _request_of(file: Path) -> RouteRequest:
+    """The request in a file; raises InvalidRequest, which names the file."""
+    from streams.router_api.messages.requests import parse_route
+
+    try:
+        return parse_route(file.read_bytes())
+    except InvalidRequest as exc:
+        raise InvalidRequest(f"{file} is no body of POST /route: {exc.message}", remedy=exc.remedy) from exc
 
 
 def _cut(settings: RouterServerSettings, specs: Sequence[TopicSpec], until: str | None) -> Cut:
@@ -211,7 +230,9 @@ def _offsets_of(file: Path) -> tuple[dict[Place, int], int]:
     import orjson
 
     try:
-        values = orjson.loads(file.read_bytes())
+        with file.open("rb") as lines:
+            first = lines.readline()  # of --out, all that is needed; of --json, an opening brace
+            values = orjson.loads(first if first.rstrip().endswith(b"}") else first + lines.read())
         offsets = {
             (str(topic), int(partition)): int(offset)
             for topic, of_topic in values["offsets"].items()
@@ -220,7 +241,7 @@ def _offsets_of(file: Path) -> tuple[dict[Place, int], int]:
         return offsets, int(values.get("moment_ms", 0))
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as exc:
         raise InvalidRequest(
-            f"{file} has no offsets: {exc}", remedy="`kvstreams replay --json` prints them as --until takes them"
+            f"{file} has no offsets: {exc}", remedy="Take a file that `kvstreams replay` made with --json or --out"
         ) from exc
 
 

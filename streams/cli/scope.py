@@ -216,6 +216,8 @@ def schemas_register(resolved: Resolved, url: str, user: str, password_file: str
     from streams.kafka.schema_registry import Registry, register, subjects
     from streams.security.files import read_secret
 
+    if bool(user) != bool(password_file):
+        raise click.UsageError("--user and --password-file belong together")
     credentials = (user, read_secret("--password-file", password_file)) if user else None
     registry, ids = Registry(url, credentials, ca), dict[str, int]()
     for subject in subjects(resolved.settings):

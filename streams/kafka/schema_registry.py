@@ -15,8 +15,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from urllib.parse import quote
 
-from streams.errors import KvStreamsError
+from streams.errors import KvStreamsError, SettingsError
 from streams.kafka.avro_frames import codec
+from streams.security.tls import why_no_connection
 from streams.settings import ScopeSettings
 from streams.topics import topics
 
@@ -25,6 +26,15 @@ ANSWER_TIMEOUT_S = 30.0
 _ANSWER_BYTES_MAX = 1024 * 1024
 
 _CONTENT_TYPE = "application/vnd.schemaregistry.v1+json"
+
+_CREDENTIALS_REMEDY = "--user and --password-file name the credentials for the registry"
+
+#: What to do about a refusal, by its status.
+_REMEDIES = {
+    401: _CREDENTIALS_REMEDY,
+    403: _CREDENTIALS_REMEDY,
+    409: "The subject has an earlier schema with which this one is not compatible (docs/upgrades.md)",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +76,9 @@ def register(registry: Registry, subject: Subject) -> int:
     body = json.dumps({"schema": json.dumps(codec(subject.schema).source)}).encode()
     try:
         context = ssl.create_default_context(cafile=registry.ca or None)
+    except OSError as exc:
+        raise SettingsError(f"--ca {registry.ca} cannot be used: {exc.strerror or exc}") from exc
+    try:
         request = urllib.request.Request(url, body, headers, method="POST")
         with urllib.request.urlopen(request, timeout=ANSWER_TIMEOUT_S, context=context) as response:
             return int(json.loads(response.read(_ANSWER_BYTES_MAX))["id"])
@@ -74,7 +87,12 @@ def register(registry: Registry, subject: Subject) -> int:
             reason = exc.read(_ANSWER_BYTES_MAX).decode(errors="replace").strip()
         raise KvStreamsError(
             f"the registry refuses the schema {subject.schema} of {subject.name}: {exc.code} {reason}",
-            remedy="If it is not compatible with an earlier one, see docs/upgrades.md",
+            remedy=_REMEDIES.get(exc.code, "Check --url"),
         ) from None
     except (OSError, ValueError, KeyError, TypeError) as exc:
-        raise KvStreamsError(f"{registry.url} does not answer as a schema registry: {exc}") from exc
+        cause = getattr(exc, "reason", None) or exc
+        remedy = "Check --url"
+        if isinstance(cause, ssl.SSLError):
+            remedy = "Check --url, and --ca if an authority of your own has signed the registry's certificate"
+            cause = why_no_connection(cause)
+        raise KvStreamsError(f"{registry.url} does not answer as a schema registry: {cause}", remedy=remedy) from exc

@@ -9,6 +9,7 @@ value that is not given on the command line comes from `KVSTREAMS_*`, then from 
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Collection
 from dataclasses import fields
@@ -130,6 +131,22 @@ def with_settings(command: _F, without: Collection[str] = ()) -> _F:
     )(wrapped)
     result: _F = wrapped
     return result
+
+
+class OutputFile(click.Path):
+    """A file that a command writes at its end. What could not be written is refused before the command has begun."""
+
+    def __init__(self) -> None:
+        super().__init__(dir_okay=False, writable=True, path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        """Return the path; its folder has to exist already."""
+        file = Path(str(super().convert(value, param, ctx)))
+        if not file.parent.is_dir():
+            self.fail(f"{file}: there is no folder {file.parent}", param, ctx)
+        if not (file.exists() or os.access(file.parent, os.W_OK)):
+            self.fail(f"{file}: no file can be made in {file.parent}", param, ctx)
+        return file
 
 
 def http_urls(context: click.Context, parameter: click.Parameter, value: Any) -> Any:

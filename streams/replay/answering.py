@@ -12,7 +12,7 @@ import msgspec
 from streams.replay.cuts import time_text
 from streams.replay.rebuilding import Replay
 from streams.router_api.messages.answer_json import answer_json
-from streams.router_api.messages.requests import parse_route
+from streams.router_api.messages.requests import RouteRequest
 
 #: What a router knew that is in no topic, and what the replay has in its place. Each may lead to another choice.
 NOT_KEPT = {
@@ -26,8 +26,7 @@ NOT_KEPT = {
 }
 
 
-def answer_at(replay: Replay, body: bytes) -> dict[str, Any]:
-    """Answer a body of POST /route by what is replayed, without booking. Raises what `Router.route` raises."""
-    request = msgspec.structs.replace(parse_route(body), update_states=False, explain=True)
-    answer = replay.router.route(request)
+def answer_at(replay: Replay, request: RouteRequest) -> dict[str, Any]:
+    """Answer a request of POST /route by what is replayed, without booking. Raises what `Router.route` raises."""
+    answer = replay.router.route(msgspec.structs.replace(request, update_states=False, explain=True))
     return {"moment": time_text(replay.cut.moment_ms), "answer": answer_json(answer), "not_kept": NOT_KEPT}

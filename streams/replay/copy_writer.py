@@ -83,7 +83,10 @@ class CopyWriter:
         """Return whether Kafka has taken everything in time. Raises KvStreamsError if it has refused a record."""
         n_left = self.kafka.flush(timeout_s)
         if self._failed:
-            raise KvStreamsError(f"Kafka at {self._new.kafka} refuses a record: {self._failed[0]}")
+            raise KvStreamsError(
+                f"Kafka at {self._new.kafka} refuses a record: {self._failed[0]}",
+                remedy="Check that Kafka, and start the command again",
+            )
         return n_left == 0
 
     def _put(self, topic: str, key: bytes, value: bytes | None) -> None:

@@ -120,7 +120,10 @@ def _last_before(
             for message in consume(consumer, _SEARCHED_RECORDS, 0.1):
                 error, offset, key = message.error(), message.offset(), message.key()
                 if error is not None and error.code() != KafkaError._PARTITION_EOF:
-                    raise KvStreamsError(f"{place[0]} [{place[1]}] cannot be read: {error.str()}")
+                    raise KvStreamsError(
+                        f"{place[0]} [{place[1]}] cannot be read: {error.str()}",
+                        remedy="Check Kafka (`kvstreams doctor`), and start again",
+                    )
                 if error is not None:
                     return found
                 if key is None or not key.startswith(prefix):
@@ -132,7 +135,10 @@ def _last_before(
                 found = _Found(offset + 1, at_ms)
     finally:
         consumer.close()
-    raise KvStreamsError(f"{place[0]} [{place[1]}] sent nothing for {_SEARCH_TIMEOUT_S:g} s")
+    raise KvStreamsError(
+        f"{place[0]} [{place[1]}] sent nothing for {_SEARCH_TIMEOUT_S:g} s",
+        remedy="Check Kafka (`kvstreams doctor`), and start again",
+    )
 
 
 def places_of(specs: Iterable[TopicSpec]) -> list[Place]:
@@ -172,5 +178,6 @@ def _listed(settings: ScopeSettings, what: Mapping[Place, OffsetSpec]) -> dict[P
         return {(where.topic, where.partition): future.result(0).offset for where, future in listed.items()}
     except (KafkaException, TimeoutError) as exc:
         raise KvStreamsError(
-            f"Kafka at {settings.kafka} does not say where the logs of {settings.app_id} end: {exc}"
+            f"Kafka at {settings.kafka} does not say where the logs of {settings.app_id} end: {exc}",
+            remedy="Check Kafka (`kvstreams doctor`), and start again",
         ) from exc

@@ -120,7 +120,12 @@ class Move:
         n_left = self._writer.kafka.flush(_FLUSH_S)
         self._source.close()
         self._target.close()
-        log.info("stopped. Records copied: %d; not acknowledged: %d", self._writer.n_copied, n_left)
+        log.info(
+            "stopped. Records copied: %d; left out, as they cannot be used: %d; not acknowledged: %d",
+            self._writer.n_copied,
+            self._writer.n_skipped,
+            n_left,
+        )
 
     # -- loading -------------------------------------------------------------------------------------------------------
 
@@ -152,7 +157,9 @@ class Move:
     def _load(self, partition: int, known: dict[RankId, list[BlockKey]] | None = None) -> None:
         """Restate the ranks of a partition, and follow its events from then on. known: see restate."""
         if not self._writer.flush(OWNER_TIMEOUT_S):
-            raise KvStreamsError(f"Kafka at {self._new.kafka} takes no records")
+            raise KvStreamsError(
+                f"Kafka at {self._new.kafka} takes no records", remedy="Check that Kafka, and start the command again"
+            )
         tables = self._applied_tables(self._old, partition)
         self._target.read()  # so that no rank is restated that has moved meanwhile
         leases, moved = self._holders.lease_ms, self._holders.moved()

@@ -82,7 +82,10 @@ def restate(
     n_left = kafka.flush(SEND_TIMEOUT_S)
     refused = [reason for records in written for reason in records.failed]
     if n_left or refused:
-        raise KvStreamsError(f"Kafka at {settings.kafka} has not taken all records: {(refused or ['no answer'])[0]}")
+        raise KvStreamsError(
+            f"Kafka at {settings.kafka} has not taken all records: {(refused or ['no answer'])[0]}",
+            remedy="Check that Kafka, and start the command again",
+        )
     return len(written)
 
 

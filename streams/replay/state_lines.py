@@ -70,7 +70,9 @@ def write_lines(replay: Replay, file: Path, step: Step | None = None) -> None:
         with file.open("wb") as lines:
             lines.writelines(_encode(line) + b"\n" for line in state_lines(replay, step))
     except OSError as exc:
-        raise InvalidRequest(f"{file} cannot be written: {exc.strerror}") from exc
+        raise InvalidRequest(
+            f"{file} cannot be written: {exc.strerror}", remedy="It is not complete, as its last line shows"
+        ) from exc
 
 
 def _lines(replay: Replay, step: Step | None) -> Iterator[Line]:

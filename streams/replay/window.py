@@ -94,7 +94,7 @@ def offsets_in_window(
             where = f"{place[0]} [{place[1]}]"
             raise InvalidRequest(
                 f"{where} ends at {ends[place]}, before offset {offset}" if place in ends else f"nothing reads {where}",
-                remedy="Take offsets as `kvstreams replay --json` prints them",
+                remedy="Take a file that `kvstreams replay` made of this scope with --json or --out",
             )
     window = window_of(settings)
     kept = {spec.name for spec in topics(settings).with_history()}
@@ -138,10 +138,13 @@ def set_window(settings: ScopeSettings, seconds: float) -> list[TopicState]:
     ]
     client = admin(settings)  # kept until it has answered
     try:
-        for altered in client.incremental_alter_configs(resources).values():
+        for altered in client.incremental_alter_configs(resources, request_timeout=ANSWER_TIMEOUT_S).values():
             altered.result(_APPLY_TIMEOUT_S)
     except KafkaException as exc:
-        raise KvStreamsError(f"Kafka refuses to change the topics: {exc.args[0].str()}") from exc
+        raise KvStreamsError(
+            f"Kafka refuses to change the topics: {exc.args[0].str()}",
+            remedy="`kvstreams topics acls 'topics window'` prints the rights that it needs",
+        ) from exc
 
     def applied() -> bool:
         states = _states(settings, specs)

@@ -17,7 +17,7 @@ import pytest
 from click.testing import CliRunner
 
 from streams.cli import ESSENTIAL, cli
-from streams.errors import LocalKafkaError
+from streams.errors import InvalidRequest, KvStreamsError, LocalKafkaError
 from streams.lab.kafka.broker import KafkaState
 from streams.process.log import JsonFormatter, dict_config
 from streams.settings import SECRETS, Settings
@@ -122,6 +122,72 @@ def test_a_missing_extra_is_reported_before_anything_starts(
     assert isinstance(failed, LocalKafkaError)
     assert package in failed.message
     assert "kvstreams[local]" in failed.remedy
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["simulate", "uniform", "--json"],
+        ["compare", "--router", "http://router:8000", "--json"],
+        ["plan", "uniform", "--engines", "1", "--json"],
+        ["replay-decisions", "--trace"],
+        ["replay-decisions", "--json"],
+        ["replay", "--out"],
+        ["sim", "--info"],
+        ["sim-pool", "--journal"],
+    ],
+)
+def test_a_file_that_could_not_be_written_is_refused_before_anything_runs(arguments: list[str], tmp_path: Path) -> None:
+    """The error names the option and what is wrong: the figures of an hour must not be lost at its end."""
+    for file, said in ((tmp_path / "none" / "a", f"there is no folder {tmp_path / 'none'}"), (tmp_path, "a directory")):
+        done = CliRunner().invoke(cli, [*arguments, str(file)])
+        assert done.exit_code == 2
+        assert f"'{arguments[-1]}'" in done.output
+        assert said in " ".join(done.output.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["simulate", "uniform", "--engine"], "--engine: {file} is not UTF-8 text"),
+        (["plan", "uniform", "--engines", "1", "--engine"], "--engine: {file} is not UTF-8 text"),
+        (["replay-decisions", "--engine"], "--engine: {file} is not UTF-8 text"),
+        (["simulate"], "trace line 1 is not JSON"),
+        (["compare", "--router", "http://router:8000", "--trace"], "trace line 1 is not JSON"),
+    ],
+)
+def test_a_file_that_is_not_text_is_refused_in_one_line(arguments: list[str], said: str, tmp_path: Path) -> None:
+    """Such as a compressed one."""
+    file = tmp_path / "file"
+    file.write_bytes(b"\x1f\x8b\xff\xfe\n")
+    failed = CliRunner().invoke(cli, [*arguments, str(file)]).exception
+    assert isinstance(failed, KvStreamsError)
+    assert said.format(file=file) in failed.message
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--into-kafka", "kafka-b:9092"], "--into-kafka is of use with --into only"),
+        (["--token-file", "token"], "--token-file is of use with --verify only"),
+        (["--into", "v2-", "--json"], "cannot be combined"),
+        (["--verify", "http://router:8000", "--until", "15m"], "cannot be combined"),
+    ],
+)
+def test_options_of_replay_that_would_have_no_effect_are_refused(arguments: list[str], said: str) -> None:
+    """--into-kafka without --into would read the other Kafka's scope, or none, and copy nothing."""
+    done = CliRunner().invoke(cli, ["replay", *arguments])
+    assert done.exit_code == 2
+    assert said in done.output
+
+
+def test_a_request_that_cannot_be_read_is_refused_before_topics_are_read(tmp_path: Path) -> None:
+    """The error names the file."""
+    file = tmp_path / "request.json"
+    file.write_text('{"token_ids": [1, 2')
+    failed = CliRunner().invoke(cli, ["replay", "--route", str(file), "--kafka", "127.0.0.1:1"]).exception
+    assert isinstance(failed, InvalidRequest)
+    assert failed.message.startswith(f"{file} is no body of POST /route: ")
 
 
 @pytest.mark.parametrize(

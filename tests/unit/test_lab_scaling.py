@@ -122,7 +122,6 @@ def test_a_plan_prices_each_number_of_engines(tmp_path: Path) -> None:
         (["uniform", "--engines", "1,99999999999999999999"], "a number that is not from 1 to 10,000"),
         (["uniform", "--engines", "1", "--price", "nan"], "--price nan is not a number from 0 on"),
         (["uniform", "--engines", "1", "--ttft-limit-ms", "-1"], "--ttft-limit-ms -1 is not"),
-        (["uniform", "--engines", "1", "--json", "no-folder/a.json"], "there is no folder no-folder"),
         (["uniform", "--engines", "1", "--policy", "other"], "there is no policy"),
         (["no-trace", "--engines", "1"], "neither a file nor one of the generators"),
     ],

@@ -117,6 +117,7 @@ def test_a_registry_may_ask_for_a_password(registry: Registry, tmp_path: Path) -
     registry.password = "another"
     done = run("register", "--url", registry.url, "--user", "me", "--password-file", str(file))
     assert "401" in str(done.exception)
+    assert str(done.exception).endswith("--user and --password-file name the credentials for the registry")
     assert "sesame" not in str(done.exception)
 
 
@@ -128,6 +129,13 @@ def test_what_a_registry_refuses_is_named(registry: Registry) -> None:
     assert "incompatible" in str(done.exception)
     done = run("register", "--url", f"{registry.url}/elsewhere/x")
     assert done.exit_code == 1
+    assert str(done.exception).endswith("Check --url")
+    done = run("register", "--url", registry.url, "--ca", "no-file.pem")
+    assert str(done.exception) == "--ca no-file.pem cannot be used: No such file or directory"
+    for half in (("--user", "me"), ("--password-file", "file")):
+        done = run("register", "--url", registry.url, *half)
+        assert done.exit_code == 2
+        assert "belong together" in done.output
 
 
 def test_the_asyncapi_document_has_every_topic_record_and_operation() -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from streams.process.options import GroupedCommand
+from streams.process.options import GroupedCommand, OutputFile
 from streams.process.output import console
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     help="file with a token for the routers, which has the rights `route` and `read`",
 )
 @click.option("--engine-key-file", type=click.Path(path_type=Path), help="file with the key that engines require")
-@click.option("--json", "json_file", type=click.Path(path_type=Path), help="file for the figures")
+@click.option("--json", "json_file", type=OutputFile(), help="file for the figures")
 def compare(
     routers: tuple[str, ...],
     modes: tuple[str, ...],
@@ -154,7 +154,7 @@ def _requests(
         requests = generate(n_requests or 4000, np.random.default_rng(seed))
     else:
         try:
-            with trace.open(encoding="utf-8") as lines:
+            with trace.open(encoding="utf-8", errors="replace") as lines:
                 requests = parse_trace(lines)
         except OSError as exc:
             raise SettingsError(f"--trace {trace} cannot be read: {exc.strerror}") from exc

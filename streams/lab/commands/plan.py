@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from streams.process.options import SINCE_HELP, GroupedCommand, with_settings
+from streams.process.options import SINCE_HELP, GroupedCommand, OutputFile, with_settings
 from streams.process.output import console
 from streams.settings import Resolved
 
@@ -45,9 +45,14 @@ _QUEUED_MS_MIN = 100
 @click.option("--speedup", default=1.0, show_default=True, help="requests come so many times as fast")
 @click.option("--price", default=0.0, metavar="X", help="of an engine and hour, in any currency")
 @click.option("--ttft-limit-ms", default=0.0, metavar="MS", help="name the fewest engines whose p95 is within it")
-@click.option("--engine", "engine_file", type=click.Path(path_type=Path, exists=True), help="TOML file of the engine")
+@click.option(
+    "--engine",
+    "engine_file",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    help="TOML file of the engine",
+)
 @click.option("--seed", default=1, show_default=True, help="of random choices between equal engines")
-@click.option("--json", "json_file", type=click.Path(path_type=Path), help="file for the figures")
+@click.option("--json", "json_file", type=OutputFile(), help="file for the figures")
 def plan(
     resolved: Resolved,
     trace: str | None,
@@ -71,9 +76,8 @@ def plan(
 
     from streams.errors import SettingsError
     from streams.lab.commands.replay import engine_as_recorded, print_recording, read_recording, workload_of
-    from streams.lab.simulation.experiment import WITH_QUEUE, check_policy, load_workload
+    from streams.lab.simulation.experiment import WITH_QUEUE, check_policy, engine_of, load_workload
     from streams.lab.simulation.fleet import FleetConfig
-    from streams.lab.simulation.lab_engine_config import default_engine, engine_from_toml
     from streams.lab.simulation.scaling import with_engines
     from streams.process.progress import shown
 
@@ -81,13 +85,11 @@ def plan(
     for name, amount in (("--price", price), ("--ttft-limit-ms", ttft_limit_ms)):
         if not 0.0 <= amount < math.inf:
             raise SettingsError(f"{name} {amount:g} is not a number from 0 on")
-    if json_file is not None and not json_file.parent.is_dir():
-        raise SettingsError(f"--json {json_file}: there is no folder {json_file.parent}")
     if trace is not None and not n_engines:
         raise SettingsError("a trace does not say how many engines there were", remedy="Name --engines, such as 6,7,8")
     if policy:
         check_policy(policy.removesuffix(WITH_QUEUE))
-    engine = default_engine() if engine_file is None else engine_from_toml(engine_file.read_text(encoding="utf-8"))
+    engine = engine_of(engine_file)
     errors = Console(stderr=True)
     if trace is not None:
         policy = policy or "expected-time"

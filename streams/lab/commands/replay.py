@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from streams.process.options import SINCE_HELP, GroupedCommand, time_ms, with_settings
+from streams.process.options import SINCE_HELP, GroupedCommand, OutputFile, time_ms, with_settings
 from streams.process.output import console
 from streams.settings import Resolved
 
@@ -36,10 +36,15 @@ if TYPE_CHECKING:
 @click.option("--model", default=None, help="the model, if decisions of several are recorded")
 @click.option("--speedup", default=1.0, show_default=True, help="requests come so many times as fast")
 @click.option("--lag-ms", default=0.0, show_default=True, help="until the simulated router has an engine's events")
-@click.option("--engine", "engine_file", type=click.Path(path_type=Path, exists=True), help="TOML file of the engine")
+@click.option(
+    "--engine",
+    "engine_file",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    help="TOML file of the engine",
+)
 @click.option("--seed", default=1, show_default=True, help="of random choices between equal engines")
-@click.option("--trace", "trace_file", type=click.Path(path_type=Path), help="file for the requests as a trace")
-@click.option("--json", "json_file", type=click.Path(path_type=Path), help="file for the figures")
+@click.option("--trace", "trace_file", type=OutputFile(), help="file for the requests as a trace")
+@click.option("--json", "json_file", type=OutputFile(), help="file for the figures")
 def replay_decisions(
     resolved: Resolved,
     policies: str,
@@ -61,9 +66,8 @@ def replay_decisions(
     import orjson
     from rich.console import Console
 
-    from streams.lab.simulation.experiment import WITH_QUEUE, check_policy, run_policy
+    from streams.lab.simulation.experiment import WITH_QUEUE, check_policy, engine_of, run_policy
     from streams.lab.simulation.fleet import FleetConfig
-    from streams.lab.simulation.lab_engine_config import default_engine, engine_from_toml
     from streams.lab.simulation.recorded import replay
     from streams.lab.trace import dump
     from streams.process.progress import shown
@@ -71,7 +75,7 @@ def replay_decisions(
     names = [name.strip() for name in policies.split(",") if name.strip()]
     for name in names:  # before anything is read
         check_policy(name.removesuffix(WITH_QUEUE))
-    engine = default_engine() if engine_file is None else engine_from_toml(engine_file.read_text(encoding="utf-8"))
+    engine = engine_of(engine_file)
     errors = Console(stderr=True)
     recording = read_recording(resolved, since, until, model)
     trace = recording.trace()

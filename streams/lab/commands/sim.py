@@ -12,7 +12,7 @@ import orjson
 
 from streams.core.kernels.available import do_without_kernels
 from streams.process import log
-from streams.process.options import GroupedCommand
+from streams.process.options import GroupedCommand, OutputFile
 from streams.settings import Settings, load
 
 if TYPE_CHECKING:
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from streams.lab.engines.pool_server import PoolServer
     from streams.lab.engines.server import PoolReads, PoolWrites
     from streams.lab.engines.speeds import DeviceClass, ModelClass
+
+#: A port to listen on; 0 takes a free one.
+_PORT = click.IntRange(0, 65_535)
 
 #: How long a pool that stops waits for Kafka to take its last reports.
 _FLUSH_TIMEOUT_S = 5.0
@@ -29,9 +32,13 @@ _FLUSH_TIMEOUT_S = 5.0
 @click.option("--worker", "worker_name", default="1", help="name shown in logs")
 @click.option("--model", default="demo-model", show_default=True, help="name of the model that it serves")
 @click.option("--host", default="127.0.0.1", show_default=True, help="address to listen on; 0.0.0.0 for all")
-@click.option("--port", default=8100, show_default=True, help="port of its HTTP API; 0 takes a free one")
-@click.option("--events-port", default=5557, show_default=True, help="ZMQ PUB port of its events; 0 takes a free one")
-@click.option("--replay-port", default=5558, show_default=True, help="ZMQ ROUTER port for replays; 0 takes a free one")
+@click.option("--port", type=_PORT, default=8100, show_default=True, help="port of its HTTP API; 0 takes a free one")
+@click.option(
+    "--events-port", type=_PORT, default=5557, show_default=True, help="ZMQ PUB port of its events; 0 takes a free one"
+)
+@click.option(
+    "--replay-port", type=_PORT, default=5558, show_default=True, help="ZMQ ROUTER port for replays; 0 takes a free one"
+)
 @click.option("--block-size", default=16, show_default=True, help="tokens per block")
 @click.option("--blocks", default=16384, show_default=True, help="capacity of the cache, in blocks")
 @click.option("--time-scale", default=1.0, show_default=True, help="model seconds per second")
@@ -122,13 +129,11 @@ _FLUSH_TIMEOUT_S = 5.0
 )
 @click.option(
     "--journal",
-    type=click.Path(path_type=Path),
+    type=OutputFile(),
     default=None,
     help="file to which every change of its cache is appended, with its time",
 )
-@click.option(
-    "--info", type=click.Path(path_type=Path), default=None, help="file to which the addresses are written, as JSON"
-)
+@click.option("--info", type=OutputFile(), default=None, help="file to which the addresses are written, as JSON")
 def sim(
     worker_name: str,
     model: str,
@@ -215,7 +220,7 @@ def sim(
 @click.option("--pool-id", default="pool", show_default=True, help="id under which the pool is registered")
 @click.option("--model", default="demo-model", show_default=True, help="model of the engines that share it")
 @click.option("--host", default="127.0.0.1", show_default=True, help="address to listen on; 0.0.0.0 for all")
-@click.option("--port", default=8200, show_default=True, help="port of its HTTP API; 0 takes a free one")
+@click.option("--port", type=_PORT, default=8200, show_default=True, help="port of its HTTP API; 0 takes a free one")
 @click.option("--block-size", default=16, show_default=True, help="tokens per block, the same as the engines'")
 @click.option(
     "--model-class",
@@ -249,7 +254,7 @@ def sim(
 @click.option("--time-scale", default=1.0, show_default=True, help="model seconds per second, the same as the engines'")
 @click.option(
     "--journal",
-    type=click.Path(path_type=Path),
+    type=OutputFile(),
     default=None,
     help="file to which every change of its content is appended, and what it gives",
 )
@@ -261,9 +266,7 @@ def sim(
 @click.option("--lmcache-topic", default="lmcache-cache-events", show_default=True, help="topic of these reports")
 @click.option("--lmcache-backend", default="devdax", show_default=True, help="backend that they name")
 @click.option("--chunk-tokens", default=256, show_default=True, help="tokens per chunk")
-@click.option(
-    "--info", type=click.Path(path_type=Path), default=None, help="file to which the address is written, as JSON"
-)
+@click.option("--info", type=OutputFile(), default=None, help="file to which the address is written, as JSON")
 def sim_pool(
     pool_id: str,
     model: str,

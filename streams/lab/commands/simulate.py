@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from streams.process.options import GroupedCommand
+from streams.process.options import GroupedCommand, OutputFile
 from streams.process.output import console
 
 _F = TypeVar("_F", bound=Callable[..., None])
@@ -88,7 +88,12 @@ def fleet_options(command: _F) -> _F:
             click.option("--credit-pool/--no-credit-pool", default=True, help="whether the router knows of the pool"),
             click.option("--host", default=0.0, metavar="X", help="host memory, X times each engine's device memory"),
             click.option("--host-gb-per-s", default=25.0, show_default=True, help="bandwidth of the link to it"),
-            click.option("--engine", "engine_file", type=click.Path(path_type=Path, exists=True), help="TOML file"),
+            click.option(
+                "--engine",
+                "engine_file",
+                type=click.Path(path_type=Path, exists=True, dir_okay=False),
+                help="TOML file",
+            ),
             click.option("--requests", "n_requests", default=0, help="only the first requests of the trace"),
             click.option("--seed", default=1, show_default=True, help="of random choices between equal engines"),
         )
@@ -113,11 +118,11 @@ def fleet_of(
     engine_file: Path | None,
 ) -> FleetConfig:
     """The fleet that these options describe. Raises SettingsError."""
+    from streams.lab.simulation.experiment import engine_of
     from streams.lab.simulation.fleet import FleetConfig, LabFailure
-    from streams.lab.simulation.lab_engine_config import default_engine, engine_from_toml
     from streams.lab.simulation.lab_pool import LabPoolConfig
 
-    engine = default_engine() if engine_file is None else engine_from_toml(engine_file.read_text(encoding="utf-8"))
+    engine = engine_of(engine_file)
     shared = None
     if pool:
         n_blocks = round(pool * n_workers * engine.n_blocks)
@@ -151,7 +156,7 @@ def fleet_of(
 )
 @click.option("--speedup", default=1.0, show_default=True, help="with --concurrency 0: time runs so many times as fast")
 @fleet_options
-@click.option("--json", "json_file", type=click.Path(path_type=Path), help="file for the figures")
+@click.option("--json", "json_file", type=OutputFile(), help="file for the figures")
 @click.option("--plots", type=click.Path(path_type=Path, file_okay=False), help="folder for plots (kvstreams[local])")
 def simulate(
     trace: str,

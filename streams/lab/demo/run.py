@@ -569,7 +569,7 @@ def _requests(config: DemoConfig) -> list[TraceRequest]:
     if config.trace is None:
         return generate(config.requests, np.random.default_rng(config.seed))
     try:
-        with config.trace.open() as lines:
+        with config.trace.open(encoding="utf-8", errors="replace") as lines:
             requests = parse_trace(lines, config.requests)
     except OSError as exc:
         raise SettingsError(f"--trace {config.trace} cannot be read: {exc.strerror}") from exc

@@ -23,12 +23,13 @@ from streams.errors import SettingsError
 from streams.lab.engines.engine_config import EngineConfig
 from streams.lab.simulation import generators
 from streams.lab.simulation.fleet import FleetConfig, run
-from streams.lab.simulation.lab_engine_config import LabEngineConfig
+from streams.lab.simulation.lab_engine_config import LabEngineConfig, default_engine, engine_from_toml
 from streams.lab.simulation.peers import find_policy, policy_names
 from streams.lab.simulation.results import Figures, RunResult
 from streams.lab.simulation.router import LabQueue, LabRouter
 from streams.lab.simulation.trace_files import read_workload
 from streams.lab.simulation.workload import Workload
+from streams.security.files import read_text
 
 #: Modes of the live router that need nothing but bookings and the index.
 MODES = (
@@ -41,6 +42,9 @@ MODES = (
 
 #: The end of the name of a policy that is used with a queue.
 WITH_QUEUE = "+queue"
+
+#: An engine has nine parameters, with comments in a file.
+_ENGINE_BYTES_MAX = 64 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +108,13 @@ def load_workload(text: str, engine: LabEngineConfig | EngineConfig, n_workers: 
         raise SettingsError(f"{text!r} is neither a file nor one of the generators: {known}")
     fleet_tokens = n_workers * engine.n_blocks * engine.block_size
     return generators.generate(name, parameters, engine.block_size, fleet_tokens)
+
+
+def engine_of(file: Path | None) -> LabEngineConfig:
+    """Return the engine in the file of --engine, or the reference engine. Raises SettingsError."""
+    if file is None:
+        return default_engine()
+    return engine_from_toml(read_text("--engine", str(file), _ENGINE_BYTES_MAX))
 
 
 def check_policy(text: str) -> tuple[str, dict[str, float]]:

@@ -44,13 +44,13 @@ def read_workload(path: Path, block_size: int) -> Workload:
     if path.is_dir():
         files = sorted(path.glob("*.json")) + sorted(path.glob("*.jsonl"))
         return sessions_workload(path.name, [session for file in files for session in _objects(file)], block_size)
-    with path.open(encoding="utf-8") as file:
+    with path.open(encoding="utf-8", errors="replace") as file:
         head = file.read(1 << 16).lstrip()
     if _MESSAGES.search(head):
         return _agents_workload(path.name, _objects(path), block_size)
     if path.suffix == ".json" or head.startswith("[") or '"requests"' in head.partition("\n")[0]:
         return sessions_workload(path.name, list(_objects(path)), block_size)
-    with path.open(encoding="utf-8") as lines:
+    with path.open(encoding="utf-8", errors="replace") as lines:
         requests = parse_trace(lines)
     raw = (
         RawRequest(request.timestamp_ms, request.input_length, request.output_length, request.hash_ids)
@@ -135,7 +135,7 @@ def _session(number: int, session: dict[str, Any]) -> tuple[int, float | None, l
 
 
 def _objects(path: Path) -> Iterator[dict[str, Any]]:
-    text = path.read_text(encoding="utf-8")
+    text = path.read_text(encoding="utf-8", errors="replace")
     try:
         whole = json.loads(text)
         if isinstance(whole, dict):
