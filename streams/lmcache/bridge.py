@@ -475,7 +475,7 @@ class LmcacheBridge:
                 self._produce(topics(self._settings).workers.name, pool_key(pool.id), encode_pool(wanted))
 
     def _pool(self, pools: FeedPools, pool: Pool) -> CxlPool:
-        instances = set(pools.cursors) if pool.instance is None else {pool.instance}
+        instances = pools.instances_of(pool)
         members = tuple(sorted(worker for worker, name in self._instance_of.items() if name in instances))
         capacity, (n_bytes, n_blocks) = pools.capacities.get(pool, 0), pools.chunk_bytes.get(pool, (0, 0))
         return CxlPool(

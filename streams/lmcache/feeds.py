@@ -28,6 +28,7 @@ class KnownCursor:
     incarnation: int
     number: int
     gap_s: int = 0
+    uses_backend: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +61,18 @@ class KnownFeed:
 
     def cursors_by_instance(self) -> dict[str, Cursor]:
         """The cursors, to continue with."""
-        return {known.instance: Cursor(known.incarnation, known.number, known.gap_s) for known in self.cursors}
+        return {
+            known.instance: Cursor(known.incarnation, known.number, known.gap_s, known.uses_backend)
+            for known in self.cursors
+        }
 
 
 def known_cursors(cursors: dict[str, Cursor]) -> tuple[KnownCursor, ...]:
     """Return cursors as a record has them."""
-    return tuple(KnownCursor(name, each.incarnation, each.number, each.gap_s) for name, each in cursors.items())
+    return tuple(
+        KnownCursor(name, each.incarnation, each.number, each.gap_s, each.uses_backend)
+        for name, each in cursors.items()
+    )
 
 
 def _check(feed: KnownFeed) -> None:

@@ -60,7 +60,7 @@ class Verdict(enum.StrEnum):
     APPLIED = "applied"
     GAP = "gap"  # applied, but batches before it are missing
     DUPLICATE = "duplicate"
-    STALE = "stale"  # of an earlier incarnation
+    STALE = "stale"  # of an earlier incarnation; dropped, so that the batches are missing
     OVER_CAPACITY = "over_capacity"  # of an instance beyond INSTANCES_MAX
 
 
@@ -153,11 +153,16 @@ class Chunk:
 
 @dataclass(slots=True)
 class Cursor:
-    """How far an instance's batches were applied. gap_s: since when batches are missing whose loss matters; 0: none."""
+    """How far an instance's batches were applied.
+
+    gap_s: since when batches are missing whose loss matters; 0: none. uses_backend: in the feed of a shared backend,
+    whether the instance has named it since it was started.
+    """
 
     incarnation: int
     number: int = 0
     gap_s: int = 0
+    uses_backend: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -214,6 +219,7 @@ class FeedPools:
         self._held: dict[Owner, _Held] = {}
         self._unnamed: dict[NameKey, set[_Held]] = {}  # chunks that are held, and have no address yet
         self._revision = 0  # of the capacities
+        self._now_s = 0  # the time of the last batch: the greatest append time so far, and later after each gap
         self._spaces: dict[tuple[str, str], NameSpace] = {}
 
     def __len__(self) -> int:
@@ -235,6 +241,12 @@ class FeedPools:
         """Return the pools that have, had or declared anything."""
         return {owner.pool for owner in self._held} | set(self.capacities)
 
+    def instances_of(self, pool: Pool) -> set[str]:
+        """Return the instances whose engines can read a pool."""
+        if pool.instance is not None:
+            return {pool.instance}
+        return {instance for instance, cursor in self.cursors.items() if cursor.uses_backend}
+
     def models(self) -> list[str]:
         """Return our names of the models whose chunks are held."""
         return sorted({owner.model for owner, held in self._held.items() if held.chunks})
@@ -254,10 +266,22 @@ class FeedPools:
         """Apply one batch. at_s: its record's append time. Batches of other instances or backends only count."""
         if not self.feed.is_shared and batch.instance != self.feed.name:
             return Verdict.APPLIED
-        verdict = self._admit(batch, at_s)
-        if verdict not in (Verdict.APPLIED, Verdict.GAP):
+        known = self.cursors.get(batch.instance)
+        verdict = self._admit(batch)
+        if verdict in (Verdict.DUPLICATE, Verdict.OVER_CAPACITY):
             return verdict
-        if batch.shared == self.feed.is_shared and (not batch.shared or batch.backend == self.feed.name):
+        cursor = self.cursors[batch.instance]
+        is_ours = batch.shared == self.feed.is_shared and (not batch.shared or batch.backend == self.feed.name)
+        if verdict is not Verdict.STALE:
+            cursor.uses_backend = cursor.uses_backend or (is_ours and batch.shared)
+        # Servers' clocks differ, and what was stored before a gap must have an earlier time than the gap.
+        at_s = self._now_s = max(at_s, self._now_s + (verdict is Verdict.GAP))
+        used = cursor.uses_backend or (known is not None and known.uses_backend)
+        if verdict is not Verdict.APPLIED and (used or not self.feed.is_shared):
+            cursor.gap_s = max(at_s, 1)
+        if verdict is Verdict.STALE:  # of a server whose clock was set back, or of another one with its id
+            return verdict
+        if is_ours:
             pool = Pool(None if batch.shared else batch.instance, batch.tier, batch.backend)
             match batch.kind:
                 case EventType.STORE:
@@ -273,24 +297,26 @@ class FeedPools:
                 self._names.used(batch.instance, entry.chunk_hash, self._space(entry.salt, entry.model))
         return verdict
 
-    def _admit(self, batch: CacheBatch, at_s: int) -> Verdict:
+    def _admit(self, batch: CacheBatch) -> Verdict:
         """Fence by incarnation, drop duplicates, and notice gaps, as LMCache's EventGate does."""
         cursor = self.cursors.get(batch.instance)
-        if cursor is not None:
-            if batch.incarnation < cursor.incarnation:
-                return Verdict.STALE
-            if batch.incarnation > cursor.incarnation:
-                self._fence(batch.instance)
-                cursor = None
-            elif batch.number <= cursor.number:
-                return Verdict.DUPLICATE
         if cursor is None:
-            if batch.instance not in self.cursors and len(self.cursors) >= INSTANCES_MAX:
+            if len(self.cursors) >= INSTANCES_MAX:
                 return Verdict.OVER_CAPACITY
-            cursor = self.cursors[batch.instance] = Cursor(batch.incarnation)
+            # The feed of a shared backend begins with the first batch that names it. What an instance did before that
+            # is none of its concern.
+            number = batch.number - 1 if self.feed.is_shared else 0
+            cursor = self.cursors[batch.instance] = Cursor(batch.incarnation, number)
+        elif batch.incarnation < cursor.incarnation:
+            return Verdict.STALE
+        elif batch.incarnation > cursor.incarnation:
+            self._fence(batch.instance)
+            # A restart shows that its memory is empty, and nothing about what storage has.
+            gap_s = cursor.gap_s if self._n_chunks else 0
+            cursor = self.cursors[batch.instance] = Cursor(batch.incarnation, gap_s=gap_s)
+        elif batch.number <= cursor.number:
+            return Verdict.DUPLICATE
         is_gap = batch.number > cursor.number + 1
-        if is_gap:
-            cursor.gap_s = max(at_s, 1)
         cursor.number = batch.number
         return Verdict.GAP if is_gap else Verdict.APPLIED
 
@@ -404,6 +430,7 @@ class FeedPools:
         """Add a chunk that was published before, under this owner or another one."""
         held = self._held.setdefault(owner, _Held(owner))
         self._n_chunks += chunk.key not in held.chunks
+        self._now_s = max(self._now_s, chunk.stored_s)
         held.chunks[chunk.key] = chunk
         if chunk.address is not None:
             self._names.adopt(*chunk.key, chunk.address)

@@ -31,6 +31,9 @@ NO_OFFSET = -1
 #: Characters of an instance's id and of a backend's name, as they are in the path of a URL. Pool ids contain both.
 NAME_CHARS_MAX = 56
 
+#: Characters of a model's name, as many as a request's model may have.
+MODEL_CHARS_MAX = 512
+
 #: The greatest incarnation, as pools' epochs have one. It is the server's start in seconds.
 INCARNATION_MAX = (1 << 52) - 1
 
@@ -134,7 +137,7 @@ def decode_record(value: bytes | None) -> list[CacheBatch]:
         record = _DECODER.decode(value)
     except msgspec.ValidationError as exc:
         raise BadRecord("not_cache_events", _without_values(str(exc))) from None
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):  # the last one for lists within lists within …
         raise BadRecord("not_json", f"{len(value)} bytes that are not JSON") from None
     return [_batch(batch) for batch in record.batches]
 
@@ -147,7 +150,8 @@ def _without_values(message: str) -> str:
 
 def _batch(batch: _Batch) -> CacheBatch:
     kind = batch.event_type
-    if not _is_name(batch.instance_id) or not (_is_name(batch.backend) or kind is EventType.ACCESS):
+    has_backend = bool(batch.backend) or kind is not EventType.ACCESS
+    if not _is_name(batch.instance_id) or (has_backend and not _is_name(batch.backend)):
         raise BadRecord(
             "bad_name", f"an instance or a backend has no name of 1 to {NAME_CHARS_MAX} printable characters"
         )
@@ -164,7 +168,7 @@ def _batch(batch: _Batch) -> CacheBatch:
         kind,
         batch.tier,
         batch.backend,
-        batch.shared,
+        batch.shared and has_backend,
         [_entry(entry) for entry in batch.entries],
         batch.capacity_bytes,
         batch.capacity_revision,
@@ -187,8 +191,10 @@ def _entry(entry: _Entry) -> Entry:
         raise BadRecord("bad_key", "a chunk's hash is not hexadecimal") from None
     if not 1 <= len(chunk_hash) <= _HASH_BYTES_MAX:
         raise BadRecord("bad_key", f"a chunk's hash has {len(chunk_hash)} bytes")
-    if not key.model_name or key.object_group_id < 0 or not 0 <= key.kv_rank < 1 << 32:
-        raise BadRecord("bad_key", f"rank {key.kv_rank} or group {key.object_group_id} is out of range, or no model")
+    if not 1 <= len(key.model_name) <= MODEL_CHARS_MAX:
+        raise BadRecord("bad_key", f"a model's name has {len(key.model_name)} characters; 1 to {MODEL_CHARS_MAX}")
+    if key.object_group_id < 0 or not 0 <= key.kv_rank < 1 << 32:
+        raise BadRecord("bad_key", f"rank {key.kv_rank} or group {key.object_group_id} is out of range")
     # As ObjectKey.ComputeKVRank packs them, with 8 bits each. Without a world size, the rank's object is the chunk.
     world_size, rank = (key.kv_rank >> 24) or 1, key.kv_rank >> 16 & 0xFF
     if rank >= world_size:

@@ -20,6 +20,7 @@ from streams.cxl.records import decode_transition, encode_transition
 from streams.errors import BadRecord
 from streams.lmcache import chunk_names
 from streams.lmcache.chunk_names import ChunkNames, Unnamed, name_space
+from streams.lmcache.feeds import KnownFeed, decode_feed, encode_feed, known_cursors
 from streams.lmcache.pools import (
     Change,
     Chunk,
@@ -396,6 +397,7 @@ def test_a_restart_empties_the_memory_and_keeps_what_was_offloaded() -> None:
     fold.verdicts.clear()
     fold.take(store(3, entry("aa", tokens=tokens, at=0)))
     assert fold.verdicts[0] is Verdict.STALE and len(pools) == 1
+    assert pools.is_incomplete()  # perhaps its clock was set back, and it is the server that runs now
 
 
 def test_a_gap_leaves_chunks_in_doubt_until_they_are_stored_again() -> None:
@@ -411,6 +413,63 @@ def test_a_gap_leaves_chunks_in_doubt_until_they_are_stored_again() -> None:
     assert pools.expire(1000, 0) == 0 and pools.expire(209, 60) == 0
     assert pools.expire(210, 60) == 1 and not pools.is_incomplete()
     assert states(fold.publish()) == [(EVICTED, ["aa"]), (IN_TRANSIT, ["cc"]), (POOLED, ["cc"])]
+
+
+def test_what_was_stored_before_a_gap_is_in_doubt_whatever_the_clocks_say() -> None:
+    """Also in the same second, and by a server whose clock is ahead of that of the one with the gap."""
+    shared = {"tier": "l2", "backend": "s3", "shared": True}
+    fold = Fold([Feed("s3", True)])
+    fold.take(store(1, **shared), at_s=100)
+    fold.take(store(1, entry("aa", tokens=list(range(32)), at=0), instance_id="node-b", **shared), at_s=100)
+    fold.take(store(2, entry("bb", tokens=list(range(1, 33)), at=0), instance_id="node-b", **shared), at_s=130)
+    fold.take(store(3, entry("cc", tokens=list(range(2, 34)), at=0), **shared), at_s=100)
+    (pools,) = fold.feeds
+    assert pools.is_incomplete() and pools.expire(1000, 60) == 2
+    assert [chunk.key[0].hex() for _, chunk in pools.chunks()] == ["cc"]
+
+
+def test_a_restart_ends_a_gap_only_of_memory() -> None:
+    """What was stored in L2 before the gap stays in doubt: the restart does not show what storage has."""
+    tokens, fold = list(range(32)), Fold([Feed("node-a")])
+    (pools,) = fold.feeds
+    fold.take(store(1, entry("aa", tokens=tokens, at=0)), at_s=100)
+    fold.take(store(3, entry("aa", tokens=tokens, at=0)), at_s=100)
+    assert pools.is_incomplete()
+    fold.take(store(1, entry("aa", tokens=tokens, at=0), incarnation=8, tier="l2", backend="fs"), at_s=101)
+    assert not pools.is_incomplete()
+    fold.take(store(3, entry("aa", tokens=tokens, at=0), incarnation=8), at_s=102)
+    fold.take(store(1, entry("aa", tokens=tokens, at=0), incarnation=9), at_s=103)
+    assert pools.is_incomplete() and pools.expire(1000, 60) == 1
+    assert [owner.pool.backend for owner, _ in pools.chunks()] == ["dram"]
+
+
+def test_a_shared_backend_is_read_by_the_instances_that_name_it() -> None:
+    """Each one from the first batch in which it does so after its start. Only its batches can be missing."""
+    shared = {"tier": "l2", "backend": "s3", "shared": True}
+    feed = Feed("s3", True)
+    fold, pool = Fold([feed]), Pool(None, Tier.L2, "s3")
+    (pools,) = fold.feeds
+    fold.take(store(2, event_type="config", **shared))  # the declaration of its memory is the first batch
+    fold.take(store(9, instance_id="node-b"))
+    assert fold.verdicts == [Verdict.APPLIED] * 2 and pools.instances_of(pool) == {"node-a"}
+    fold.take(store(11, instance_id="node-b"))
+    fold.take(store(12, instance_id="node-b", **{**shared, "backend": "other"}))
+    assert not pools.is_incomplete() and pools.instances_of(pool) == {"node-a"}
+    fold.take(store(13, instance_id="node-b", event_type="access", **shared))
+    assert pools.instances_of(pool) == {"node-a", "node-b"}
+    fold.take(store(1, incarnation=8))
+    assert pools.instances_of(pool) == {"node-b"} and not pools.is_incomplete()
+    fold.take(store(2, incarnation=9))
+    fold.take(store(15, instance_id="node-b"))
+    assert [cursor.gap_s > 0 for cursor in pools.cursors.values()] == [False, True]
+    known = KnownFeed(feed.key, "topic", cursors=known_cursors(pools.cursors))
+    assert decode_feed(encode_feed(known)).cursors_by_instance() == pools.cursors
+
+
+def test_an_access_without_a_backend_names_no_shared_one() -> None:
+    """LMCache's coordinator takes such a batch, whose backend would be one without a name."""
+    (batch,) = decode_record(store(1, event_type="access", backend="", shared=True))
+    assert not batch.shared
 
 
 def test_a_shared_backend_is_one_pool_of_all_instances() -> None:
@@ -494,6 +553,9 @@ DAMAGED: list[tuple[bytes | None, str]] = [
     (store(1, entry("aa", 2, 2)), "bad_key"),
     (store(1, {**entry("aa"), "size_bytes": -1}), "bad_entry"),
     (store(1, entry("aa", at=-2)), "bad_entry"),
+    (store(1, entry("aa")).replace(b'"m"', b'"' + b"m" * 513 + b'"'), "bad_key"),
+    (store(1, backend="x" * 100, event_type="access"), "bad_name"),
+    (b'{"later":' + b"[" * 100_000 + b"]" * 100_000 + b',"batches":[]}', "not_json"),
 ]
 
 

@@ -103,8 +103,9 @@ def _feed_findings(key: str, seen: FeedSeen, logs: LogsSeen) -> Iterator[Finding
             "lmcache_incomplete",
             subject,
             f"batches of {listed(incomplete)} are missing, so that answers that use its chunks are degraded",
-            "They end within lmcache_unconfirmed_ttl_s, or with a restart of the server. If it happens again, the "
-            "server gives batches up: check its log and Kafka, and the retention of the topic",
+            "They end within lmcache_unconfirmed_ttl_s. If it happens again, the server gives batches up: start it "
+            "with --coordinator-event-flush-interval 0.05, since it sends none of more than 1 MB, and check its log "
+            "and Kafka, and the retention of the topic",
         )
     for reason, (problem, remedy) in _LEFT_OUT.items():
         n_objects = feed.counts.get(reason, 0)
