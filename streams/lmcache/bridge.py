@@ -17,9 +17,10 @@ import json
 import logging
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import TypeVar
 
 from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaError, KafkaException, Message, Producer, TopicPartition
 
@@ -74,6 +75,10 @@ CHECKPOINT_EVERY_S = 1.0
 RETRY_S = 1.0
 _METADATA_TIMEOUT_S = 5.0
 
+#: Interval at which Kafka is asked for the topic's partitions: others may have been added, and a client whose brokers
+#: are all away only waits.
+METADATA_EVERY_S = 5.0
+
 #: Producers of the scope that are full are waited for in such steps.
 _FULL_S = 0.02
 
@@ -84,6 +89,8 @@ ORIGIN = "lmcache:"
 
 
 _NO_INCARNATION = Incarnation(0)
+
+_Answer = TypeVar("_Answer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,17 +105,21 @@ class LmcacheSource:
 class _HeldFeed:
     """A feed that this bridge knows.
 
-    pools: None unless its lease is held and what it had published has been read. positions: by partition, the offset of
-    the first record that is not in `pools`. sent, acknowledged: transitions handed to Kafka, and answered by it.
-    checkpoint: a record, and the number of transitions that Kafka must have acknowledged before it is written.
+    is_wanted: whether its events are in the topic that this bridge reads. pools: None unless its lease is held and what
+    it had published has been read. positions: by partition, the offset of the first record that is not in `pools`.
+    ends: the positions from which on it is up to date. sent, acknowledged: transitions and pools' records handed to
+    Kafka, and answered by it. checkpoint: a record, and the number of them that Kafka must have acknowledged before it
+    is written.
     """
 
     feed: Feed
     lease: FeedLease
+    is_wanted: bool = False
     term: int = 0
     incarnation: Incarnation = _NO_INCARNATION
     pools: FeedPools | None = None
     positions: dict[int, int] = field(default_factory=dict)
+    ends: dict[int, int] = field(default_factory=dict)
     sent: int = 0
     acknowledged: int = 0
     failed: bool = False
@@ -135,6 +146,8 @@ class LmcacheBridge:
         self._instance_of: dict[WorkerId, str] = {}
         self._registry_read = asyncio.Event()
         self._read_at: dict[int, int] = {}
+        self._ends: dict[int, int] = {}  # of the partitions, when reading began
+        self._created_anew: set[int] = set()  # partitions whose offsets have begun again
         self._consumer: Consumer | None = None
         self._outage = Outage()
         self._publish_at_s = self._checkpoint_at_s = 0.0
@@ -159,8 +172,14 @@ class LmcacheBridge:
         self._registry_read.set()
 
     def fed(self) -> list[WorkerId]:
-        """Return the owners of the rows of feeds that are passed on, for the pulse."""
-        return [held.feed.worker_id for held in self._feeds.values() if held.pools is not None]
+        """Return the owners of the rows of feeds that are passed on and up to date, for the pulse."""
+        if self._outage.is_running:
+            return []
+        return [
+            held.feed.worker_id
+            for held in self._feeds.values()
+            if held.pools is not None and all(held.positions.get(number, 0) >= end for number, end in held.ends.items())
+        ]
 
     def counts(self) -> LmcacheCounts:
         """Return what this bridge has counted, for its metrics."""
@@ -189,10 +208,16 @@ class LmcacheBridge:
                 self._consumer.close()
 
     async def _read_on(self) -> None:
-        """Read the topic. Raises KvStreamsError or KafkaException if it cannot be read."""
-        consumer = await asyncio.to_thread(self._open)
+        """Read the topic until its partitions change. Raises KvStreamsError or KafkaException if it cannot be read."""
+        consumer = await self._open()
+        look_at_s = time.monotonic() + METADATA_EVERY_S
         while True:
             self._tick()
+            if time.monotonic() >= look_at_s:
+                if await self._asking(partial(self._partitions, consumer)) != self._read_at.keys():
+                    log.info("LMCache's topic %s has other partitions than before", self._source.topic)
+                    return
+                look_at_s = time.monotonic() + METADATA_EVERY_S
             if any(held.lease.phase is LeasePhase.CLAIMING and not held.is_registered for held in self._feeds.values()):
                 await asyncio.sleep(_FULL_S)  # its first records must not be passed over
                 continue
@@ -209,25 +234,48 @@ class LmcacheBridge:
             self._tick()
             await asyncio.sleep(_POLL_S)
 
-    def _open(self) -> Consumer:
+    async def _asking(self, ask: Callable[[], _Answer]) -> _Answer:
+        """Ask Kafka on a thread, while leases are kept."""
+        asked = asyncio.ensure_future(asyncio.to_thread(ask))
+        while not (await asyncio.wait({asked}, timeout=_POLL_S))[0]:
+            self._tick()
+        return asked.result()
+
+    async def _open(self) -> Consumer:
         """Read every partition from the first position of any feed, or else from its beginning."""
-        if self._consumer is not None:
-            self._consumer.close()
-        settings, topic = self._settings, self._source.topic
-        where = {"bootstrap.servers": self._source.kafka} if self._source.kafka else {}
-        limits = {"queued.max.messages.kbytes": QUEUED_KBYTES, "auto.offset.reset": "earliest"}
-        consumer = self._consumer = reader(settings, **where, **limits)
-        found = consumer.list_topics(topic, _METADATA_TIMEOUT_S).topics.get(topic)
-        if found is None or found.error is not None or not found.partitions:
-            raise KvStreamsError(f"LMCache's topic {topic} does not exist")
+        consumer, self._ends = await self._asking(self._connect)
+        topic, known = self._source.topic, [held.lease.registered for held in self._feeds.values()]
         self._read_at = {}
-        for number in found.partitions:
-            known = [held.lease.registered for held in self._feeds.values()]
+        for number in self._ends:
             at = [each.positions[number] for each in known if each is not None and number < len(each.positions)]
             at += [held.positions[number] for held in self._feeds.values() if number in held.positions]
             self._read_at[number] = min(at, default=OFFSET_BEGINNING)
+        for held in self._feeds.values():
+            if held.pools is not None:
+                held.positions = {number: held.positions.get(number, 0) for number in self._ends}
+                held.ends = dict(self._ends)
         consumer.assign([TopicPartition(topic, number, at) for number, at in self._read_at.items()])
         return consumer
+
+    def _connect(self) -> tuple[Consumer, dict[int, int]]:
+        """Return a new client, and where each partition ends. Blocks; raises KvStreamsError, KafkaException."""
+        if self._consumer is not None:
+            self._consumer.close()
+        where = {"bootstrap.servers": self._source.kafka} if self._source.kafka else {}
+        limits = {"queued.max.messages.kbytes": QUEUED_KBYTES, "auto.offset.reset": "earliest"}
+        consumer = self._consumer = reader(self._settings, **where, **limits)
+        partitions = [TopicPartition(self._source.topic, number) for number in self._partitions(consumer)]
+        return consumer, {
+            each.partition: consumer.get_watermark_offsets(each, _METADATA_TIMEOUT_S)[1] for each in partitions
+        }
+
+    def _partitions(self, consumer: Consumer) -> set[int]:
+        """Ask for the numbers of the topic's partitions. Blocks; raises KvStreamsError, KafkaException."""
+        topic = self._source.topic
+        found = consumer.list_topics(topic, _METADATA_TIMEOUT_S).topics.get(topic)
+        if found is None or found.error is not None or not found.partitions:
+            raise KvStreamsError(f"LMCache's topic {topic} does not exist")
+        return set(found.partitions)
 
     def _cannot_read(self, exc: Exception) -> None:
         lasted_s = self._outage.failed(time.monotonic())
@@ -254,7 +302,6 @@ class LmcacheBridge:
             held = self._feeds[feed.key] = _HeldFeed(feed, lease)
             if feed.is_shared:
                 self._shared.append(held)
-            lease.want(KnownFeed(feed.key, self._source.topic))
             if self._registry_read.is_set():
                 lease.on_end()
         return held
@@ -273,6 +320,8 @@ class LmcacheBridge:
                 log.warning("the record of %s is skipped: %s", held.feed.key, exc)
                 continue
             held.is_registered = known is not None
+            if known is not None and known.topic == self._source.topic and not held.is_wanted:
+                self._want(held, ())
             if known is None:  # an operator: what was published may be gone
                 self._drop_pools(held)
             self._perform(held, held.lease.on_record(known, time.monotonic()))
@@ -326,7 +375,7 @@ class LmcacheBridge:
             pools.cursors = known.cursors_by_instance()
         recovered.adopted_by(pools, self._models)
         positions = () if known is None or known.topic != self._source.topic else known.positions
-        held.positions = {n: positions[n] if n < len(positions) else 0 for n in self._read_at}
+        held.positions, held.ends = {n: self._position(positions, n) for n in self._read_at}, dict(self._ends)
         held.failed, held.sent, held.acknowledged = False, 0, 0
         # The rows' incarnation goes on. Agents take blocks in transit of an earlier one for evicted already, so
         # that such rows would stay in transit when their chunks are deleted.
@@ -335,6 +384,11 @@ class LmcacheBridge:
         held.pools = pools
         self._publish_at_s = 0.0  # evictions of rows come before what is read now
         log.info("%s: this bridge passes its events on (term %d, %d chunks)", held.feed.key, held.term, len(pools))
+
+    def _position(self, positions: Sequence[int], number: int) -> int:
+        """Return where to read a partition on, by the positions of a feed's record."""
+        at = positions[number] if number < len(positions) else 0
+        return 0 if number in self._created_anew and at > self._read_at[number] else at
 
     def _begin_again(self, held: _HeldFeed) -> None:
         """Publish everything again, since the scope was emptied."""
@@ -369,17 +423,36 @@ class LmcacheBridge:
             error, number, offset = message.error(), message.partition() or 0, message.offset() or 0
             if error is None:
                 self._outage.answered(time.monotonic())
+                if offset < self._read_at[number]:
+                    self._read_anew(number, offset)
                 self._take(message, number, offset)
                 self._read_at[number] = offset + 1
-            elif error.code() not in (KafkaError._PARTITION_EOF, KafkaError._TRANSPORT) and not error.retriable():
+            elif error.code() == KafkaError._PARTITION_EOF:
+                self._outage.answered(time.monotonic())
+                self._read_at[number] = max(offset, self._read_at[number])
+            elif error.code() != KafkaError._TRANSPORT and not error.retriable():
                 raise KafkaException(error)
         for held in self._feeds.values():
             if held.pools is not None:
                 for number, at in self._read_at.items():
                     held.positions[number] = max(at, held.positions.get(number, 0))
 
+    def _read_anew(self, number: int, offset: int) -> None:
+        """Read a partition that ends before what was read of it: the topic was deleted, and created again.
+
+        The numbers of batches show whether any was lost.
+        """
+        log.warning("LMCache's topic %s was created anew; it is read from its beginning", self._source.topic)
+        self._created_anew.add(number)
+        self._ends[number] = 0
+        for held in self._feeds.values():
+            held.ends[number] = 0
+            if held.pools is not None:
+                held.positions[number] = offset
+
     def _take(self, message: Message, number: int, offset: int) -> None:
-        value, at_s = message.value(), message.timestamp()[1] // 1000
+        value = message.value()
+        at_s = min(max(message.timestamp()[1] // 1000, 0), int(time.time()))  # a server's clock may be wrong
         try:
             batches = decode_record(value)
         except BadRecord as exc:
@@ -406,12 +479,15 @@ class LmcacheBridge:
     def _discover(self, batch: CacheBatch, number: int, offset: int) -> None:
         """Add the feeds that a batch is the first of."""
         for feed in (Feed(batch.instance), Feed(batch.backend, True))[: 1 + batch.shared]:
-            if feed.key not in self._feeds:
-                held = self._feed(feed)
-                if held is not None:
-                    at = {**self._read_at, number: offset}
-                    positions = tuple(max(at.get(each, 0), 0) for each in range(max(at) + 1))
-                    held.lease.want(KnownFeed(feed.key, self._source.topic, positions))
+            held = self._feeds.get(feed.key) or self._feed(feed)
+            if held is not None and not held.is_wanted:
+                at = {**self._read_at, number: offset}
+                self._want(held, tuple(max(at.get(each, 0), 0) for each in range(max(at) + 1)))
+
+    def _want(self, held: _HeldFeed, positions: tuple[int, ...]) -> None:
+        """Claim a feed whenever its lease is free. positions: of one that has no record yet."""
+        held.is_wanted = True
+        held.lease.want(KnownFeed(held.feed.key, self._source.topic, positions))
 
     def _dead_letter(self, message: Message, number: int, offset: int, exc: BadRecord) -> None:
         """Keep what a record was that cannot be used: not its content, which has tokens."""
@@ -447,21 +523,21 @@ class LmcacheBridge:
                 log.warning("%s: %d chunks that were in doubt after a gap are evicted", held.feed.key, n_expired)
             if registers or pools.has_changes:
                 self._register_pools(held, pools)
+            topic, key = topics(self._settings).cxl_events.name, worker_key(held.feed.worker_id)
             for transition in transitions(pools.take_changes(), held.incarnation, pools.epoch_of, emitted_at_ms):
-                self._send(held, encode_transition(transition))
+                self._send(held, pools, topic, key, encode_transition(transition))
 
-    def _send(self, held: _HeldFeed, value: bytes) -> None:
-        """Send a transition. If Kafka does not take it, the feed starts over from its position."""
+    def _send(self, held: _HeldFeed, pools: FeedPools, topic: str, key: bytes, value: bytes) -> None:
+        """Send a transition, or a pool's record. If Kafka does not take it, the feed starts over from its position."""
         held.sent += 1
-        topic, key = topics(self._settings).cxl_events.name, worker_key(held.feed.worker_id)
         try:
-            self._kafka.produce(topic, key=key, value=value, on_delivery=partial(self._on_delivery, held, held.term))
+            self._kafka.produce(topic, key=key, value=value, on_delivery=partial(self._on_delivery, held, pools))
         except (BufferError, KafkaException) as exc:
-            log.warning("%s: a transition was not published: %s", held.feed.key, exc)
+            log.warning("%s: a record was not published: %s", held.feed.key, exc)
             held.failed = True
 
-    def _on_delivery(self, held: _HeldFeed, term: int, error: KafkaError | None, message: Message) -> None:  # noqa: ARG002 - the signature of every callback
-        if term == held.term:
+    def _on_delivery(self, held: _HeldFeed, pools: FeedPools, error: KafkaError | None, message: Message) -> None:  # noqa: ARG002 - the signature of every callback
+        if pools is held.pools:  # it has not started over since
             held.acknowledged += error is None
             held.failed = held.failed or error is not None
 
@@ -472,7 +548,7 @@ class LmcacheBridge:
             known = held.written.get(pool.id)
             if known is None or replace(known, registered_at_ms=0) != replace(wanted, registered_at_ms=0):
                 held.written[pool.id] = wanted
-                self._produce(topics(self._settings).workers.name, pool_key(pool.id), encode_pool(wanted))
+                self._send(held, pools, topics(self._settings).workers.name, pool_key(pool.id), encode_pool(wanted))
 
     def _pool(self, pools: FeedPools, pool: Pool) -> CxlPool:
         instances = pools.instances_of(pool)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from confluent_kafka import Producer
-from confluent_kafka.admin import NewTopic  # type: ignore[attr-defined]
+from confluent_kafka.admin import NewPartitions, NewTopic  # type: ignore[attr-defined]
 
 from streams.core.cxl_memory import CxlMemoryState
 from streams.core.hashing import BASE_SEED, salted_seed
@@ -93,16 +93,34 @@ def table_objects(settings: Settings) -> list[Object]:
 class EventTopic:
     """A topic of LMCache on the scope's Kafka."""
 
-    def __init__(self, settings: Settings, partitions: int = 3) -> None:
-        self.name = f"{settings.topic_prefix}lmcache-cache-events"
-        client = admin(settings)
-        client.create_topics([NewTopic(self.name, partitions, 1)])[self.name].result(20.0)
-        self._producer = Producer({"bootstrap.servers": settings.kafka})  # partitions keys as LMCache's does
+    def __init__(self, settings: Settings, partitions: int = 3, suffix: str = "") -> None:
+        self.name = f"{settings.topic_prefix}lmcache-cache-events{suffix}"
+        self._kafka, self._admin = settings.kafka, admin(settings)
+        self.create(partitions)
+        self._producer = self._producer_of_now()
 
-    def send(self, records: list[dict[str, str]]) -> None:
-        """Send records, and wait until Kafka has them."""
+    def create(self, partitions: int) -> None:
+        """Create the topic."""
+        self._admin.create_topics([NewTopic(self.name, partitions, 1)])[self.name].result(20.0)
+
+    def delete(self) -> None:
+        """Delete the topic with all its records."""
+        self._admin.delete_topics([self.name])[self.name].result(20.0)
+
+    def extend(self, partitions: int) -> None:
+        """Add partitions to the topic, so that there are as many."""
+        self._admin.create_partitions([NewPartitions(self.name, partitions)])[self.name].result(20.0)
+        self._producer = self._producer_of_now()
+
+    def _producer_of_now(self) -> Producer:
+        """Return a client that knows the topic's present partitions, and partitions keys as LMCache's does."""
+        return Producer({"bootstrap.servers": self._kafka})
+
+    def send(self, records: list[dict[str, str]], partition: int = -1) -> None:
+        """Send records, and wait until Kafka has them. partition: -1 for that of their keys."""
         for record in records:
-            self._producer.produce(self.name, key=record["key"].encode(), value=record["value"].encode())
+            key, value = record["key"].encode(), record["value"].encode()
+            self._producer.produce(self.name, key=key, value=value, partition=partition)
             self._producer.poll(0)
         assert self._producer.flush(30.0) == 0
 

@@ -22,15 +22,15 @@ from streams.lab.engines.engine_config import EngineConfig
 from streams.lab.engines.pool import PoolConfig
 from streams.lab.kafka.ports import free_port
 from streams.lab.processes import Child
-from streams.lab.stack import Stack, get_bytes, get_json, wait_workers
-from streams.lmcache.feeds import decode_feed
+from streams.lab.stack import RouterProcess, Stack, get_bytes, get_json, wait_workers
+from streams.lmcache.feeds import KnownFeed, decode_feed
 from streams.process.waiting import wait_for
 from streams.reset import reset_scope
 from streams.settings import Settings
 from streams.tables.changelog import read_to_end
 from streams.topics import topics
 from tests.helpers.bridges import SMALL
-from tests.helpers.cxl_fleet import await_supplementary, call
+from tests.helpers.cxl_fleet import ask, await_supplementary, call
 from tests.helpers.lmcache_events import EventTopic, directory_objects, golden, table_objects
 from tests.helpers.support import VISIBLE_TIMEOUT_S
 
@@ -71,15 +71,19 @@ def await_holder(stack: Stack, bridge: Child) -> None:
     """Wait until a bridge holds the lease of an instance, as the registry has it."""
 
     def holders() -> set[str]:
-        found: dict[bytes, bytes] = {}
-        for partition in range(stack.settings.partitions):
-            records: list[Record] = []
-            read_to_end(stack.settings, topics(stack.settings).workers.name, partition, None, records.extend)
-            found.update((record.key, record.value) for record in records if record.value is not None)
-        feeds = [decode_feed(value) for key, value in found.items() if key.startswith(b"lmcache")]
-        return {feed.lease.bridge.split(":")[1] for feed in feeds if feed.lease is not None}
+        return {feed.lease.bridge.split(":")[1] for feed in known_feeds(stack) if feed.lease is not None}
 
     wait_for(lambda: str(bridge.pid) in holders(), VISIBLE_TIMEOUT_S, "a bridge to take over", 0.2)
+
+
+def known_feeds(stack: Stack) -> list[KnownFeed]:
+    """Return the feeds, as the registry has them."""
+    found: dict[bytes, bytes] = {}
+    for partition in range(stack.settings.partitions):
+        records: list[Record] = []
+        read_to_end(stack.settings, topics(stack.settings).workers.name, partition, None, records.extend)
+        found.update((record.key, record.value) for record in records if record.value is not None)
+    return [decode_feed(value) for key, value in found.items() if key.startswith(b"lmcache")]
 
 
 def batch(number: int, kind: str, chunks: list[tuple[str, int, list[int]]], **fields: Any) -> dict[str, str]:
@@ -173,6 +177,82 @@ def test_an_engine_counts_the_chunks_of_its_instance_up_to_the_end_of_a_chunk(st
     await_supplementary(worker, {1: (0, 0, 0), 2: (0, 0, 0)}, first)
     await_supplementary(worker, {1: (0, 2, 0), 2: (0, 0, 0)}, second)
     assert call(worker, "GET", "/pools")["pools"][0]["members"] == [1]
+
+
+@pytest.mark.long_running
+@pytest.mark.parametrize("runs", [True, False], ids=["while a bridge runs", "while no bridge runs"])
+def test_a_topic_that_is_created_anew_is_read_from_its_beginning(stack: Stack, *, runs: bool) -> None:
+    """While there is none, answers that use its chunks are degraded. What was deleted with it is missing, and shows."""
+    stack.settings = replace(stack.settings, bridge_lease_s=LEASE_S)
+    worker, topic = stack.worker(), EventTopic(stack.settings, 1)
+    stack.bridge(stack.engines(1, SMALL, "m", 100.0), instances={1: "i"})
+    wait_workers(worker.url, 1)
+    bridge = lmcache_bridge(stack, topic, "lmcache-0")
+    chunks = [(name, 0, [number, *TOKENS[:31]]) for number, name in enumerate(("aa", "bb", "cc", "dd"))]
+    for number, chunk in enumerate(chunks[:3], 1):
+        topic.send([batch(number, "store", [chunk])])
+    await_supplementary(worker, {1: (0, 2, 0)}, chunks[2][2])
+    await_degraded(worker, chunks[0][2], None)
+    wait_for(lambda: [feed.positions for feed in known_feeds(stack)] == [(3,)], VISIBLE_TIMEOUT_S, "the position", 0.2)
+    if not runs:
+        bridge.kill()
+    topic.delete()
+    await_degraded(worker, chunks[0][2], "pooled_rank_unknown")
+    topic.create(1)
+    if not runs:
+        lmcache_bridge(stack, topic, "lmcache-1")
+    topic.send([batch(4, "store", [chunks[3]])])
+    await_supplementary(worker, {1: (0, 2, 0)}, chunks[3][2])
+    await_degraded(worker, chunks[0][2], None)
+    topic.send([batch(6, "delete", [chunks[0]])])
+    await_supplementary(worker, {1: (0, 0, 0)}, chunks[0][2])
+    await_degraded(worker, chunks[3][2], "pooled_rank_unknown")
+
+
+def await_degraded(worker: RouterProcess, tokens: list[int], reason: str | None) -> None:
+    """Wait until an answer is degraded for a reason, or is not degraded."""
+    try:
+        wait_for(lambda: why_degraded(worker, tokens) == reason, VISIBLE_TIMEOUT_S, "the answer to be trusted as it is")
+    finally:
+        assert why_degraded(worker, tokens) == reason
+
+
+def why_degraded(worker: RouterProcess, tokens: list[int]) -> str | None:
+    answer = ask(worker, tokens)
+    return answer.get("degraded_because") or answer.get("chosen_degraded_because")
+
+
+@pytest.mark.long_running
+def test_a_bridge_leaves_the_servers_of_another_topic_alone(stack: Stack) -> None:
+    """It could not read their events. The bridge of that topic goes on with them when it is started again."""
+    worker, topics_of = stack.worker(), [EventTopic(stack.settings, 1, name) for name in ("", "-2")]
+    stack.bridge(stack.engines(1, SMALL, "m", 100.0), instances={1: "i"})
+    wait_workers(worker.url, 1)
+    bridges = [lmcache_bridge(stack, topic, f"lmcache{topic.name[-2:]}") for topic in topics_of]
+    topics_of[0].send([{**batch(1, "store", [("aa", 0, TOKENS[:32])], instance_id="j"), "key": "j"}])
+    await_holder(stack, bridges[0])
+    for number, chunk in enumerate((TOKENS[:32], TOKENS[32:64]), 1):
+        topics_of[1].send([batch(number, "store", [("ab"[number - 1] * 2, 0, chunk)])])
+        await_supplementary(worker, {1: (0, 2, 0)}, chunk)
+        bridges[1].stop()
+        bridges[1] = lmcache_bridge(stack, topics_of[1], f"lmcache-2-{number}")
+
+
+@pytest.mark.long_running
+def test_partitions_that_are_added_are_read(stack: Stack) -> None:
+    """The events of a server move to another partition when some are added."""
+    worker, topic = stack.worker(), EventTopic(stack.settings, 1)
+    stack.bridge(stack.engines(1, SMALL, "m", 100.0), options=["--lmcache", topic.name], instances={1: "i"})
+    wait_workers(worker.url, 1)
+    first, second = TOKENS[:32], TOKENS[32:64]
+    topic.send([batch(1, "store", [("aa", 0, first)])])
+    await_supplementary(worker, {1: (0, 2, 0)}, first)
+    topic.extend(3)
+    topic.send([batch(2, "delete", [("aa", 0, [])]), batch(3, "store", [("bb", 0, second)])], partition=2)
+    await_supplementary(worker, {1: (0, 2, 0)}, second)
+    await_supplementary(worker, {1: (0, 0, 0)}, first)
+    topic.send([batch(4, "delete", [("bb", 0, [])])], partition=1)
+    await_supplementary(worker, {1: (0, 0, 0)}, second)
 
 
 @pytest.mark.long_running
