@@ -375,7 +375,8 @@ class LmcacheBridge:
             pools.cursors = known.cursors_by_instance()
         recovered.adopted_by(pools, self._models)
         positions = () if known is None or known.topic != self._source.topic else known.positions
-        held.positions, held.ends = {n: self._position(positions, n) for n in self._read_at}, dict(self._ends)
+        held.positions = {n: self._position(positions, n) for n in self._read_at}
+        held.ends = {n: max(end, self._read_at[n]) for n, end in self._ends.items()}
         held.failed, held.sent, held.acknowledged = False, 0, 0
         # The rows' incarnation goes on. Agents take blocks in transit of an earlier one for evicted already, so
         # that such rows would stay in transit when their chunks are deleted.

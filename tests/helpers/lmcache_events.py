@@ -95,7 +95,7 @@ class EventTopic:
 
     def __init__(self, settings: Settings, partitions: int = 3, suffix: str = "") -> None:
         self.name = f"{settings.topic_prefix}lmcache-cache-events{suffix}"
-        self._kafka, self._admin = settings.kafka, admin(settings)
+        self.kafka, self._admin = settings.kafka, admin(settings)
         self.create(partitions)
         self._producer = self._producer_of_now()
 
@@ -114,7 +114,7 @@ class EventTopic:
 
     def _producer_of_now(self) -> Producer:
         """Return a client that knows the topic's present partitions, and partitions keys as LMCache's does."""
-        return Producer({"bootstrap.servers": self._kafka})
+        return Producer({"bootstrap.servers": self.kafka})
 
     def send(self, records: list[dict[str, str]], partition: int = -1) -> None:
         """Send records, and wait until Kafka has them. partition: -1 for that of their keys."""

@@ -20,6 +20,7 @@ from streams.kafka.clients import Record
 from streams.lab.demo.pooled_fleet import PooledFleet, killed_midway
 from streams.lab.engines.engine_config import EngineConfig
 from streams.lab.engines.pool import PoolConfig
+from streams.lab.kafka.broker import LocalKafka
 from streams.lab.kafka.ports import free_port
 from streams.lab.processes import Child
 from streams.lab.stack import RouterProcess, Stack, get_bytes, get_json, wait_workers
@@ -30,6 +31,7 @@ from streams.settings import Settings
 from streams.tables.changelog import read_to_end
 from streams.topics import topics
 from tests.helpers.bridges import SMALL
+from tests.helpers.broker import broker_config
 from tests.helpers.cxl_fleet import ask, await_supplementary, call
 from tests.helpers.lmcache_events import EventTopic, directory_objects, golden, table_objects
 from tests.helpers.support import VISIBLE_TIMEOUT_S
@@ -220,6 +222,30 @@ def await_degraded(worker: RouterProcess, tokens: list[int], reason: str | None)
 def why_degraded(worker: RouterProcess, tokens: list[int]) -> str | None:
     answer = ask(worker, tokens)
     return answer.get("degraded_because") or answer.get("chosen_degraded_because")
+
+
+@pytest.mark.long_running
+def test_answers_are_degraded_while_lmcaches_own_kafka_is_away(stack: Stack, tmp_path: Path) -> None:
+    """The scope's Kafka answers all the while, so that nothing else shows that the bridge learns of nothing."""
+    broker = LocalKafka(broker_config(tmp_path / "kafka-b"))
+    try:
+        topic = EventTopic(replace(stack.settings, kafka=broker.up().bootstrap), 1)
+        worker = stack.worker()
+        stack.bridge(stack.engines(1, SMALL, "m", 100.0), instances={1: "i"})
+        wait_workers(worker.url, 1)
+        stack.bridge([], "lmcache", options=["--lmcache", topic.name, "--lmcache-kafka", topic.kafka])
+        tokens = TOKENS[:32]
+        topic.send([batch(1, "store", [("aa", 0, tokens)])])
+        await_supplementary(worker, {1: (0, 2, 0)}, tokens)
+        await_degraded(worker, tokens, None)
+        broker.down()
+        await_degraded(worker, tokens, "pooled_rank_unknown")
+        broker.up()
+        await_degraded(worker, tokens, None)  # although there is nothing to read
+        topic.send([batch(2, "delete", [("aa", 0, [])])])
+        await_supplementary(worker, {1: (0, 0, 0)}, tokens)
+    finally:
+        broker.down()
 
 
 @pytest.mark.long_running
