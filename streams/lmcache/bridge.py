@@ -31,7 +31,7 @@ from streams.cxl.records import encode_pool, encode_transition, pool_key
 from streams.engines.lease import LeasePhase, Write
 from streams.errors import BadRecord, KvStreamsError
 from streams.kafka.clients import consume, dead_letter_headers, reader, worker_key
-from streams.kafka.outage import Outage, lasting
+from streams.kafka.outage import Outage, Repetitions, lasting, repeated
 from streams.lmcache.chunk_names import ChunkNames
 from streams.lmcache.counters import LmcacheCounters, LmcacheCounts
 from streams.lmcache.feed_lease import FeedLease
@@ -149,7 +149,9 @@ class LmcacheBridge:
         self._ends: dict[int, int] = {}  # of the partitions, when reading began
         self._created_anew: set[int] = set()  # partitions whose offsets have begun again
         self._consumer: Consumer | None = None
+        self._can_read = False
         self._outage = Outage()
+        self._letters_logged = Repetitions()  # by reason
         self._publish_at_s = self._checkpoint_at_s = 0.0
         self._counters = LmcacheCounters()
 
@@ -173,7 +175,7 @@ class LmcacheBridge:
 
     def fed(self) -> list[WorkerId]:
         """Return the owners of the rows of feeds that are passed on and up to date, for the pulse."""
-        if self._outage.is_running:
+        if not self._can_read:
             return []
         return [
             held.feed.worker_id
@@ -228,7 +230,7 @@ class LmcacheBridge:
             self._kafka.poll(0)
 
     async def _wait(self, wait_s: float) -> None:
-        """Wait, while leases are kept."""
+        """Wait, while records of the registry are taken."""
         until_s = time.monotonic() + wait_s
         while time.monotonic() < until_s:
             self._tick()
@@ -255,6 +257,7 @@ class LmcacheBridge:
                 held.positions = {number: held.positions.get(number, 0) for number in self._ends}
                 held.ends = dict(self._ends)
         consumer.assign([TopicPartition(topic, number, at) for number, at in self._read_at.items()])
+        self._can_read = True
         return consumer
 
     def _connect(self) -> tuple[Consumer, dict[int, int]]:
@@ -278,6 +281,7 @@ class LmcacheBridge:
         return set(found.partitions)
 
     def _cannot_read(self, exc: Exception) -> None:
+        self._can_read = False
         lasted_s = self._outage.failed(time.monotonic())
         if lasted_s is not None:
             log.warning("LMCache's events cannot be read: %s%s", exc, lasting(lasted_s))
@@ -329,11 +333,15 @@ class LmcacheBridge:
                 self._begin_again(held)
 
     def _tick(self) -> None:
-        """Keep the leases, take over feeds, and publish and write what is due."""
+        """Keep the leases, take over feeds, and publish and write what is due.
+
+        While the topic cannot be read, leases run out, for a bridge that can read it.
+        """
         self._take_arrived()
         now_s = time.monotonic()
         for held in self._feeds.values():
-            self._perform(held, held.lease.tick(now_s))
+            if self._can_read:
+                self._perform(held, held.lease.tick(now_s))
             holds = held.lease.phase is LeasePhase.HOLDING
             if held.pools is not None and (not holds or held.term != held.lease.term or held.failed):
                 log.warning("%s: its events are passed on by another bridge, or again from its position", held.feed.key)
@@ -508,7 +516,9 @@ class LmcacheBridge:
             )
         except (BufferError, KafkaException) as full:
             log.warning("a dead letter was not written: %s", full)
-        log.warning("dead letter from %s [%d] at %d: %s", self._source.topic, number, offset, exc)
+        n = self._letters_logged.happened(exc.reason, time.monotonic())
+        if n is not None:
+            log.warning("dead letter from %s [%d] at %d: %s%s", self._source.topic, number, offset, exc, repeated(n))
 
     # -- what is written -----------------------------------------------------------------------------------------------
 

@@ -249,6 +249,24 @@ def test_answers_are_degraded_while_lmcaches_own_kafka_is_away(stack: Stack, tmp
 
 
 @pytest.mark.long_running
+def test_a_bridge_that_cannot_read_the_topic_claims_no_server(stack: Stack) -> None:
+    """It would keep the server from the bridges that can."""
+    worker, topic = stack.worker(), EventTopic(stack.settings, 1)
+    stack.bridge(stack.engines(1, SMALL, "m", 100.0), instances={1: "i"})
+    wait_workers(worker.url, 1)
+    bridge = lmcache_bridge(stack, topic, "lmcache-0")
+    topic.send([batch(1, "store", [("aa", 0, TOKENS[:32])])])
+    await_supplementary(worker, {1: (0, 2, 0)}, TOKENS[:32])
+    cut_off = stack.bridge([], "cut-off", options=["--lmcache", topic.name, "--lmcache-kafka", "127.0.0.1:1"])
+    wait_for(lambda: "events cannot be read" in cut_off.log_path.read_text(), VISIBLE_TIMEOUT_S, "the bridge to fail")
+    bridge.stop()
+    lmcache_bridge(stack, topic, "lmcache-1")
+    topic.send([batch(2, "delete", [("aa", 0, [])])])
+    await_supplementary(worker, {1: (0, 0, 0)}, TOKENS[:32])
+    await_degraded(worker, TOKENS[:32], None)
+
+
+@pytest.mark.long_running
 def test_a_bridge_leaves_the_servers_of_another_topic_alone(stack: Stack) -> None:
     """It could not read their events. The bridge of that topic goes on with them when it is started again."""
     worker, topics_of = stack.worker(), [EventTopic(stack.settings, 1, name) for name in ("", "-2")]
