@@ -134,13 +134,15 @@ class KafkaWatch:
 
     def hold(self, held: Held, record: logging.LogRecord) -> bool:
         """Keep a line until Kafka has been asked; False if it is not being asked."""
+        return self._take([(held, record)], 0)
+
+    def _take(self, lines: list[tuple[Held, logging.LogRecord]], n_dropped: int) -> bool:
         with self._lock:
             if not self._asking:
                 return False
-            if len(self._held) < HELD_LINES_MAX:
-                self._held.append((held, record))
-            else:
-                self._n_dropped += 1
+            n_fit = HELD_LINES_MAX - len(self._held)
+            self._held += lines[:n_fit]
+            self._n_dropped += n_dropped + max(0, len(lines) - n_fit)
             return True
 
     def release(self, *, as_debug: bool) -> None:
@@ -148,6 +150,10 @@ class KafkaWatch:
         with self._lock:
             lines, self._held = self._held, []
             n_dropped, self._n_dropped = self._n_dropped, 0
+        # A line does not say which of two Kafkas it is about, so the last one that is asked decides.
+        others = [watch for watch in list(_watches.values()) if watch is not self]
+        if not as_debug and any(watch._take(lines, n_dropped) for watch in others):
+            return
         for held, record in lines:
             if as_debug and not _lower(record):
                 continue
@@ -177,7 +183,7 @@ class KafkaWatch:
         self.release(as_debug=as_debug)
 
 
-#: The watches of this process by bootstrap address. A process has one Kafka; tests have several.
+#: The watches of this process by bootstrap address. A bridge of LMCache's events and a move may have two Kafkas.
 _watches: dict[str, KafkaWatch] = {}
 _watches_lock = threading.Lock()
 

@@ -264,9 +264,9 @@ class LmcacheBridge:
         """Return a new client, and where each partition ends. Blocks; raises KvStreamsError, KafkaException."""
         if self._consumer is not None:
             self._consumer.close()
-        where = {"bootstrap.servers": self._source.kafka} if self._source.kafka else {}
+        where = replace(self._settings, kafka=self._source.kafka or self._settings.kafka)
         limits = {"queued.max.messages.kbytes": QUEUED_KBYTES, "auto.offset.reset": "earliest"}
-        consumer = self._consumer = reader(self._settings, **where, **limits)
+        consumer = self._consumer = reader(where, **limits)
         partitions = [TopicPartition(self._source.topic, number) for number in self._partitions(consumer)]
         return consumer, {
             each.partition: consumer.get_watermark_offsets(each, _METADATA_TIMEOUT_S)[1] for each in partitions
@@ -277,7 +277,10 @@ class LmcacheBridge:
         topic = self._source.topic
         found = consumer.list_topics(topic, _METADATA_TIMEOUT_S).topics.get(topic)
         if found is None or found.error is not None or not found.partitions:
-            raise KvStreamsError(f"LMCache's topic {topic} does not exist")
+            raise KvStreamsError(
+                f"LMCache's topic {topic} does not exist at {self._source.kafka or self._settings.kafka}",
+                remedy="A server that publishes its events creates it; --lmcache and --lmcache-kafka have to name it",
+            )
         return set(found.partitions)
 
     def _cannot_read(self, exc: Exception) -> None:

@@ -131,6 +131,22 @@ def test_a_complaint_is_logged_if_kafka_answers(complain: Callable[[], None], wa
     assert lines.lines[0][0] != "DEBUG"
 
 
+def test_a_line_waits_for_the_last_of_two_kafkas(watched: Fixture) -> None:
+    """It does not say which one it is about. A bridge of LMCache's events may have a second Kafka, which is away."""
+    kafka, watch, lines = watched
+    second, other = Kafka(), "second:1"
+    second_watch = kafka_log.watch_of(other, lambda: second.ask)
+    for _ in range(HELD_LINES_MAX + 1):
+        logging.getLogger("librdkafka").error("FAIL %s", "Connect failed")
+    kafka.answers.put(None)
+    settle(watch)
+    assert lines.lines == []
+    second.answers.put(REFUSED)
+    second.answers.put(None)
+    settle(second_watch)
+    assert lines.lines == []
+
+
 @pytest.mark.parametrize("complain", COMPLAINTS)
 def test_an_outage_replaces_complaints_by_its_own_lines(complain: Callable[[], None], watched: Fixture) -> None:
     """Complaints before, during and right after the outage are debug lines, which are not logged at level INFO."""
