@@ -26,7 +26,7 @@ class KvStreamsError(Exception):
         self.detail = detail
 
     def __str__(self) -> str:
-        return f"{self.message}. {self.remedy}" if self.remedy else self.message
+        return f"{self.message.removesuffix('.')}. {self.remedy}" if self.remedy else self.message
 
 
 class SettingsError(KvStreamsError):

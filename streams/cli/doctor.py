@@ -109,6 +109,8 @@ def doctor(
     from streams.doctor.run import Order, examine
     from streams.security.files import read_secret
 
+    if verifies and not routers:
+        raise click.UsageError("--verify compares routers with the topics; name them with --router")
     by_model = {}
     if tokenizers:
         from streams.prompts.engine_keys import parse_by_model

@@ -167,7 +167,8 @@ def _move(settings: RouterServerSettings, topic_prefix: str, kafka: str | None) 
     state = describe_topics(new, (source,))[source.name]
     if state is not None:
         new = replace(new, partitions=state.partitions)
-    require_topics(new, topics(new).all())
+    # Their settings are those of the new scope's workers, which check them: it may have another profile or window.
+    require_topics(new, [replace(spec, config={}) for spec in topics(new).all()])
     stopping = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stopping.set())

@@ -68,7 +68,7 @@ def topics_create(resolved: Resolved, form: CodeFormat | None, strimzi_cluster: 
 
     states = ensure_topics(resolved.settings, scope_topics(resolved.settings).all())
     for state in states.values():
-        click.echo(f"{state.name}: {state.partitions} partitions, {state.replication} replicas")
+        click.echo(f"{state.name}: partitions {state.partitions}, replicas {state.replication}")
 
 
 @topics.command("describe")

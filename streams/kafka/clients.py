@@ -413,8 +413,8 @@ def check_topic(spec: TopicSpec, state: TopicState) -> None:
     if state.partitions != spec.partitions:
         raise TopicMismatch(
             f"topic {spec.name} has {state.partitions} partitions, but the settings have {spec.partitions}",
-            remedy="The number cannot be changed within a scope: set `partitions` to the topic's number, or take "
-            "another topic_prefix",
+            remedy="The number cannot be changed within a scope: set `partitions` to the topic's number, or move to "
+            "another topic_prefix (docs/replay.md)",
         )
     other = {
         key: (state.config.get(key), value)

@@ -24,6 +24,7 @@ from streams.topics import topics
 #: A registry answers within milliseconds, or within seconds if its Kafka is far away.
 ANSWER_TIMEOUT_S = 30.0
 _ANSWER_BYTES_MAX = 1024 * 1024
+_REASON_BYTES_MAX = 500
 
 _CONTENT_TYPE = "application/vnd.schemaregistry.v1+json"
 
@@ -84,7 +85,8 @@ def register(registry: Registry, subject: Subject) -> int:
             return int(json.loads(response.read(_ANSWER_BYTES_MAX))["id"])
     except urllib.error.HTTPError as exc:
         with exc:
-            reason = exc.read(_ANSWER_BYTES_MAX).decode(errors="replace").strip()
+            # What is no registry may answer with a page of HTML.
+            reason = " ".join(exc.read(_REASON_BYTES_MAX).decode(errors="replace").split())
         raise KvStreamsError(
             f"the registry refuses the schema {subject.schema} of {subject.name}: {exc.code} {reason}",
             remedy=_REMEDIES.get(exc.code, "Check --url"),

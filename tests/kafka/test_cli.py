@@ -27,7 +27,7 @@ def test_topics_are_created_once_and_described_as_wanted(scope: Settings, run: R
     assert done.stdout.count("missing: kvstreams topics create") == len(names)
     first = run("topics", "create", env=as_environ(scope))
     assert (first.returncode, first.stderr) == (0, "")
-    assert first.stdout.splitlines() == [f"{name}: {scope.partitions} partitions, 1 replicas" for name in names]
+    assert first.stdout.splitlines() == [f"{name}: partitions {scope.partitions}, replicas 1" for name in names]
     before = describe_topics(scope, topics(scope).all())
     again = run("topics", "create", env=as_environ(scope))
     assert (again.returncode, again.stdout) == (0, first.stdout)
@@ -49,7 +49,7 @@ def test_another_number_of_partitions_is_refused(scope: Settings, run: Run) -> N
     line = assert_one_line(run("topics", "create", env=other))
     for text in (described.stdout, line):
         assert "has 4 partitions, but the settings have 5" in text
-        assert "take another topic_prefix" in text
+        assert "move to another topic_prefix" in text
     assert describe_topics(scope, topics(scope).all()) == before
 
 
@@ -123,7 +123,7 @@ def test_a_router_ends_when_topics_appear_with_other_partitions(scope: Settings,
     ensure_topics(scope, topics(replace(scope, partitions=scope.partitions + 1)).all())
     _, rest = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 1
-    assert "take another topic_prefix" in rest.splitlines()[-1]
+    assert "move to another topic_prefix" in rest.splitlines()[-1]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

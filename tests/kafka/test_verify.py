@@ -193,6 +193,15 @@ def test_a_router_that_works_is_compared_without_a_difference(stack: Stack, run:
             thread.join()
 
 
+def test_a_router_of_some_models_is_not_compared(stack: Stack, run: RunCommand) -> None:
+    """It says so itself: the replay's own settings do not matter."""
+    stack.worker(router=False)
+    with served(replace(stack.settings, models="another"), Captured()) as api:
+        done = run("replay", "--verify", api.url, env=as_environ(stack.settings))
+        assert done.returncode == 1
+        assert "a router of some models cannot be compared" in done.stderr
+
+
 def pooled_row(settings: Settings) -> tuple[bytes, bytes]:
     """The last value of some block's row in the changelog of pooled blocks."""
     for partition in range(settings.partitions):

@@ -147,6 +147,24 @@ def test_a_file_that_could_not_be_written_is_refused_before_anything_runs(argume
 
 
 @pytest.mark.parametrize(
+    "arguments",
+    [
+        ["up", "--directory"],
+        ["up", "--kafka-directory"],
+        ["demo", "--directory"],
+        ["kafka", "up", "--directory"],
+    ],
+)
+def test_a_folder_that_is_a_file_is_refused_before_anything_starts(arguments: list[str], tmp_path: Path) -> None:
+    """The error names the option."""
+    file = tmp_path / "file"
+    file.touch()
+    done = CliRunner().invoke(cli, [*arguments, str(file)])
+    assert done.exit_code == 2
+    assert f"Invalid value for '{arguments[-1]}'" in done.output
+
+
+@pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (["simulate", "uniform", "--engine"], "--engine: {file} is not UTF-8 text"),
@@ -168,15 +186,16 @@ def test_a_file_that_is_not_text_is_refused_in_one_line(arguments: list[str], sa
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--into-kafka", "kafka-b:9092"], "--into-kafka is of use with --into only"),
-        (["--token-file", "token"], "--token-file is of use with --verify only"),
-        (["--into", "v2-", "--json"], "cannot be combined"),
-        (["--verify", "http://router:8000", "--until", "15m"], "cannot be combined"),
+        (["replay", "--into-kafka", "kafka-b:9092"], "--into-kafka is of use with --into only"),
+        (["replay", "--token-file", "token"], "--token-file is of use with --verify only"),
+        (["replay", "--into", "v2-", "--json"], "cannot be combined"),
+        (["replay", "--verify", "http://router:8000", "--until", "15m"], "cannot be combined"),
+        (["doctor", "--verify"], "name them with --router"),
     ],
 )
-def test_options_of_replay_that_would_have_no_effect_are_refused(arguments: list[str], said: str) -> None:
-    """--into-kafka without --into would read the other Kafka's scope, or none, and copy nothing."""
-    done = CliRunner().invoke(cli, ["replay", *arguments])
+def test_options_that_would_have_no_effect_are_refused(arguments: list[str], said: str) -> None:
+    """A move to another Kafka that copies nothing, or a doctor that compares no router, would look like a success."""
+    done = CliRunner().invoke(cli, arguments)
     assert done.exit_code == 2
     assert said in done.output
 

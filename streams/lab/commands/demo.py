@@ -17,7 +17,7 @@ UP_DIRECTORY = Path(".kvstreams/up")
 
 _kafka_directory = click.option(
     "--kafka-directory",
-    type=click.Path(path_type=Path),
+    type=click.Path(path_type=Path, file_okay=False),
     default=KAFKA_DIRECTORY,
     show_default=True,
     help="folder of the Kafka to use, as in kvstreams kafka up",
@@ -50,7 +50,7 @@ _kafka_directory = click.option(
 )
 @click.option(
     "--directory",
-    type=click.Path(path_type=Path),
+    type=click.Path(path_type=Path, file_okay=False),
     default=DEMO_DIRECTORY,
     show_default=True,
     help="folder of its logs and results",
@@ -111,7 +111,7 @@ def demo(
 @click.option("--workers", default=2, show_default=True, help="number of simulated engines")
 @click.option(
     "--directory",
-    type=click.Path(path_type=Path),
+    type=click.Path(path_type=Path, file_okay=False),
     default=UP_DIRECTORY,
     show_default=True,
     help="folder of its logs",

@@ -23,7 +23,7 @@ BROKERS_MAX = 7
 
 _directory = click.option(
     "--directory",
-    type=click.Path(path_type=Path),
+    type=click.Path(path_type=Path, file_okay=False),
     default=KAFKA_DIRECTORY,
     show_default=True,
     help="folder of its data, logs and state",

@@ -265,7 +265,7 @@ def sim(
 )
 @click.option("--lmcache-topic", default="lmcache-cache-events", show_default=True, help="topic of these reports")
 @click.option("--lmcache-backend", default="devdax", show_default=True, help="backend that they name")
-@click.option("--chunk-tokens", default=256, show_default=True, help="tokens per chunk")
+@click.option("--chunk-tokens", type=click.IntRange(min=1), default=256, show_default=True, help="tokens per chunk")
 @click.option("--info", type=OutputFile(), default=None, help="file to which the address is written, as JSON")
 def sim_pool(
     pool_id: str,

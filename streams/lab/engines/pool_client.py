@@ -237,7 +237,7 @@ class PoolLink:
             async with self._http.post(f"{self._url}/pool/{name}", data=orjson.dumps(body)) as response:
                 answer = orjson.loads(await response.read())
         except (aiohttp.ClientError, TimeoutError, orjson.JSONDecodeError) as exc:
-            raise PoolLost(f"{name}: {exc!r}") from exc
+            raise PoolLost(f"{name}: {str(exc) or repr(exc)}") from exc
         if response.status != HTTPStatus.OK or not isinstance(answer, dict):
             error = answer.get("error") if isinstance(answer, dict) else None
             message = error.get("message") if isinstance(error, dict) else None

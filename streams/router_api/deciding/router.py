@@ -616,7 +616,8 @@ class Router:
 
     def state_digest(self) -> dict[str, Any]:
         """Return digests of everything, with the offsets that they include."""
-        return digests_of(copy_state(self.feeds, self.view, self.loads))
+        digests = digests_of(copy_state(self.feeds, self.view, self.loads))
+        return {"models": sorted(self.view.served.models), **digests}
 
     def state_facts(self, rank: RankId) -> dict[str, Any]:
         """Return all facts of a rank, with the offsets that they include."""

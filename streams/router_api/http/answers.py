@@ -560,8 +560,10 @@ class StateDigestAnswer(TypedDict):
 
     offsets: by topic, for each partition the offset before which all records are included
     registry: the digest of each of its records, by key
+    models: those that the router serves; empty for all models
     """
 
+    models: list[str]
     offsets: dict[str, list[int]]
     ranks: list[RankDigestsAnswer]
     registry: dict[str, str]
