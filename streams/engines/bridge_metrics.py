@@ -128,6 +128,11 @@ BRIDGE_METRICS: tuple[Metric[BridgeSnapshot], ...] = (
         "Chunks that these servers and backends hold",
         lambda now: now.lmcache.n_chunks,
     ),
+    gauge(
+        "kvstreams_bridge_lmcache_records_behind",
+        "Records of LMCache's topic that this bridge has not read yet",
+        lambda now: now.lmcache.behind,
+    ),
     counter(
         "kvstreams_bridge_lmcache_batches_total",
         "Batches of LMCache's events that were read, of all servers",

@@ -448,6 +448,13 @@ class LmcacheBridge:
             if held.pools is not None:
                 for number, at in self._read_at.items():
                     held.positions[number] = max(at, held.positions.get(number, 0))
+        self._counters.behind = sum(map(self._left, self._read_at))
+
+    def _left(self, number: int) -> int:
+        """Return how many records of a partition are not read, as of Kafka's last answer."""
+        assert self._consumer is not None, "records come from it"
+        begin, end = self._consumer.get_watermark_offsets(TopicPartition(self._source.topic, number), cached=True)
+        return max(end - max(self._read_at[number], begin), 0)
 
     def _read_anew(self, number: int, offset: int) -> None:
         """Read a partition that ends before what was read of it: the topic was deleted, and created again.

@@ -23,6 +23,7 @@ class LmcacheCounters:
 
     batches: read, by kind. verdicts: batches of feeds that it passes on, by what they are in the order of their server.
     dead_letters: records. stored, not_counted: objects, the latter by reason; of feeds that it no longer passes on.
+    behind: records of the topic that it has not read, as of the last ones that it read.
     """
 
     batches: Counter[str] = field(default_factory=Counter)
@@ -30,6 +31,7 @@ class LmcacheCounters:
     dead_letters: int = 0
     stored: int = 0
     not_counted: Counter[str] = field(default_factory=Counter)
+    behind: int = 0
 
     def end(self, pools: FeedPools) -> None:
         """Keep the totals of a feed that this bridge does not pass on any longer."""
@@ -50,6 +52,7 @@ class LmcacheCounters:
             dead_letters=self.dead_letters,
             stored=self.stored + sum(pools.n_stored for pools in passed_on),
             not_counted={str(reason): n for reason, n in not_counted.items()},
+            behind=self.behind,
         )
 
 
@@ -65,3 +68,4 @@ class LmcacheCounts:
     dead_letters: int = 0
     stored: int = 0
     not_counted: dict[str, int] = field(default_factory=dict)
+    behind: int = 0

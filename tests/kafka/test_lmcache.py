@@ -338,6 +338,7 @@ def test_a_model_that_lmcache_calls_otherwise_is_named_and_counts_after_the_sett
     page = get_bytes(f"http://127.0.0.1:{stack.settings.metrics_port}/metrics").decode()
     assert "kvstreams_bridge_lmcache_stored_total 1.0" in page
     assert "kvstreams_bridge_lmcache_chunks 1.0" in page
+    assert "kvstreams_bridge_lmcache_records_behind 0.0" in page
     bridge.stop()
     stack.settings = replace(at_port(stack.settings), lmcache_models={"/models/m": "m"})
     lmcache_bridge(stack, topic, "lmcache-1")
