@@ -131,7 +131,8 @@ class ChunkNames:
 
     def adopt(self, chunk_hash: bytes, space: NameSpace, address: ChunkAddress) -> None:
         """Add a chunk whose address is known from elsewhere, and those that waited for it."""
-        self._add(chunk_hash, space, address)
+        if (chunk_hash, space) not in self._names:
+            self._add(chunk_hash, space, address)
 
     def used(self, instance: str, chunk_hash: bytes, space: NameSpace) -> ChunkAddress | None:
         """Note that an instance has a chunk, which what it stores next may follow. Returns its address if known."""
@@ -164,9 +165,19 @@ class ChunkNames:
         self._note(instance, offset + n_tokens, space, chunk_hash)
         if offset == 0:
             return self._add(chunk_hash, space, self._address(words, space, 0, None))
-        if len(chunk_hash) != _DIGEST_BYTES or (chunk_hash, space) in self._waiting:
+        if len(chunk_hash) != _DIGEST_BYTES:
             return Unnamed.UNKNOWN_PARENT
-        parent_hash = self._parent(instance, chunk_hash, space, words, offset)
+        waiting = self._waiting.get((chunk_hash, space))
+        if waiting is None:
+            parent_hash = self._parent(instance, chunk_hash, space, words, offset)
+        elif waiting.parent:
+            return Unnamed.UNKNOWN_PARENT
+        else:  # its predecessor may have had a name all the time, and was too far back in the search
+            of_instance = self._recent.get((instance, offset, space), {})
+            parent_hash = self._first_parent([*islice(reversed(of_instance), TRIED_FIRST)], words, chunk_hash)
+            if not parent_hash:
+                return Unnamed.UNKNOWN_PARENT
+            self._forget(chunk_hash, space)
         parent = self._names.get((parent_hash, space))
         if parent is None:
             self._wait(chunk_hash, space, _Waiting(offset, words.copy(), parent_hash))

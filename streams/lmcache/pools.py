@@ -426,16 +426,21 @@ class FeedPools:
 
     # -- what follows --------------------------------------------------------------------------------------------------
 
+    def adopt_name(self, owner: Owner, chunk: Chunk) -> None:
+        """Take the name of a chunk that was published before, whether or not it is held now."""
+        if chunk.address is not None:
+            self._names.adopt(*chunk.key, chunk.address)
+            if owner.pool.instance is not None:
+                self._names.used(owner.pool.instance, *chunk.key)
+
     def adopt(self, owner: Owner, chunk: Chunk) -> None:
         """Add a chunk that was published before, under this owner or another one."""
         held = self._held.setdefault(owner, _Held(owner))
         self._n_chunks += chunk.key not in held.chunks
         self._now_s = max(self._now_s, chunk.stored_s)
         held.chunks[chunk.key] = chunk
-        if chunk.address is not None:
-            self._names.adopt(*chunk.key, chunk.address)
-            if chunk.published is None:
-                held.changed[chunk.key] = chunk
+        if chunk.address is not None and chunk.published is None:
+            held.changed[chunk.key] = chunk
 
     def adopt_ended(self, owner: Owner, chunk: Chunk | None) -> None:
         """Note an owner of rows of another epoch. chunk: one that is to be evicted, None for one that has ended."""

@@ -46,9 +46,11 @@ class RecoveredFeed:
 
         Rows of earlier epochs have ended. Those of a later one are evicted: the server was restarted after the feed's
         position, and what it has stored and deleted since then is about to be read again. Rows of a model that has
-        another name by now are evicted, and published again under that name.
+        another name by now are evicted, and published again under that name. Each row has a name, which what is about
+        to be read may need; the chunks that were stored last are tried first.
         """
-        for owner, chunk, epoch in self.chunks:
+        for owner, chunk, epoch in sorted(self.chunks, key=lambda each: each[1].stored_s):
+            pools.adopt_name(owner, chunk)
             current, model = pools.epoch_of(owner.pool), models.our_name(owner.model)
             if model != owner.model:
                 if epoch == current and models.block_size_of(model) == chunk.key[1].block_size:

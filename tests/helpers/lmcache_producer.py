@@ -6,10 +6,10 @@ Runs in a Python that has LMCache (0.5.6) and neither this project nor a GPU:
     PYTHON tests/helpers/lmcache_producer.py publish KAFKA TOPIC SEED CHUNK_TOKENS
 
 The first writes the file of golden records again. The second reads numbers of events from its standard input, publishes
-so many, and answers each with one line of JSON: the directory's contents, and which chunks in it follow one whose
-tokens were in a batch that was dropped. `CacheEventSubscriber` makes the batches, and
-`KafkaCacheEventSink` publishes them; `EventGate` and `KeyDirectory` are the coordinator's. Events of the servers are
-made up: their storage needs engines.
+so many, and answers each with one line of JSON: the directory's contents, and which chunks in it may have no name,
+since a batch was dropped that had their tokens or those of a chunk before them. `CacheEventSubscriber` makes the
+batches, and `KafkaCacheEventSink` publishes them; `EventGate` and `KeyDirectory` are the coordinator's. Events of the
+servers are made up: their storage needs engines.
 """
 
 from __future__ import annotations
@@ -85,11 +85,13 @@ class Published(CacheEventSink):  # type: ignore[misc]  # LMCache is not install
     def __init__(self, directory: Any, sink: Any = None) -> None:
         self.directory, self.sink, self.records, self.drops = directory, sink, list[Any](), False
         self.n_dropped = 0
-        self.shown: set[Any] = set()  # chunks, with their salts, whose tokens were in a batch that was not dropped
+        self.lost: set[Any] = set()  # chunks, with their salts, whose tokens were in a batch that was dropped
 
     def publish(self, batches: Any) -> Any:
         if self.drops:
             self.n_dropped += len(batches)
+            entries = itertools.chain.from_iterable(batch.entries for batch in batches)
+            self.lost.update((each.key.chunk_hash_hex, each.key.cache_salt) for each in entries if each.token_ids)
             raise CacheEventPublishError("dropped")
         if self.sink is not None:
             self.sink.publish(batches)
@@ -98,9 +100,6 @@ class Published(CacheEventSink):  # type: ignore[misc]  # LMCache is not install
                 value = CacheEventsRequest(batches=[batch]).model_dump_json()
                 self.records.append({"key": batch.instance_id, "value": value})
             self.directory.gate.ingest(batch)
-            self.shown.update(
-                (each.key.chunk_hash_hex, each.key.cache_salt) for each in batch.entries if each.token_ids
-            )
 
     def close(self) -> Any:
         if self.sink is not None:
@@ -251,11 +250,15 @@ class Fleet:
         for server in self.servers:
             server.subscriber.flush()
 
-    def is_shown(self, chunk: Any, salt: Any) -> Any:
-        """Whether the tokens of a chunk and of all those before it were in batches that were not dropped."""
-        while chunk is not None and (chunk, salt) in self.sink.shown:
+    def may_have_no_name(self, chunk: Any, salt: Any) -> Any:
+        """Whether a batch was dropped that had the tokens of a chunk, or of one before it.
+
+        If the tokens are stored again, a bridge that had read what followed them names it. One that took over since
+        does not: it has read the table, which has no chunks without names.
+        """
+        while chunk is not None and (chunk, salt) not in self.sink.lost:
             chunk = self.parents.get(chunk)
-        return chunk is None
+        return chunk is not None
 
 
 def digests() -> Any:
@@ -296,7 +299,9 @@ def publish(kafka: Any, topic: Any, seed: Any, chunk_tokens: Any) -> Any:
         contents = directory.contents()
         answer = {
             "directory": contents,
-            "hidden": sorted({(chunk, salt) for chunk, _, _, salt, *_ in contents if not fleet.is_shown(chunk, salt)}),
+            "uncertain": sorted(
+                {(chunk, salt) for chunk, _, _, salt, *_ in contents if fleet.may_have_no_name(chunk, salt)}
+            ),
             "dropped": sink.dropped_batches,
             "batches_dropped": fleet.sink.n_dropped,
             "at": time.time(),

@@ -24,6 +24,7 @@ from streams.lmcache.feeds import KnownFeed, decode_feed, encode_feed, known_cur
 from streams.lmcache.pools import (
     Change,
     Chunk,
+    Cursor,
     Feed,
     FeedPools,
     ModelNames,
@@ -187,7 +188,7 @@ def test_a_bridge_that_takes_over_continues_from_the_rows() -> None:
     fold, after = Fold(), Fold()
     for record in records[:50]:
         fold.take(record["value"].encode())
-    rows: dict[tuple[object, ...], tuple[Owner, Chunk]] = {}
+    rows: dict[tuple[object, ...], tuple[Owner, Chunk, int]] = {}
     for pools in fold.feeds:
         for record in transitions(pools.take_changes(), Incarnation(9), pools.epoch_of, 5):
             read = decode_transition(encode_transition(record))
@@ -198,17 +199,30 @@ def test_a_bridge_that_takes_over_continues_from_the_rows() -> None:
                 if found is None:
                     rows.pop(where, None)
                 else:
-                    rows[where] = found
-    for owner, chunk in rows.values():
-        pools = next(pools for pools in after.feeds if pools.feed.worker_id == owner.rank.worker_id)
-        pools.adopt(owner, chunk)
+                    rows[where] = *found, read.pool_epoch
     for pools, before in zip(after.feeds, fold.feeds, strict=True):
         pools.cursors.update(before.cursors)
+        found_rows = [row for row in rows.values() if row[0].rank.worker_id == pools.feed.worker_id]
+        RecoveredFeed(found_rows, Incarnation(9)).adopted_by(pools, MODELS)
         assert not pools.take_changes()
     assert after.held() == fold.held()
     for record in records[40:]:  # the position is older than the rows
         after.take(record["value"].encode())
     assert after.held() == directory_objects(golden()["directory"])
+
+
+def test_rows_that_have_ended_still_name_what_follows_their_chunks() -> None:
+    """The server was restarted after the position, so that what is read again follows chunks that it does not have."""
+    beginning, following = prompt_chunks(2)
+    names, space = ChunkNames(), name_space("", BLOCK_SIZE)
+    address = ChunkNames().resolve("i", beginning[0], space, *beginning[1:])
+    assert not isinstance(address, Unnamed)
+    pools = FeedPools(Feed("i"), names, MODELS)
+    pools.cursors["i"] = Cursor(incarnation=1)
+    row = Chunk((beginning[0], space), 1, 5, address, CxlMemoryState.CXL_POOLED, 1)
+    owner = Owner(Pool("i", Tier.L1, "dram"), "m", 1)
+    RecoveredFeed([(owner, row, 2)], Incarnation(9)).adopted_by(pools, MODELS)
+    assert not isinstance(names.resolve("i", following[0], space, *following[1:]), Unnamed)
 
 
 @pytest.mark.parametrize("block_size", [BLOCK_SIZE, 2 * BLOCK_SIZE])
@@ -360,6 +374,22 @@ def test_only_the_last_chunks_are_tried(
         names.resolve("ab"[number % 2], name, space, tokens, offset)
     found = [names.resolve("a", name, space, tokens, offset) for name, tokens, offset in (each[1] for each in prompts)]
     assert found_again == {number for number, address in enumerate(found) if not isinstance(address, Unnamed)}
+
+
+def test_a_chunk_that_waits_is_tried_again_when_it_is_stored_after_the_one_that_it_follows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its predecessor had a name, and was too far back in the search; then a server stored both again."""
+    names, space = ChunkNames(), name_space("", BLOCK_SIZE)
+    monkeypatch.setattr(chunk_names, "TRIED_MAX", 8)
+    (first, second), *others = [prompt_chunks(2, seed) for seed in range(20)]
+    for name, tokens, offset in (first, *(each[0] for each in others)):
+        names.resolve("a", name, space, tokens, offset)
+    for _ in range(2):
+        assert names.resolve("a", second[0], space, *second[1:]) is Unnamed.UNKNOWN_PARENT
+    names.used("b", first[0], space)
+    assert not isinstance(names.resolve("b", second[0], space, *second[1:]), Unnamed)
+    assert not names._waiting and not names._orphans
 
 
 def test_orphans_that_begin_at_the_same_token_are_limited() -> None:
