@@ -151,7 +151,7 @@ def bridge(
     from streams.engines.sources.interface import EngineSource
     from streams.engines.sources.named import sources_of
     from streams.kafka.schema_compatibility import check_schemas
-    from streams.lmcache.bridge import LmcacheSource
+    from streams.lmcache.event_log import LmcacheSource
     from streams.process.interpreter import prefer_request_threads
 
     log.configure(resolved.settings)

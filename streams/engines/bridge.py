@@ -38,8 +38,9 @@ from streams.engines.sources.interface import ENGINES_MAX, EngineSource, MergedE
 from streams.engines.sources.registry import RegistryEngines
 from streams.errors import BlockSizeContradicted
 from streams.kafka.outage import Outage, lasting
-from streams.lmcache.bridge import LmcacheBridge, LmcacheSource
+from streams.lmcache.bridge import LmcacheBridge
 from streams.lmcache.counters import LmcacheCounts
+from streams.lmcache.event_log import LmcacheSource
 from streams.model_registry import check_model, claim_model, writer_name
 from streams.process.interpreter import collect_by_the_clock
 from streams.settings import BridgeSettings

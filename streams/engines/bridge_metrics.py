@@ -17,8 +17,8 @@ from streams.engines.feed_counters import NOT_INDEXED, RankCounters
 from streams.engines.sources.interface import EngineSource
 from streams.kafka.clients import wait_for_topics
 from streams.kafka.log_ends import unreachable
-from streams.lmcache.bridge import LmcacheSource
 from streams.lmcache.counters import REASONS, LmcacheCounts
+from streams.lmcache.event_log import LmcacheSource
 from streams.lmcache.pools import Verdict
 from streams.lmcache.wire import EventType
 from streams.process.http_server import Startup, monitoring_app, monitoring_server

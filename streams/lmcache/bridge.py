@@ -1,7 +1,8 @@
 """The part of `kvstreams bridge` that passes LMCache's events on: its topic in, `cxl-events` and pools out.
 
-What lives here: reading the topic, the feeds that this bridge holds, and their records. What must not: what a batch
-changes (pools), the rules of a lease (engines.lease), and other processes' records of the registry (registry_reader).
+What lives here: the feeds that this bridge holds, and their records. What must not: reading the topic (event_log), what
+a batch changes (pools), the rules of a lease (engines.lease), and other processes' records of the registry
+(registry_reader).
 
 The topic is read without a consumer group. Each feed has its own position in it, and ignores records before that. When
 a feed is taken over, reading goes back to its position. Every bridge reads the whole topic: a shared backend's events
@@ -17,12 +18,12 @@ import json
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
 
-from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaError, KafkaException, Message, Producer, TopicPartition
+from confluent_kafka import KafkaError, KafkaException, Message, Producer
 
 from streams.core.ids import Incarnation, WorkerId
 from streams.core.workers import Worker
@@ -30,10 +31,11 @@ from streams.cxl.events import CxlPool
 from streams.cxl.records import encode_pool, encode_transition, pool_key
 from streams.engines.lease import LeasePhase, Write
 from streams.errors import BadRecord, KvStreamsError
-from streams.kafka.clients import consume, dead_letter_headers, reader, worker_key
-from streams.kafka.outage import Outage, Repetitions, lasting, repeated
+from streams.kafka.clients import dead_letter_headers, worker_key
+from streams.kafka.outage import Repetitions, repeated
 from streams.lmcache.chunk_names import ChunkNames
 from streams.lmcache.counters import LmcacheCounters, LmcacheCounts
+from streams.lmcache.event_log import POLL_S, EventLog, LmcacheSource
 from streams.lmcache.feed_lease import FeedLease
 from streams.lmcache.feeds import MODELS_SHOWN_MAX, KnownFeed, decode_feed, encode_feed, known_cursors
 from streams.lmcache.pools import (
@@ -54,26 +56,17 @@ from streams.topics import topics
 
 log = logging.getLogger(__name__)
 
-#: Records taken at a time; leases are renewed in between. As many as QUEUED_KBYTES hold take about a second.
-READ_RECORDS = 500
-_POLL_S = 0.05
-
-#: Wait for further records after the first one. A server sends several at a time, and each turn of the loop looks at
-#: every feed.
-_COLLECT_S = 0.02
-
-#: Kilobytes of the topic that wait in the client.
-QUEUED_KBYTES = 32 * 1024
-
 #: Interval at which changes are published. Chunks that change together share a record.
 PUBLISH_EVERY_S = 0.1
 
 #: Interval at which positions are written. A bridge that takes over reads as much again.
 CHECKPOINT_EVERY_S = 1.0
 
-#: Wait before a topic that does not exist, or that cannot be read, is tried again; and for the number of partitions.
+#: Wait before a topic that does not exist, or that cannot be read, is tried again.
 RETRY_S = 1.0
-_METADATA_TIMEOUT_S = 5.0
+
+#: Transitions that wait for Kafka. Beyond them, changes wait in the pools.
+UNSENT_MAX = 10_000
 
 #: Interval at which Kafka is asked for the topic's partitions: others may have been added, and a client whose brokers
 #: are all away only waits.
@@ -91,14 +84,6 @@ ORIGIN = "lmcache:"
 _NO_INCARNATION = Incarnation(0)
 
 _Answer = TypeVar("_Answer")
-
-
-@dataclass(frozen=True, slots=True)
-class LmcacheSource:
-    """Where the events are. kafka: its bootstrap servers; None for the scope's own."""
-
-    topic: str
-    kafka: str | None = None
 
 
 @dataclass(slots=True)
@@ -134,7 +119,7 @@ class LmcacheBridge:
 
     def __init__(self, settings: BridgeSettings, source: LmcacheSource, kafka: Producer, name: str) -> None:
         self._settings = settings
-        self._source = source
+        self._events = EventLog(settings, source)
         self._kafka = kafka
         self._name = name
         self._models = ModelNames(settings.block_size_of, dict(settings.lmcache_models))
@@ -145,12 +130,6 @@ class LmcacheBridge:
         self._arrived: deque[tuple[bytes, bytes | None]] = deque()
         self._instance_of: dict[WorkerId, str] = {}
         self._registry_read = asyncio.Event()
-        self._read_at: dict[int, int] = {}
-        self._ends: dict[int, int] = {}  # of the partitions, when reading began
-        self._created_anew: set[int] = set()  # partitions whose offsets have begun again
-        self._consumer: Consumer | None = None
-        self._can_read = False
-        self._outage = Outage()
         self._letters_logged = Repetitions()  # by reason
         self._publish_at_s = self._checkpoint_at_s = 0.0
         self._counters = LmcacheCounters()
@@ -175,7 +154,7 @@ class LmcacheBridge:
 
     def fed(self) -> list[WorkerId]:
         """Return the owners of the rows of feeds that are passed on and up to date, for the pulse."""
-        if not self._can_read:
+        if not self._events.can_read:
             return []
         return [
             held.feed.worker_id
@@ -201,30 +180,31 @@ class LmcacheBridge:
                 try:
                     await self._read_on()
                 except (KvStreamsError, KafkaException) as exc:
-                    self._cannot_read(exc)
+                    self._events.failed(exc)
                     await self._wait(RETRY_S)
         finally:
             for held in self._feeds.values():
                 self._perform(held, held.lease.release())
-            if self._consumer is not None:
-                self._consumer.close()
+            self._events.close()
 
     async def _read_on(self) -> None:
         """Read the topic until its partitions change. Raises KvStreamsError or KafkaException if it cannot be read."""
-        consumer = await self._open()
+        await self._begin()
         look_at_s = time.monotonic() + METADATA_EVERY_S
         while True:
             self._tick()
             if time.monotonic() >= look_at_s:
-                if await self._asking(partial(self._partitions, consumer)) != self._read_at.keys():
-                    log.info("LMCache's topic %s has other partitions than before", self._source.topic)
+                if await self._asking(self._events.partitions) != self._events.read_at.keys():
+                    log.info("LMCache's topic %s has other partitions than before", self._events.topic)
                     return
                 look_at_s = time.monotonic() + METADATA_EVERY_S
             if any(held.lease.phase is LeasePhase.CLAIMING and not held.is_registered for held in self._feeds.values()):
                 await asyncio.sleep(_FULL_S)  # its first records must not be passed over
                 continue
-            self._rewind(consumer)
-            messages = await asyncio.to_thread(consume, consumer, READ_RECORDS, _POLL_S, _COLLECT_S)
+            for held in self._feeds.values():
+                if held.pools is not None:  # one that was taken over may be behind
+                    self._events.rewind(held.positions)
+            messages = await asyncio.to_thread(self._events.read)
             if messages:
                 await asyncio.to_thread(self._take_all, messages)
             self._kafka.poll(0)
@@ -234,70 +214,27 @@ class LmcacheBridge:
         until_s = time.monotonic() + wait_s
         while time.monotonic() < until_s:
             self._tick()
-            await asyncio.sleep(_POLL_S)
+            await asyncio.sleep(POLL_S)
 
     async def _asking(self, ask: Callable[[], _Answer]) -> _Answer:
         """Ask Kafka on a thread, while leases are kept."""
         asked = asyncio.ensure_future(asyncio.to_thread(ask))
-        while not (await asyncio.wait({asked}, timeout=_POLL_S))[0]:
+        while not (await asyncio.wait({asked}, timeout=POLL_S))[0]:
             self._tick()
         return asked.result()
 
-    async def _open(self) -> Consumer:
+    async def _begin(self) -> None:
         """Read every partition from the first position of any feed, or else from its beginning."""
-        consumer, self._ends = await self._asking(self._connect)
-        topic, known = self._source.topic, [held.lease.registered for held in self._feeds.values()]
-        self._read_at = {}
-        for number in self._ends:
-            at = [each.positions[number] for each in known if each is not None and number < len(each.positions)]
-            at += [held.positions[number] for held in self._feeds.values() if number in held.positions]
-            self._read_at[number] = min(at, default=OFFSET_BEGINNING)
+        ends = await self._asking(self._events.connect)
+        first: dict[int, int] = {}
         for held in self._feeds.values():
+            known = held.lease.registered
+            for number, at in (*enumerate(() if known is None else known.positions), *held.positions.items()):
+                first[number] = min(at, first.get(number, at))
             if held.pools is not None:
-                held.positions = {number: held.positions.get(number, 0) for number in self._ends}
-                held.ends = dict(self._ends)
-        consumer.assign([TopicPartition(topic, number, at) for number, at in self._read_at.items()])
-        self._can_read = True
-        return consumer
-
-    def _connect(self) -> tuple[Consumer, dict[int, int]]:
-        """Return a new client, and where each partition ends. Blocks; raises KvStreamsError, KafkaException."""
-        if self._consumer is not None:
-            self._consumer.close()
-        where = replace(self._settings, kafka=self._source.kafka or self._settings.kafka)
-        limits = {"queued.max.messages.kbytes": QUEUED_KBYTES, "auto.offset.reset": "earliest"}
-        consumer = self._consumer = reader(where, **limits)
-        partitions = [TopicPartition(self._source.topic, number) for number in self._partitions(consumer)]
-        return consumer, {
-            each.partition: consumer.get_watermark_offsets(each, _METADATA_TIMEOUT_S)[1] for each in partitions
-        }
-
-    def _partitions(self, consumer: Consumer) -> set[int]:
-        """Ask for the numbers of the topic's partitions. Blocks; raises KvStreamsError, KafkaException."""
-        topic = self._source.topic
-        found = consumer.list_topics(topic, _METADATA_TIMEOUT_S).topics.get(topic)
-        if found is None or found.error is not None or not found.partitions:
-            raise KvStreamsError(
-                f"LMCache's topic {topic} does not exist at {self._source.kafka or self._settings.kafka}",
-                remedy="A server that publishes its events creates it; --lmcache and --lmcache-kafka have to name it",
-            )
-        return set(found.partitions)
-
-    def _cannot_read(self, exc: Exception) -> None:
-        self._can_read = False
-        lasted_s = self._outage.failed(time.monotonic())
-        if lasted_s is not None:
-            log.warning("LMCache's events cannot be read: %s%s", exc, lasting(lasted_s))
-
-    def _rewind(self, consumer: Consumer) -> None:
-        """Read again from the position of a feed that was taken over."""
-        for held in self._feeds.values():
-            if held.pools is None:
-                continue
-            for number, at in held.positions.items():
-                if at < self._read_at.get(number, 0):
-                    consumer.seek(TopicPartition(self._source.topic, number, at))
-                    self._read_at[number] = at
+                held.positions = {number: held.positions.get(number, 0) for number in ends}
+                held.ends = dict(ends)
+        self._events.begin(ends, first)
 
     # -- leases --------------------------------------------------------------------------------------------------------
 
@@ -327,7 +264,7 @@ class LmcacheBridge:
                 log.warning("the record of %s is skipped: %s", held.feed.key, exc)
                 continue
             held.is_registered = known is not None
-            if known is not None and known.topic == self._source.topic and not held.is_wanted:
+            if known is not None and known.topic == self._events.topic and not held.is_wanted:
                 self._want(held, ())
             if known is None:  # an operator: what was published may be gone
                 self._drop_pools(held)
@@ -343,7 +280,7 @@ class LmcacheBridge:
         self._take_arrived()
         now_s = time.monotonic()
         for held in self._feeds.values():
-            if self._can_read:
+            if self._events.can_read:
                 self._perform(held, held.lease.tick(now_s))
             holds = held.lease.phase is LeasePhase.HOLDING
             if held.pools is not None and (not holds or held.term != held.lease.term or held.failed):
@@ -385,9 +322,11 @@ class LmcacheBridge:
         if known is not None:
             pools.cursors = known.cursors_by_instance()
         recovered.adopted_by(pools, self._models)
-        positions = () if known is None or known.topic != self._source.topic else known.positions
-        held.positions = {n: self._position(positions, n) for n in self._read_at}
-        held.ends = {n: max(end, self._read_at[n]) for n, end in self._ends.items()}
+        positions = () if known is None or known.topic != self._events.topic else known.positions
+        read_at = self._events.read_at
+        at = {n: positions[n] if n < len(positions) else 0 for n in read_at}
+        held.positions = {n: self._events.position(n, known_at) for n, known_at in at.items()}
+        held.ends = {n: max(end, read_at[n]) for n, end in self._events.ends.items()}
         held.failed, held.sent, held.acknowledged = False, 0, 0
         # The rows' incarnation goes on. Agents take blocks in transit of an earlier one for evicted already, so
         # that such rows would stay in transit when their chunks are deleted.
@@ -396,11 +335,6 @@ class LmcacheBridge:
         held.pools = pools
         self._publish_at_s = 0.0  # evictions of rows come before what is read now
         log.info("%s: this bridge passes its events on (term %d, %d chunks)", held.feed.key, held.term, len(pools))
-
-    def _position(self, positions: Sequence[int], number: int) -> int:
-        """Return where to read a partition on, by the positions of a feed's record."""
-        at = positions[number] if number < len(positions) else 0
-        return 0 if number in self._created_anew and at > self._read_at[number] else at
 
     def _begin_again(self, held: _HeldFeed) -> None:
         """Publish everything again, since the scope was emptied."""
@@ -431,43 +365,18 @@ class LmcacheBridge:
 
     def _take_all(self, messages: list[Message]) -> None:
         """Take records in order. Raises KafkaException if the topic cannot be read. Called on a thread."""
-        for message in messages:
-            error, number, offset = message.error(), message.partition() or 0, message.offset() or 0
-            if error is None:
-                self._outage.answered(time.monotonic())
-                if offset < self._read_at[number]:
-                    self._read_anew(number, offset)
-                self._take(message, number, offset)
-                self._read_at[number] = offset + 1
-            elif error.code() == KafkaError._PARTITION_EOF:
-                self._outage.answered(time.monotonic())
-                self._read_at[number] = max(offset, self._read_at[number])
-            elif error.code() != KafkaError._TRANSPORT and not error.retriable():
-                raise KafkaException(error)
+        for message, number, offset, begins_again in self._events.records(messages):
+            if begins_again:  # the numbers of batches show whether any was lost
+                for held in self._feeds.values():
+                    held.ends[number] = 0
+                    if held.pools is not None:
+                        held.positions[number] = offset
+            self._take(message, number, offset)
         for held in self._feeds.values():
             if held.pools is not None:
-                for number, at in self._read_at.items():
+                for number, at in self._events.read_at.items():
                     held.positions[number] = max(at, held.positions.get(number, 0))
-        self._counters.behind = sum(map(self._left, self._read_at))
-
-    def _left(self, number: int) -> int:
-        """Return how many records of a partition are not read, as of Kafka's last answer."""
-        assert self._consumer is not None, "records come from it"
-        begin, end = self._consumer.get_watermark_offsets(TopicPartition(self._source.topic, number), cached=True)
-        return max(end - max(self._read_at[number], begin), 0)
-
-    def _read_anew(self, number: int, offset: int) -> None:
-        """Read a partition that ends before what was read of it: the topic was deleted, and created again.
-
-        The numbers of batches show whether any was lost.
-        """
-        log.warning("LMCache's topic %s was created anew; it is read from its beginning", self._source.topic)
-        self._created_anew.add(number)
-        self._ends[number] = 0
-        for held in self._feeds.values():
-            held.ends[number] = 0
-            if held.pools is not None:
-                held.positions[number] = offset
+        self._counters.behind = self._events.n_left()
 
     def _take(self, message: Message, number: int, offset: int) -> None:
         value = message.value()
@@ -500,13 +409,13 @@ class LmcacheBridge:
         for feed in (Feed(batch.instance), Feed(batch.backend, True))[: 1 + batch.shared]:
             held = self._feeds.get(feed.key) or self._feed(feed)
             if held is not None and not held.is_wanted:
-                at = {**self._read_at, number: offset}
+                at = {**self._events.read_at, number: offset}
                 self._want(held, tuple(max(at.get(each, 0), 0) for each in range(max(at) + 1)))
 
     def _want(self, held: _HeldFeed, positions: tuple[int, ...]) -> None:
         """Claim a feed whenever its lease is free. positions: of one that has no record yet."""
         held.is_wanted = True
-        held.lease.want(KnownFeed(held.feed.key, self._source.topic, positions))
+        held.lease.want(KnownFeed(held.feed.key, self._events.topic, positions))
 
     def _dead_letter(self, message: Message, number: int, offset: int, exc: BadRecord) -> None:
         """Keep what a record was that cannot be used: not its content, which has tokens."""
@@ -522,13 +431,13 @@ class LmcacheBridge:
                 topics(self._settings).dead_letters.name,
                 key=key[:128],
                 value=letter,
-                headers=dead_letter_headers(ORIGIN + self._source.topic, exc, len(value), number, offset),
+                headers=dead_letter_headers(ORIGIN + self._events.topic, exc, len(value), number, offset),
             )
         except (BufferError, KafkaException) as full:
             log.warning("a dead letter was not written: %s", full)
         n = self._letters_logged.happened(exc.reason, time.monotonic())
         if n is not None:
-            log.warning("dead letter from %s [%d] at %d: %s%s", self._source.topic, number, offset, exc, repeated(n))
+            log.warning("dead letter from %s [%d] at %d: %s%s", self._events.topic, number, offset, exc, repeated(n))
 
     # -- what is written -----------------------------------------------------------------------------------------------
 
@@ -537,7 +446,7 @@ class LmcacheBridge:
         emitted_at_ms = time.time_ns() // 1_000_000
         for held in self._feeds.values():
             pools = held.pools
-            if pools is None or not held.lease.may_publish(now_s) or len(self._kafka) > READ_RECORDS * 20:
+            if pools is None or not held.lease.may_publish(now_s) or len(self._kafka) > UNSENT_MAX:
                 continue
             n_expired = pools.expire(emitted_at_ms // 1000, round(self._settings.lmcache_unconfirmed_ttl_s))
             if n_expired:
@@ -593,7 +502,7 @@ class LmcacheBridge:
             positions = tuple(held.positions.get(number, 0) for number in range(max(held.positions) + 1))
             record = KnownFeed(
                 held.feed.key,
-                self._source.topic,
+                self._events.topic,
                 positions,
                 known_cursors(pools.cursors),
                 {str(reason): n for reason, n in pools.counts.items()},
