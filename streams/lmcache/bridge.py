@@ -407,7 +407,7 @@ class LmcacheBridge:
     def _discover(self, batch: CacheBatch, number: int, offset: int) -> None:
         """Add the feeds that a batch is the first of."""
         for feed in (Feed(batch.instance), Feed(batch.backend, True))[: 1 + batch.shared]:
-            held = self._feeds.get(feed.key) or self._feed(feed)
+            held = self._feed(feed)
             if held is not None and not held.is_wanted:
                 at = {**self._events.read_at, number: offset}
                 self._want(held, tuple(max(at.get(each, 0), 0) for each in range(max(at) + 1)))
