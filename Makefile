@@ -116,8 +116,9 @@ real: warm
 	[ ! -x $(REAL)/bin/vllm ] || KVSTREAMS_REAL_VLLM=$(REAL) $(BIN)/python -m tests.real.bench_serve
 	[ ! -x $(REAL)/bin/vllm ] || KVSTREAMS_REAL_VLLM=$(REAL) $(BIN)/python -m tests.trust_soak --real 2 --minutes 36
 
-# 100,000 random events of LMCache's own classes, and bridges that are killed: about fifteen minutes. LMCACHE is a Python that
-# has lmcache 0.5.6; without one, the test says that it is skipped.
+# 100,000 random events of LMCache's own classes, and bridges that are killed: about 45 minutes. LMCACHE is a Python that has
+# lmcache 0.5.6, as that of `make real` has; without one, the test says that it is skipped.
+LMCACHE = $(REAL)/bin/python
 lmcache: warm
 	KVSTREAMS_REAL_LMCACHE=$(LMCACHE) $(BIN)/pytest --long --numprocesses 0 -s -rs tests/kafka/test_lmcache.py -k real_lmcache
 

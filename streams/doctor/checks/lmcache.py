@@ -17,8 +17,10 @@ LEFT_OUT_SHARE = 0.05
 
 _LEFT_OUT = {
     Unnamed.NO_TOKENS: (
-        "their stores came without tokens: the server had forgotten them before it reported a slow store",
-        "They count once they are stored again with their tokens. A faster storage behind the server avoids it",
+        "their stores came without tokens: the engine copies its blocks itself (engine_driven), or the server had "
+        "forgotten them before it reported a slow store",
+        "Set lmcache.mp.mp_transfer_mode to lmcache_driven in the engine's connector, where the device allows it. "
+        "With this mode, a faster storage behind the server avoids it",
     ),
     Unnamed.BAD_TOKENS: (
         "their tokens are no numbers of 32 bits",
