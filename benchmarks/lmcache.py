@@ -39,7 +39,8 @@ from streams.core.cxl_memory import CxlMemoryState
 from streams.core.hashing import TokenArray, request_hashes
 from streams.core.kernels.blake3 import SCRATCH_WORDS, find_parent
 from streams.cxl.records import decode_transition
-from streams.kafka.clients import Record, admin, log_end
+from streams.kafka.clients import Record, admin
+from streams.kafka.log_offsets import log_end
 from streams.lmcache.feeds import decode_feed
 from streams.lmcache.pools import Feed
 from streams.lmcache.wire import CHUNK_TOKENS

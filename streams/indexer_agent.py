@@ -25,7 +25,8 @@ from faust.types import TP
 from streams.core.reducer.maintenance import MAINTENANCE_COUNTS
 from streams.core.reducer.ordering import Verdict
 from streams.kafka.applied_until import Lag
-from streams.kafka.clients import first_offset, group_members
+from streams.kafka.clients import group_members
+from streams.kafka.log_offsets import first_offset
 from streams.kafka.topic_watch import TopicReading, TopicWatch
 from streams.settings import AgentSettings
 from streams.tables.index_reducer import BAD_TABLE_RECORD

@@ -27,7 +27,8 @@ from dataclasses import dataclass
 from confluent_kafka import OFFSET_END, KafkaException, Producer, TopicPartition
 
 from streams.errors import KvStreamsError, ScopeInUse, TableError
-from streams.kafka.clients import CREATE_TIMEOUT_S, Record, admin, first_offset, group_members, log_end
+from streams.kafka.clients import CREATE_TIMEOUT_S, Record, admin, group_members
+from streams.kafka.log_offsets import first_offset, log_end
 from streams.lmcache.resetting import set_back
 from streams.model_registry import delete_models
 from streams.settings import AgentSettings, tables_path

@@ -25,7 +25,7 @@ from streams.indexer_agent import Indexer
 from streams.kafka.clients import client_id, ensure_topics
 from streams.kafka.delivery import App
 from streams.kafka.group_limits import check_session_timeout
-from streams.kafka.log_ends import unreachable
+from streams.kafka.outage_log import unreachable
 from streams.kafka.schema_compatibility import check_schemas
 from streams.model_registry import check_models
 from streams.process import faults

@@ -27,7 +27,8 @@ from pathlib import Path
 from confluent_kafka import Consumer, TopicPartition
 
 from streams.errors import KvStreamsError
-from streams.kafka.clients import Record, ensure_topics, log_end
+from streams.kafka.clients import Record, ensure_topics
+from streams.kafka.log_offsets import log_end
 from streams.lab.kafka.broker import LocalKafka, LocalKafkaConfig
 from streams.lab.processes import Children
 from streams.lab.stack import RouterProcess, Stack

@@ -16,7 +16,8 @@ from streams.settings import Resolved, RouterServerSettings
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from streams.replay.cuts import Cut, Place
+    from streams.kafka.log_offsets import Place
+    from streams.replay.cuts import Cut
     from streams.replay.rebuilding import Replay
     from streams.router_api.messages.requests import RouteRequest
     from streams.topics import TopicSpec

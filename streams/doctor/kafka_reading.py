@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from difflib import SequenceMatcher
 from typing import Any
 
-from confluent_kafka import IsolationLevel, KafkaError, KafkaException, Message, TopicCollection, TopicPartition
+from confluent_kafka import KafkaError, KafkaException, Message, TopicCollection, TopicPartition
 from confluent_kafka.admin import AdminClient, OffsetSpec  # type: ignore[attr-defined]
 
 from streams.core.ids import WorkerId
@@ -43,6 +43,7 @@ from streams.kafka.clients import (
     reader,
     require_topic,
 )
+from streams.kafka.log_offsets import list_offsets
 from streams.kafka.records import AVOIDANCES, CORDONS, MODELS, PULSES, RENDER_PARITIES, decode_metrics, decode_worker
 from streams.kafka.shapes import KeyedRecord, WorkerKey
 from streams.lmcache.feeds import decode_feed
@@ -250,10 +251,13 @@ class _Watch:
             for partition in range(self._existing[spec.name].partitions)
         ]
         recent_ms = time.time_ns() // 1_000_000 - DEAD_LETTERS_RECENT_MS
-        first = _offsets(client, where, OffsetSpec.earliest())  # type: ignore[no-untyped-call]
-        self._ends = _offsets(client, where, OffsetSpec.latest())  # type: ignore[no-untyped-call]
+        earliest: OffsetSpec = OffsetSpec.earliest()  # type: ignore[no-untyped-call]
+        latest: OffsetSpec = OffsetSpec.latest()  # type: ignore[no-untyped-call]
+        first = list_offsets(client, dict.fromkeys(where, earliest), committed=False)
+        self._ends = list_offsets(client, dict.fromkeys(where, latest), committed=False)
         letters = [partition for partition in where if partition[0] == names.dead_letters.name]
-        recent = _offsets(client, letters, OffsetSpec.for_timestamp(recent_ms))
+        at_recent: OffsetSpec = OffsetSpec.for_timestamp(recent_ms)
+        recent = list_offsets(client, dict.fromkeys(letters, at_recent), committed=False)
         starts: dict[tuple[str, int], int] = {}
         for partition in where:
             low, high = first[partition], self._ends[partition]
@@ -403,17 +407,3 @@ class _Watch:
         before = self._seen.clocks.get(subject)
         if before is None or abs(ahead_s) < abs(before.least_s):
             self._seen.clocks[subject] = ClockReading(ahead_s, ahead_s)
-
-
-def _offsets(client: AdminClient, where: list[tuple[str, int]], spec: OffsetSpec) -> dict[tuple[str, int], int]:
-    if not where:
-        return {}
-    listed = client.list_offsets(
-        {TopicPartition(*partition): spec for partition in where},
-        isolation_level=IsolationLevel.READ_UNCOMMITTED,
-        request_timeout=ANSWER_TIMEOUT_S,
-    )
-    return {
-        (partition.topic, partition.partition): future.result(ANSWER_TIMEOUT_S + _SLACK_S).offset
-        for partition, future in listed.items()
-    }

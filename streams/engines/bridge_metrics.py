@@ -16,7 +16,7 @@ from streams.engines.dialects.interface import NOT_INDEXED_REASONS
 from streams.engines.feed_counters import NOT_INDEXED, RankCounters
 from streams.engines.sources.interface import EngineSource
 from streams.kafka.clients import wait_for_topics
-from streams.kafka.log_ends import unreachable
+from streams.kafka.outage_log import unreachable
 from streams.lmcache.counters import REASONS, LmcacheCounts
 from streams.lmcache.event_log import LmcacheSource
 from streams.lmcache.pools import Verdict

@@ -49,7 +49,8 @@ from streams.engines.cxl_names import PLACED, CxlNames
 from streams.engines.ledger import Ledger
 from streams.engines.pooled_rows import read_rows
 from streams.errors import BadRecord
-from streams.kafka.clients import Record, first_offset, partition_of, worker_key
+from streams.kafka.clients import Record, partition_of, worker_key
+from streams.kafka.log_offsets import first_offset
 from streams.kafka.records import decode_batch
 from streams.settings import ScopeSettings
 from streams.tables.changelog import read_to_end

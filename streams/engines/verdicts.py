@@ -20,7 +20,8 @@ from confluent_kafka import KafkaError, KafkaException, Message, TopicPartition
 from streams.core.ids import WorkerId
 from streams.cxl.records import PARKED_KEY, decode_parked
 from streams.errors import BadRecord, KvStreamsError
-from streams.kafka.clients import assign, consume, log_end, partition_of, reader
+from streams.kafka.clients import assign, consume, partition_of, reader
+from streams.kafka.log_offsets import log_end
 from streams.settings import ScopeSettings
 from streams.tables.records import PARTITION_KEY, decode_partition
 from streams.topics import topics

@@ -30,7 +30,7 @@ from confluent_kafka import (
 from confluent_kafka.admin import AdminClient, ConfigResource, NewTopic  # type: ignore[attr-defined]
 
 from streams.errors import BadRecord, KafkaRefused, KafkaUnreachable, KvStreamsError, SettingsError, TopicMismatch
-from streams.kafka.log_ends import CLIENT_LOGGER, UNREACHED, Ask, watch_of
+from streams.kafka.outage_log import CLIENT_LOGGER, UNREACHED, Ask, watch_of
 from streams.process.waiting import wait_for
 from streams.security.kafka import librdkafka_config
 from streams.settings import ScopeSettings, TopicSettings
@@ -70,13 +70,7 @@ LEADERS_TIMEOUT_S = 2.0
 #: Workers whose partition is cached: the hash is computed in Python, and every answer needs it for every rank.
 PARTITIONS_KEPT_MAX = 65_536
 
-#: Interval at which a partition without a leader is queried again, and the errors that mean this.
-_LEADER_POLL_S = 0.05
-_NO_LEADER_YET = frozenset(
-    {KafkaError.LEADER_NOT_AVAILABLE, KafkaError.NOT_LEADER_FOR_PARTITION, KafkaError.UNKNOWN_TOPIC_OR_PART}
-)
-
-#: How long the watch of log_ends waits for an answer. A broker that is up answers within milliseconds.
+#: How long the watch of outage_log waits for an answer. A broker that is up answers within milliseconds.
 ASK_TIMEOUT_S = 2.0
 
 #: Otherwise producers and admin clients cause a broker with auto.create.topics.enable to create a topic that they name,
@@ -540,66 +534,6 @@ def _refused(settings: ScopeSettings, error: KafkaError, reasons: list[KafkaErro
         f"no Kafka answers at {settings.kafka}: {why.str()}",
         remedy="Set --kafka or KVSTREAMS_KAFKA, or start one with `kvstreams kafka up`",
     )
-
-
-@dataclass(frozen=True, slots=True)
-class FirstOffset:
-    """Result of `first_offset`.
-
-    low: start of the log. first: offset of the first record at or after the given one, or None. end: if there is no
-    such record, the offset that a reader has reached, after any markers.
-    """
-
-    low: int
-    first: int | None
-    end: int = 0
-
-
-def _watermarks(consumer: Consumer, where: TopicPartition) -> tuple[int, int]:
-    """Start and end of a partition's log. A partition that was just created may have no leader for a moment."""
-    deadline = time.monotonic() + ANSWER_TIMEOUT_S
-    while True:
-        try:
-            low, high = consumer.get_watermark_offsets(where, timeout=ANSWER_TIMEOUT_S)
-            return low, high
-        except KafkaException as exc:
-            if exc.args[0].code() not in _NO_LEADER_YET or time.monotonic() > deadline:
-                raise
-            time.sleep(_LEADER_POLL_S)
-
-
-def log_end(settings: ScopeSettings, topic: str, partition: int) -> int:
-    """Offset after everything in a partition's log, including markers and open transactions.
-
-    Raises KafkaException if no broker answers.
-    """
-    consumer = reader(settings, **{"isolation.level": "read_uncommitted"})
-    try:
-        return _watermarks(consumer, TopicPartition(topic, partition))[1]
-    finally:
-        consumer.close()
-
-
-def first_offset(settings: ScopeSettings, topic: str, partition: int, wanted: int) -> FirstOffset:
-    """Find the first record at or after offset `wanted`, since retention and markers leave offsets without records.
-
-    Raises KafkaException if no broker answers.
-    """
-    consumer = reader(settings)
-    try:
-        low, high = _watermarks(consumer, TopicPartition(topic, partition))
-        if high <= wanted:
-            return FirstOffset(low, None, wanted)
-        assign(consumer, [TopicPartition(topic, partition, max(low, wanted))])
-        for message in consumer.consume(1, ANSWER_TIMEOUT_S):
-            error, offset = message.error(), message.offset()
-            if error is None:
-                return FirstOffset(low, offset, wanted)
-            if error.code() == KafkaError._PARTITION_EOF and offset is not None:
-                return FirstOffset(low, None, max(offset, wanted))
-        return FirstOffset(low, None, wanted)
-    finally:
-        consumer.close()
 
 
 @dataclass(frozen=True, slots=True)

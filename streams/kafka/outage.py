@@ -1,7 +1,7 @@
 """When to log what may happen without end, such as that Kafka does not answer (pure; the clock is an argument).
 
 What lives here: the limit of such lines. What must not: logging, and what follows (engines.feed,
-streams.kafka.log_ends).
+streams.kafka.outage_log).
 """
 
 from __future__ import annotations

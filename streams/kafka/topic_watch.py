@@ -18,11 +18,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from confluent_kafka import IsolationLevel, KafkaException, TopicCollection, TopicPartition
+from confluent_kafka import KafkaException, TopicCollection
 from confluent_kafka.admin import AdminClient, OffsetSpec  # type: ignore[attr-defined]
 
 from streams.kafka.applied_until import SourceOffset
 from streams.kafka.clients import admin
+from streams.kafka.log_offsets import ask_offsets
 from streams.settings import ScopeSettings
 from streams.topics import TopicSpec
 
@@ -147,20 +148,11 @@ class TopicWatch:
         with_others: whether the topics that are not watched closely are looked at as well.
         """
         asked_ms = time.monotonic_ns() // 1_000_000
-        ends: dict[tuple[str, int], int] = {}
         latest: OffsetSpec = OffsetSpec.latest()  # type: ignore[no-untyped-call]
-        wanted = {TopicPartition(*partition): latest for partition in self._partitions if partition[0] in existing}
-        if wanted:
-            listed = client.list_offsets(
-                wanted, isolation_level=IsolationLevel.READ_UNCOMMITTED, request_timeout=READ_TIMEOUT_S
-            )
-            # Waiting for one after the other would wake this thread for each partition.
-            concurrent.futures.wait(listed.values(), READ_TIMEOUT_S + _FUTURE_SLACK_S)
-            for where, future in listed.items():
-                try:
-                    ends[where.topic, where.partition] = future.result(0).offset
-                except (KafkaException, TimeoutError) as exc:
-                    log.debug("the end of %s [%d] cannot be read: %s", where.topic, where.partition, exc)
+        wanted = {partition: latest for partition in self._partitions if partition[0] in existing}
+        ends, failed = ask_offsets(client, wanted, committed=False, timeout_s=READ_TIMEOUT_S)
+        for (topic, number), exc in failed.items():
+            log.debug("the end of %s [%d] cannot be read: %s", topic, number, exc)
         self._known = ids, missing = self._described(client, self._names if with_others else self._closely)
         return TopicReading(asked_ms, ids, tuple(name for name in self._names if name in missing), ends)
 

@@ -18,7 +18,8 @@ from streams.cxl.records import BLOCK_PREFIX, decode_block, decode_transition
 from streams.engines.pooled_rows import read_rows
 from streams.engines.recovery import applied_offset
 from streams.errors import BadRecord
-from streams.kafka.clients import Record, first_offset, partition_of, worker_key
+from streams.kafka.clients import Record, partition_of, worker_key
+from streams.kafka.log_offsets import first_offset
 from streams.lmcache.pools import Chunk, Feed, FeedPools, ModelNames, Owner
 from streams.lmcache.rows import chunk_of
 from streams.settings import ScopeSettings

@@ -1,7 +1,7 @@
 """Logs of a process: one line per record, as text for people or as JSON for machines.
 
 What lives here: formats, levels, and where lines go. What must not: which lines an outage of Kafka adds or hides
-(kafka.log_ends).
+(kafka.outage_log).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import orjson
 
 from streams.settings import LogSettings
 
-#: Attributes of a line that are not fields of its JSON object: those of every line, and a mark of kafka.log_ends.
+#: Attributes of a line that are not fields of its JSON object: those of every line, and a mark of kafka.outage_log.
 _PLAIN = frozenset(logging.LogRecord("", 0, "", 0, "", (), None).__dict__) | {
     "message",
     "asctime",
@@ -77,7 +77,7 @@ def dict_config(settings: LogSettings, number: int | None = None) -> dict[str, A
 def _handler() -> logging.Handler:
     """The handler of all lines, which writes to standard error."""
     # Imported late: every command imports this module, and few use Kafka.
-    from streams.kafka.log_ends import KafkaAwayFilter
+    from streams.kafka.outage_log import KafkaAwayFilter
 
     handler = logging.StreamHandler(sys.stderr)
     handler.addFilter(KafkaAwayFilter(lambda: handler.handle))

@@ -23,8 +23,8 @@ from streams.core.events import BEFORE_FIRST, EngineBatch, EngineEvents, FeedSta
 from streams.core.ids import WorkerId
 from streams.core.workers import Worker
 from streams.errors import KvStreamsError
+from streams.kafka.log_offsets import Place
 from streams.kafka.records import PULSES
-from streams.replay.cuts import Place
 
 #: The oldest pulse that is copied, by when it was written: an exact answer may be as much older on the new scope.
 PULSE_AGE_MS_MAX = PULSE_EVERY_MS

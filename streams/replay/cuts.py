@@ -10,26 +10,20 @@ of rows alone: the end of a transaction in the log has a later time.
 
 from __future__ import annotations
 
-import concurrent.futures
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from confluent_kafka import IsolationLevel, KafkaError, KafkaException, TopicPartition
+from confluent_kafka import KafkaError, KafkaException, TopicPartition
 from confluent_kafka.admin import OffsetSpec  # type: ignore[attr-defined]
 
 from streams.errors import KvStreamsError
-from streams.kafka.clients import ANSWER_TIMEOUT_S, admin, assign, consume, reader
+from streams.kafka.clients import admin, assign, consume, reader
+from streams.kafka.log_offsets import Place, list_offsets
 from streams.settings import ScopeSettings
 from streams.tables.records import PARTITION_KEY
 from streams.topics import TopicSpec, topics
-
-#: A partition of a topic, by its name.
-Place = tuple[str, int]
-
-#: librdkafka ends a call at its timeout; its future is waited for a little longer.
-_FUTURE_SLACK_S = 5.0
 
 #: An owner writes a partition record with each transaction and at least once per second. A transaction has up to some
 #: thousand rows.
@@ -165,17 +159,9 @@ def offsets_at(settings: ScopeSettings, times_ms: Mapping[Place, int]) -> dict[P
     return found | after
 
 
-def _listed(settings: ScopeSettings, what: Mapping[Place, OffsetSpec]) -> dict[Place, int]:
-    if not what:
-        return {}
-    wanted = {TopicPartition(*place): spec for place, spec in what.items()}
-    client = admin(settings)  # kept until it has answered
-    listed = client.list_offsets(
-        wanted, isolation_level=IsolationLevel.READ_COMMITTED, request_timeout=ANSWER_TIMEOUT_S
-    )
-    concurrent.futures.wait(listed.values(), ANSWER_TIMEOUT_S + _FUTURE_SLACK_S)
+def _listed(settings: ScopeSettings, wanted: Mapping[Place, OffsetSpec]) -> dict[Place, int]:
     try:
-        return {(where.topic, where.partition): future.result(0).offset for where, future in listed.items()}
+        return list_offsets(admin(settings), wanted, committed=True)
     except (KafkaException, TimeoutError) as exc:
         raise KvStreamsError(
             f"Kafka at {settings.kafka} does not say where the logs of {settings.app_id} end: {exc}",

@@ -24,12 +24,13 @@ from streams.cxl.records import BlockKey
 from streams.errors import KvStreamsError, OffsetLost, ProcessError
 from streams.kafka.applied_until import AppliedUntil, SourceOffset
 from streams.kafka.clients import assign, consume, partition_of, reader
+from streams.kafka.log_offsets import Place
 from streams.kafka.records import AVOIDANCES
 from streams.kafka.topic_watch import READ_EVERY_MS, READINGS_PER_TOLERATED_LAG, TopicReading, TopicWatch
 from streams.process.progress import Step
 from streams.replay.copy_writer import CopyWriter, decoded_worker
 from streams.replay.copying import Holders, WaitingRecords
-from streams.replay.cuts import Place, log_ends, places_of
+from streams.replay.cuts import log_ends, places_of
 from streams.replay.new_scope import REGISTRY_TIMEOUT_S, NewScope, place_of
 from streams.replay.partition_tables import PartitionTables, read_tables
 from streams.replay.restating import restate

@@ -15,10 +15,11 @@ from streams.core.events import ResyncRequest
 from streams.engines.registry_reader import worker_of_key
 from streams.errors import BadRecord, ProcessError
 from streams.kafka.clients import assign, consume, reader
+from streams.kafka.log_offsets import Place
 from streams.kafka.records import decode_resync
 from streams.replay.copy_writer import COPIED, decoded_worker
 from streams.replay.copying import Holders
-from streams.replay.cuts import Place, log_ends, places_of
+from streams.replay.cuts import log_ends, places_of
 from streams.settings import ScopeSettings
 from streams.tables.changelog import READ_BATCH_RECORDS, check_error
 from streams.topics import topics

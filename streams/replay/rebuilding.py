@@ -13,9 +13,10 @@ from dataclasses import replace
 
 from streams.errors import OffsetLost
 from streams.kafka.clients import describe_topics
+from streams.kafka.log_offsets import Place
 from streams.kafka.topic_watch import TopicReading
 from streams.process.progress import Step
-from streams.replay.cuts import Cut, Place, offsets_at, places_of
+from streams.replay.cuts import Cut, offsets_at, places_of
 from streams.router_api.deciding.router import Router
 from streams.router_api.knowledge.record_clock import RecordClock
 from streams.settings import RouterServerSettings

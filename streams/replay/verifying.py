@@ -20,8 +20,9 @@ from streams.cxl.records import OWNER_KEY, BlockKey, block_key
 from streams.errors import BadRecord, ProcessError
 from streams.kafka.clients import Record, partition_of, partition_of_key
 from streams.kafka.load_records import load_key, request_partition
+from streams.kafka.log_offsets import Place
 from streams.process.progress import Step
-from streams.replay.cuts import Cut, Place
+from streams.replay.cuts import Cut
 from streams.replay.rebuilding import Replay
 from streams.settings import ScopeSettings
 from streams.tables.changelog import read_to_end

@@ -33,8 +33,9 @@ from streams.kafka.clients import (
     reader,
     topics_missing,
 )
+from streams.kafka.log_offsets import Place
 from streams.process.waiting import wait_for
-from streams.replay.cuts import Cut, Place, cut_at, log_begins, log_ends, offsets_at, places_of, time_text
+from streams.replay.cuts import Cut, cut_at, log_begins, log_ends, offsets_at, places_of, time_text
 from streams.settings import ScopeSettings
 from streams.topics import COMPACTION_LAG, RETENTION, TopicSpec, history_group, topics
 

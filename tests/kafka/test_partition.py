@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from streams.errors import BadRecord
-from streams.kafka.clients import Record, delete_topics, ensure_topics, log_end, producer
+from streams.kafka.clients import Record, delete_topics, ensure_topics, producer
+from streams.kafka.log_offsets import log_end
 from streams.process.waiting import wait_for
 from streams.settings import Settings, tables_path
 from streams.tables.changelog import read_to_end

@@ -15,7 +15,8 @@ import pytest
 from confluent_kafka import TopicPartition
 
 from streams.core.events import RestatementChunk, ResyncRequest
-from streams.kafka.clients import Record, admin, ensure_topics, log_end, partition_of
+from streams.kafka.clients import Record, admin, ensure_topics, partition_of
+from streams.kafka.log_offsets import log_end
 from streams.kafka.records import decode_batch, decode_resync
 from streams.lab.processes import Child
 from streams.lab.stack import RouterProcess, Stack, get_json, known_blocks, wait_workers

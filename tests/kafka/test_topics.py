@@ -14,16 +14,15 @@ from confluent_kafka.admin import AdminClient, NewTopic  # type: ignore[attr-def
 from streams.errors import KvStreamsError, SettingsError, TopicMismatch
 from streams.kafka import clients
 from streams.kafka.clients import (
-    FirstOffset,
     admin,
     check_topic,
     delete_topics,
     describe_topics,
     ensure_topics,
-    first_offset,
     missing_topics,
     producer,
 )
+from streams.kafka.log_offsets import FirstOffset, first_offset
 from streams.kafka.topic_watch import TopicReading, TopicWatch
 from streams.process.waiting import wait_for
 from streams.settings import Settings, TopicProfile

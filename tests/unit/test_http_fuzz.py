@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from streams.kafka import log_ends as kafka_log
+from streams.kafka import outage_log
 from tests.helpers.api import PATIENCE_S, metrics
 from tests.helpers.http_fuzz import Fuzzer, send_all
 from tests.helpers.http_state import SETTINGS, state_of
@@ -24,7 +24,7 @@ REQUESTS = 3000
 
 def faults_in(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
     """Warnings and errors in the log, except for those about the Kafka that these routers do not have."""
-    about_kafka = (kafka_log.__name__, "librdkafka")
+    about_kafka = (outage_log.__name__, "librdkafka")
     return [each for each in caplog.records if each.levelno >= logging.WARNING and each.name not in about_kafka]
 
 

@@ -24,9 +24,9 @@ from streams.core.routing.policies.interface import Prices, Situation
 from streams.core.routing.selection import RouterMode
 from streams.core.workers import Role, WorkerState
 from streams.errors import AllWorkersBusy, InvalidRequest, NoEligibleWorker, NotReady, SettingsError
-from streams.kafka import log_ends as kafka_log
+from streams.kafka import outage_log
 from streams.kafka.clients import Record
-from streams.kafka.log_ends import CLIENT_LOGGER
+from streams.kafka.outage_log import CLIENT_LOGGER
 from streams.kafka.records import encode_load
 from streams.lab.kafka.ports import free_port
 from streams.process.waiting import wait_for
@@ -506,7 +506,7 @@ def route_prompts(router: Router, n: int, first: int = 0, **fields: Any) -> None
 
 def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
     """Warnings of routers. Clients of Kafka, also those of earlier tests, log on threads of their own."""
-    found = [record for record in caplog.records if record.name != kafka_log.__name__]
+    found = [record for record in caplog.records if record.name != outage_log.__name__]
     return [record.getMessage() for record in found if record.levelname == "WARNING"]
 
 

@@ -13,9 +13,9 @@ from aiokafka.errors import NodeNotReadyError
 from confluent_kafka import KafkaError, KafkaException
 
 from streams.errors import KafkaUnreachable, TableError
-from streams.kafka import log_ends as kafka_log
-from streams.kafka.log_ends import AFTERMATH_S, HELD_LINES_MAX, KafkaAwayFilter, KafkaOutage, KafkaWatch
+from streams.kafka import outage_log
 from streams.kafka.outage import REMIND_S
+from streams.kafka.outage_log import AFTERMATH_S, HELD_LINES_MAX, KafkaAwayFilter, KafkaOutage, KafkaWatch
 
 REFUSED = "Connection refused"
 
@@ -75,11 +75,11 @@ Fixture = tuple[Kafka, KafkaWatch, Lines]
 @pytest.fixture
 def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fixture]:
     """Give a Kafka, its watch, and all lines of the process, at level INFO."""
-    monkeypatch.setattr(kafka_log, "_watches", {})
-    monkeypatch.setattr(kafka_log, "ASK_EVERY_S", 0.0)
+    monkeypatch.setattr(outage_log, "_watches", {})
+    monkeypatch.setattr(outage_log, "ASK_EVERY_S", 0.0)
     address = uuid.uuid4().hex
     kafka, lines = Kafka(), Lines(address)
-    watch = kafka_log.watch_of(address, lambda: kafka.ask)
+    watch = outage_log.watch_of(address, lambda: kafka.ask)
     root = logging.getLogger()
     root.addHandler(lines)
     level = root.level
@@ -135,7 +135,7 @@ def test_a_line_waits_for_the_last_of_two_kafkas(watched: Fixture) -> None:
     """It does not say which one it is about. A bridge of LMCache's events may have a second Kafka, which is away."""
     kafka, watch, lines = watched
     second, other = Kafka(), "second:1"
-    second_watch = kafka_log.watch_of(other, lambda: second.ask)
+    second_watch = outage_log.watch_of(other, lambda: second.ask)
     for _ in range(HELD_LINES_MAX + 1):
         logging.getLogger("librdkafka").error("FAIL %s", "Connect failed")
     kafka.answers.put(None)
