@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from confluent_kafka import OFFSET_END, KafkaException, Message, TopicPartition
+from confluent_kafka import KafkaException, Message
+from confluent_kafka.admin import OffsetSpec  # type: ignore[attr-defined]
 
 from streams.decision_log.records import LoggedBatch, decode_batch
 from streams.errors import BadRecord, NotReady
-from streams.kafka.clients import ANSWER_TIMEOUT_S, TOPICS_REMEDY, describe_topics, reader
+from streams.kafka.clients import ANSWER_TIMEOUT_S, TOPICS_REMEDY, admin, describe_topics
+from streams.kafka.log_offsets import list_offsets
 from streams.settings import ScopeSettings
 from streams.tables.changelog import read_messages
 from streams.topics import topics
@@ -69,16 +71,14 @@ def read_log(settings: ScopeSettings, since_ms: int, wanted: Callable[[bytes], b
 
 def _starts(settings: ScopeSettings, topic: str, n_partitions: int, since_ms: int) -> Iterator[tuple[int, int]]:
     """The first offsets of a time, of the partitions that have any record since then."""
-    consumer = reader(settings)
+    since: OffsetSpec = OffsetSpec.for_timestamp(max(0, since_ms))
+    wanted = {(topic, number): since for number in range(n_partitions)}
     try:
-        asked = [TopicPartition(topic, number, max(0, since_ms)) for number in range(n_partitions)]
-        for partition in consumer.offsets_for_times(asked, timeout=ANSWER_TIMEOUT_S):
-            if partition.offset != OFFSET_END and partition.offset >= 0:
-                yield partition.partition, partition.offset
-    except KafkaException as exc:
-        raise NotReady(f"{topic} cannot be read: {exc.args[0].str()}") from exc
-    finally:
-        consumer.close()
+        found = list_offsets(admin(settings), wanted, committed=True, wait_s=ANSWER_TIMEOUT_S)
+    except (KafkaException, TimeoutError) as exc:
+        reason = exc.args[0].str() if isinstance(exc, KafkaException) else "no answer in time"
+        raise NotReady(f"{topic} cannot be read: {reason}") from exc
+    return ((number, offset) for (_, number), offset in found.items() if offset >= 0)
 
 
 def nothing_recorded(since: str) -> str:

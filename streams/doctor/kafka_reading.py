@@ -253,11 +253,11 @@ class _Watch:
         recent_ms = time.time_ns() // 1_000_000 - DEAD_LETTERS_RECENT_MS
         earliest: OffsetSpec = OffsetSpec.earliest()  # type: ignore[no-untyped-call]
         latest: OffsetSpec = OffsetSpec.latest()  # type: ignore[no-untyped-call]
-        first = list_offsets(client, dict.fromkeys(where, earliest), committed=False)
-        self._ends = list_offsets(client, dict.fromkeys(where, latest), committed=False)
+        first = list_offsets(client, dict.fromkeys(where, earliest), committed=False, wait_s=ANSWER_TIMEOUT_S)
+        self._ends = list_offsets(client, dict.fromkeys(where, latest), committed=False, wait_s=ANSWER_TIMEOUT_S)
         letters = [partition for partition in where if partition[0] == names.dead_letters.name]
         at_recent: OffsetSpec = OffsetSpec.for_timestamp(recent_ms)
-        recent = list_offsets(client, dict.fromkeys(letters, at_recent), committed=False)
+        recent = list_offsets(client, dict.fromkeys(letters, at_recent), committed=False, wait_s=ANSWER_TIMEOUT_S)
         starts: dict[tuple[str, int], int] = {}
         for partition in where:
             low, high = first[partition], self._ends[partition]

@@ -7,11 +7,12 @@ watching topics while a process runs (topic_watch).
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from confluent_kafka import Consumer, IsolationLevel, KafkaError, KafkaException, TopicPartition
+from confluent_kafka import OFFSET_INVALID, Consumer, IsolationLevel, KafkaError, KafkaException, TopicPartition
 from confluent_kafka.admin import AdminClient, OffsetSpec  # type: ignore[attr-defined]
 
 from streams.kafka.clients import ANSWER_TIMEOUT_S, assign, reader
@@ -55,15 +56,24 @@ def ask_offsets(
             found[place] = future.result(0).offset
         except (KafkaException, TimeoutError) as exc:
             failed[place] = exc
+    # If the leader is dead, the client reports no error, and goes on asking the dead one (confluent-kafka 2.16).
+    for place in [place for place, offset in found.items() if offset == OFFSET_INVALID]:
+        del found[place]
+        failed[place] = KafkaException(KafkaError(KafkaError.LEADER_NOT_AVAILABLE))
+    for topic in {topic for (topic, _), exc in failed.items() if _has_no_leader(exc)}:
+        with contextlib.suppress(KafkaException):
+            client.list_topics(topic, timeout_s)  # by which the client learns who leads now
     return found, failed
 
 
-def list_offsets(client: AdminClient, wanted: Mapping[Place, OffsetSpec], *, committed: bool) -> dict[Place, int]:
-    """Return what `ask_offsets` does, of every partition. Asks again while one has no leader, as brokers restart.
+def list_offsets(
+    client: AdminClient, wanted: Mapping[Place, OffsetSpec], *, committed: bool, wait_s: float
+) -> dict[Place, int]:
+    """Return what `ask_offsets` does, of every partition. Waits for those without a leader, at most about wait_s.
 
     Raises KafkaException or TimeoutError.
     """
-    deadline = time.monotonic() + ANSWER_TIMEOUT_S
+    deadline = time.monotonic() + wait_s
     found, left = dict[Place, int](), wanted
     while True:
         listed, failed = ask_offsets(client, left, committed=committed, timeout_s=ANSWER_TIMEOUT_S)

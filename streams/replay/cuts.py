@@ -25,6 +25,9 @@ from streams.settings import ScopeSettings
 from streams.tables.records import PARTITION_KEY
 from streams.topics import TopicSpec, topics
 
+#: How long a partition may have no leader. Controllers take 9 s to notice that a broker has died, by default.
+LEADER_WAIT_S = 30.0
+
 #: An owner writes a partition record with each transaction and at least once per second. A transaction has up to some
 #: thousand rows.
 _SEARCHED_RECORDS = 2_000
@@ -161,7 +164,7 @@ def offsets_at(settings: ScopeSettings, times_ms: Mapping[Place, int]) -> dict[P
 
 def _listed(settings: ScopeSettings, wanted: Mapping[Place, OffsetSpec]) -> dict[Place, int]:
     try:
-        return list_offsets(admin(settings), wanted, committed=True)
+        return list_offsets(admin(settings), wanted, committed=True, wait_s=LEADER_WAIT_S)
     except (KafkaException, TimeoutError) as exc:
         raise KvStreamsError(
             f"Kafka at {settings.kafka} does not say where the logs of {settings.app_id} end: {exc}",

@@ -21,11 +21,13 @@ from confluent_kafka import Producer
 from streams.core.routing.selection import RouterMode
 from streams.errors import LocalKafkaError
 from streams.kafka.clients import ensure_topics
+from streams.kafka.topic_watch import TopicReading, TopicWatch
 from streams.lab.engines.engine_config import EngineConfig
 from streams.lab.kafka import LocalCluster
 from streams.lab.processes import Children
 from streams.lab.stack import RouterProcess, Stack, get_json, held_blocks, known_blocks, wait_workers
 from streams.process.waiting import wait_for
+from streams.replay.cuts import log_ends, places_of
 from streams.settings import Settings
 from streams.tables.changelog import read_to_end
 from streams.topics import topics
@@ -84,6 +86,36 @@ def test_a_cluster_keeps_what_was_acknowledged_when_a_broker_is_killed(cluster: 
     values: list[bytes | None] = []
     read_to_end(settings, spec.name, 0, None, lambda records: values.extend(record.value for record in records))
     assert values == [b"before", b"meanwhile"]
+
+
+def test_the_ends_of_logs_are_known_while_partitions_change_their_leader(cluster: LocalCluster) -> None:
+    """A broker that led partitions is killed: nobody takes a wrong end for the right one, and all find the new leaders.
+
+    librdkafka reports the end -1001 of a partition whose leader is dead, without an error, until it is told to look for
+    the new one. A router that took it for an end would think that the table lacks nothing.
+    """
+    state = cluster.up()
+    settings = Settings(**state.settings, topic_prefix="led-", partitions=6)
+    spec = topics(settings).kv_events
+    ensure_topics(settings, [spec])
+    kafka = Producer({"bootstrap.servers": state.bootstrap, "acks": "all"})
+    for partition in range(spec.partitions):
+        kafka.produce(spec.name, b"a record", b"k", partition)
+    assert kafka.flush(FAILOVER_S) == 0
+    expected = dict.fromkeys(places_of([spec]), 1)
+    readings: list[TopicReading] = []
+    watch = TopicWatch(settings, [spec], [spec], readings.append)
+    watch.start()
+    try:
+        wait_for(lambda: any(reading.ends == expected for reading in readings), FAILOVER_S, "a reading of all ends")
+        breakable(cluster, leader_of(settings, spec.name)).kill()
+        assert log_ends(settings, list(expected)) == expected
+        wait_for(lambda: not in_sync(settings), FAILOVER_S, "the broker to be missed")
+        wait_for(lambda: readings[-1].ends == expected, FAILOVER_S, "a reading of all ends, of the new leaders")
+    finally:
+        watch.stop()
+    assert all(reading.ends.items() <= expected.items() for reading in readings)
+    cluster.up()
 
 
 def test_two_ups_at_once_start_one_cluster(cluster: LocalCluster) -> None:
