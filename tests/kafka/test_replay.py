@@ -24,7 +24,7 @@ from streams.replay.window import moment_in_window, set_window, window_of
 from streams.settings import Settings, as_environ
 from streams.tables.records import PARTITION_KEY
 from streams.topics import topics
-from tests.helpers.api import Api
+from tests.helpers.api import Api, metrics
 from tests.helpers.commands import Run, assert_one_line
 from tests.helpers.cxl_histories import expected_blocks, reference_of
 from tests.helpers.pages import block_of
@@ -84,7 +84,7 @@ def test_a_replay_has_what_a_running_router_has(stack: Stack, run: Run) -> None:
     assert found["blocks"] == state["blocks"] > 0
     assert found["ranks"]["indexed"] == len(state["ranks"])
     assert found["pooled_blocks"] == len(pooled) > 0
-    assert found["labelled_records"] > 0
+    assert found["labelled_records"] == metrics(api)["kvstreams_labelled_records"]
     assert found["bookings"] == 4
     assert (found["workers"], found["cordons"], found["avoidances"], found["pools"]) == (3, 1, 1, 1)
     assert found["engine_metrics"] == 1
