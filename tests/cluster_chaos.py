@@ -43,7 +43,6 @@ from urllib.error import HTTPError
 import numpy as np
 
 from streams.core.routing.selection import RouterMode
-from streams.engines.feed_machine import INCARNATION_CHECK_S
 from streams.errors import KvStreamsError
 from streams.kafka.clients import Record, ensure_topics
 from streams.kafka.records import decode_batch
@@ -81,7 +80,7 @@ from tests.helpers.broken_cluster import (
 )
 from tests.helpers.cluster_clients import Clients, post, prompt_of
 from tests.helpers.event_proxy import EventProxy
-from tests.helpers.exact_answers import LATE_NS, Asked, wrong_answers
+from tests.helpers.exact_answers import Asked, wrong_answers
 from tests.helpers.reference import ReferenceFleet
 from tests.helpers.slow_link import slow_link
 from tests.helpers.truth import assert_equal
@@ -114,9 +113,8 @@ FREE_TRIES = 5
 #: How soon a supervisor notices that a process has ended.
 SUPERVISED_EVERY_S = 0.5
 
-#: An engine that was killed may get requests for so long (docs/trust.md), and answers name what it held: until its
-#: bridge has looked at it, and what the bridge found has reached the routers.
-DEATH_NOTICED_S = INCARNATION_CHECK_S + LATE_NS / 1e9
+#: An engine that was killed may get requests for so long (docs/trust.md), and answers name what it held.
+DEATH_NOTICED_S = 2.0
 
 N_CLIENTS = 3
 CLIENT_PAUSE_S = 0.05
