@@ -71,7 +71,7 @@ def test_a_replay_has_what_a_running_router_has(stack: Stack, run: Run) -> None:
     """Ranks, blocks, labels, pooled blocks, the registry, bookings, reports and trust are those of a router."""
     stack.settings = replace(stack.settings, router_avoid_s=60.0)
     worker = stack.worker()
-    api, writer = Api(worker.url), Writer(stack.settings, seed(), 150)
+    api, writer = Api(worker.url), Writer(stack.settings, SEED_WITH_LABELS, 150)
     fill_registry(stack.settings, api)
     writer.write(150)
     writer.wait_known(worker.url)
@@ -84,7 +84,7 @@ def test_a_replay_has_what_a_running_router_has(stack: Stack, run: Run) -> None:
     assert found["blocks"] == state["blocks"] > 0
     assert found["ranks"]["indexed"] == len(state["ranks"])
     assert found["pooled_blocks"] == len(pooled) > 0
-    assert found["labelled_records"] == metrics(api)["kvstreams_labelled_records"]
+    assert found["labelled_records"] == metrics(api)["kvstreams_labelled_records"] > 0
     assert found["bookings"] == 4
     assert (found["workers"], found["cordons"], found["avoidances"], found["pools"]) == (3, 1, 1, 1)
     assert found["engine_metrics"] == 1
