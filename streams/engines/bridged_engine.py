@@ -352,11 +352,16 @@ class BridgedEngine:
                     for feed in feeds:
                         feed.note_start_on_page(started)
 
+                def note_unreachable_page() -> None:
+                    for feed in feeds:
+                        feed.note_unreachable_page()
+
                 scraper = Scraper(
                     wiring,
                     lambda dp_rank: feed_of[dp_rank].note_requests_running(),
                     note_start,
                     lambda dp_rank, sleeps: feed_of[dp_rank].note_sleep(sleeps),
+                    note_unreachable_page,
                 )
                 tasks.create_task(scraper.run())
                 tasks.create_task(served.follow())

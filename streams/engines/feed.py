@@ -29,7 +29,7 @@ from streams.core.ids import Incarnation, RankId
 from streams.engines.address import port_above
 from streams.engines.batch_publishing import BatchPublisher
 from streams.engines.connection import RECONNECT_S_MIN
-from streams.engines.continuity import KnownIncarnation
+from streams.engines.continuity import Evidence, KnownIncarnation
 from streams.engines.dialects.interface import UnusableEvent
 from streams.engines.evidence import EvidenceReader
 from streams.engines.feed_counters import FeedCounters
@@ -42,6 +42,7 @@ from streams.engines.feed_machine import (
     Instruction,
     Occurred,
     PageRead,
+    PageUnreachable,
     ReportDecision,
     Tick,
 )
@@ -170,8 +171,14 @@ class RankFeed:
         If it is the process that is being fed, there is no need to read another page for that reason. Otherwise it is
         examined at once.
         """
+        self._heartbeats.note_http(Evidence(reachable=True, started=started))
         for instruction in self._machine.handle(PageRead(started, time.monotonic())):
             self._perform_at_once(instruction)
+
+    def note_unreachable_page(self) -> None:
+        """Note that the engine's metrics page could not be requested: the process may have ended."""
+        self._machine.handle(PageUnreachable(time.monotonic()))
+        self._receiver.wake()
 
     @property
     def has_backlog(self) -> bool:

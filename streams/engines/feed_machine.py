@@ -39,7 +39,7 @@ from streams.engines.turns import HALF, next_turn
 
 #: Time between two checks of an engine's incarnation, and between two requests for its last batches. They are requested
 #: from a busy engine too: its live batches may be waiting on a slow link, which looks like an engine that does little.
-INCARNATION_CHECK_S = 2.0
+INCARNATION_CHECK_S = 1.5
 
 #: Time between two attempts to reach an engine that does not answer, and between two checks of batches that contradict
 #: published ones: two processes may contradict each other for as long as both run.
@@ -185,7 +185,24 @@ class Tick:
     now_us: int
 
 
-Event = Occurred | MessagesWait | SocketEmptied | OtherBatch | LiveBatchPublished | EvidenceFound | PageRead | Tick
+@dataclass(frozen=True, slots=True)
+class PageUnreachable:
+    """A metrics page could not be requested, since the engine's HTTP server took no connection, or closed it."""
+
+    now_s: float
+
+
+Event = (
+    Occurred
+    | MessagesWait
+    | SocketEmptied
+    | OtherBatch
+    | LiveBatchPublished
+    | EvidenceFound
+    | PageRead
+    | PageUnreachable
+    | Tick
+)
 
 
 class FeedMachine:
@@ -247,6 +264,10 @@ class FeedMachine:
                 return self._on_evidence(event)
             case PageRead(started, now_s):
                 return self._on_page(started, now_s)
+            case PageUnreachable(now_s):
+                # The connection of events may outlive the process behind a proxy.
+                if self.phase is FeedPhase.FEEDING:
+                    self._ask_at_s = now_s
             case _:
                 assert_never(event)
         return ()

@@ -65,13 +65,16 @@ class Scraper:
         on_requests: Callable[[DpRank], None] = lambda _: None,
         on_start: Callable[[Incarnation], None] = lambda _: None,
         on_sleep: Callable[[DpRank, bool], None] = lambda _rank, _sleeps: None,
+        on_unreachable: Callable[[], None] = lambda: None,
     ) -> None:
         """on_requests: called for each rank whose requests were running, or tokens were processed, since the last page.
 
         The page may be read when no request happens to be running, so counters of tokens are compared as well.
         on_start: called with the start time of the engine's process, if the page has it. on_sleep: called for each rank
-        with whether it sleeps, as of each page.
+        with whether it sleeps, as of each page. on_unreachable: called if a page cannot be requested, since nothing
+        takes the connection, or it breaks.
         """
+        self._on_unreachable = on_unreachable
         self._on_sleep = on_sleep
         self._on_start = on_start
         self._wiring = wiring
@@ -117,6 +120,8 @@ class Scraper:
             ranks, tokens = parsed.ranks, parsed.tokens
         except (aiohttp.ClientError, TimeoutError, BadRecord) as exc:
             self._failed(exc)
+            if isinstance(exc, aiohttp.ClientConnectionError):
+                self._on_unreachable()
             return
         lasted_s = self._outage.answered(time.monotonic())
         if lasted_s is not None:

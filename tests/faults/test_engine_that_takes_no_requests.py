@@ -12,7 +12,7 @@ import pytest
 from streams.core.events import ENDED_LEASE_MS, EngineEvents, FeedState, Heartbeat
 from streams.core.ids import Epoch, Incarnation
 from streams.core.reducer.ordering import Progress, judge, judge_chunk, renew
-from streams.engines import evidence
+from streams.engines import evidence, feed_machine
 from streams.engines.address import EngineAddress
 from streams.engines.continuity import ReplayCheck
 from streams.engines.metrics import parse_sleep
@@ -146,6 +146,24 @@ def test_an_engine_that_publishes_and_does_not_listen_for_http_gets_no_requests(
         assert any(isinstance(each.body, EngineEvents) for each in batches_of(engine)[n_before:])
         await asyncio.to_thread(double._stop_core)
         double._start()
+        await engine.until(lambda: takes_requests(engine), "requests")
+
+    bridging(address_of(double), act)
+
+
+def test_pages_of_metrics_show_whether_an_engine_takes_requests(
+    double: EngineDouble, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The connection of events does not show it: the process goes on, or a proxy keeps the connection open."""
+    double.gauges = sleep_state(1)
+
+    async def act(engine: EngineUnderTest) -> None:
+        await fed_with_a_batch(engine, double, "m")
+        monkeypatch.setattr(feed_machine, "INCARNATION_CHECK_S", 600.0)
+        await asyncio.sleep(SETTLED_S)  # what was due before
+        without_http(double)
+        await engine.until(lambda: not takes_requests(engine), "no requests")
+        double.listen_for_http()
         await engine.until(lambda: takes_requests(engine), "requests")
 
     bridging(address_of(double), act)

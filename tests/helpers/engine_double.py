@@ -84,6 +84,10 @@ class EngineDouble:
 
     def _start(self) -> None:
         self._start_core()
+        self.listen_for_http()
+
+    def listen_for_http(self) -> None:
+        """Listen at the HTTP port."""
         self._http = _serve(self, self._ports[0])
 
     def _start_core(self) -> None:

@@ -32,6 +32,7 @@ from streams.engines.feed_machine import (
     Occurred,
     OtherBatch,
     PageRead,
+    PageUnreachable,
     SocketEmptied,
     Tick,
 )
@@ -211,6 +212,9 @@ class Shell:
     def read_page(self, started: Incarnation) -> None:
         self.handle(PageRead(started, self.now_s))
 
+    def reach_no_page(self) -> None:
+        self.handle(PageUnreachable(self.now_s))
+
     def tick(self) -> None:
         self.identified |= self.connected_at_s is not None  # messages that have waited long decide alone
         self.handle(Tick(self.published, self.replays, self.now_s, self.now_us))
@@ -319,6 +323,10 @@ class FeedHistory(RuleBasedStateMachine):
     @rule(started=STARTS.filter(lambda started: started is not None))
     def read_page(self, started: Incarnation) -> None:
         self.shell.read_page(started)
+
+    @rule()
+    def reach_no_page(self) -> None:
+        self.shell.reach_no_page()
 
     @invariant()
     def check(self) -> None:
@@ -519,5 +527,13 @@ def test_a_page_that_shows_the_same_process_saves_a_question() -> None:
     shell.tick()
     assert shell.question is None
     shell.read_page(Incarnation(2_000))
+    shell.tick()
+    assert shell.question is not None
+
+
+def test_a_page_that_cannot_be_reached_has_the_engine_asked_at_once() -> None:
+    shell = connected()
+    shell.read_page(STARTED)
+    shell.reach_no_page()
     shell.tick()
     assert shell.question is not None
