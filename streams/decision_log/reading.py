@@ -75,9 +75,8 @@ def _starts(settings: ScopeSettings, topic: str, n_partitions: int, since_ms: in
     wanted = {(topic, number): since for number in range(n_partitions)}
     try:
         found = list_offsets(admin(settings), wanted, committed=True, wait_s=ANSWER_TIMEOUT_S)
-    except (KafkaException, TimeoutError) as exc:
-        reason = exc.args[0].str() if isinstance(exc, KafkaException) else "no answer in time"
-        raise NotReady(f"{topic} cannot be read: {reason}") from exc
+    except KafkaException as exc:
+        raise NotReady(f"{topic} cannot be read: {exc.args[0].str()}") from exc
     return ((number, offset) for (_, number), offset in found.items() if offset >= 0)
 
 

@@ -33,7 +33,7 @@ _FUTURE_SLACK_S = 1.0
 
 def ask_offsets(
     client: AdminClient, wanted: Mapping[Place, OffsetSpec], *, committed: bool, timeout_s: float
-) -> tuple[dict[Place, int], dict[Place, Exception]]:
+) -> tuple[dict[Place, int], dict[Place, KafkaException]]:
     """Ask once for an offset of each partition; returns those that are known, and why the others are not.
 
     committed: whether the end is that of committed records, and not of the log. An offset is -1 if no record has the
@@ -49,13 +49,15 @@ def ask_offsets(
     # Waiting for one after the other would wake this thread for each partition.
     concurrent.futures.wait(listed.values(), timeout_s + _FUTURE_SLACK_S)
     found: dict[Place, int] = {}
-    failed: dict[Place, Exception] = {}
+    failed: dict[Place, KafkaException] = {}
     for where, future in listed.items():
         place = where.topic, where.partition
         try:
             found[place] = future.result(0).offset
-        except (KafkaException, TimeoutError) as exc:
+        except KafkaException as exc:
             failed[place] = exc
+        except TimeoutError:
+            failed[place] = KafkaException(KafkaError(KafkaError._TIMED_OUT))
     # If the leader is dead, the client reports no error, and goes on asking the dead one (confluent-kafka 2.16).
     for place in [place for place, offset in found.items() if offset == OFFSET_INVALID]:
         del found[place]
@@ -71,7 +73,7 @@ def list_offsets(
 ) -> dict[Place, int]:
     """Return what `ask_offsets` does, of every partition. Waits for those without a leader, at most about wait_s.
 
-    Raises KafkaException or TimeoutError.
+    Raises KafkaException.
     """
     deadline = time.monotonic() + wait_s
     found, left = dict[Place, int](), wanted
@@ -147,5 +149,5 @@ def _watermarks(consumer: Consumer, where: TopicPartition) -> tuple[int, int]:
             time.sleep(_LEADER_POLL_S)
 
 
-def _has_no_leader(exc: Exception) -> bool:
-    return isinstance(exc, KafkaException) and exc.args[0].code() in _NO_LEADER_YET
+def _has_no_leader(exc: KafkaException) -> bool:
+    return exc.args[0].code() in _NO_LEADER_YET

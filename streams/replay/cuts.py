@@ -165,7 +165,7 @@ def offsets_at(settings: ScopeSettings, times_ms: Mapping[Place, int]) -> dict[P
 def _listed(settings: ScopeSettings, wanted: Mapping[Place, OffsetSpec]) -> dict[Place, int]:
     try:
         return list_offsets(admin(settings), wanted, committed=True, wait_s=LEADER_WAIT_S)
-    except (KafkaException, TimeoutError) as exc:
+    except KafkaException as exc:
         raise KvStreamsError(
             f"Kafka at {settings.kafka} does not say where the logs of {settings.app_id} end: {exc}",
             remedy="Check Kafka (`kvstreams doctor`), and start again",
