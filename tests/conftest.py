@@ -96,8 +96,10 @@ def pytest_configure(config: pytest.Config) -> None:
     else:
         # A port is chosen seconds before its server listens, and a server that restarts leaves it for as long. In one
         # of two hundred cases another worker process would choose the same one meanwhile.
-        number = int(config.workerinput["workerid"].removeprefix("gw"))
-        share = len(ports.PORTS) // config.workerinput["workercount"]
+        # Workers that replace crashed ones are numbered on.
+        count = config.workerinput["workercount"]
+        number = int(config.workerinput["workerid"].removeprefix("gw")) % count
+        share = len(ports.PORTS) // count
         ports.PORTS = ports.PORTS[number * share : (number + 1) * share]
 
 
