@@ -12,6 +12,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from google.protobuf import descriptor_pb2, struct_pb2
+from google.protobuf.descriptor import Descriptor
 from google.protobuf.descriptor_pool import DescriptorPool
 from google.protobuf.message_factory import GetMessageClass
 
@@ -56,6 +57,10 @@ _REPEATED = frozenset({("HeaderMap", "headers"), ("Metadata", "filter_metadata")
 #: The fields of ProcessingRequest of which a message has one.
 _ONE_OF = range(2, 8)
 
+#: The classes of all types. Otherwise each class inside of another one would be collected whenever no message of it
+#: exists, and made again for the next one. A process of the tests has crashed in protobuf 7.36 at such a place.
+_classes: list[type] = []
+
 
 def message_type(
     name: str, types: Types, repeated: Collection[tuple[str, str]], one_of: tuple[str, Collection[int]]
@@ -98,7 +103,14 @@ def message_type(
     pool = DescriptorPool()
     pool.AddSerializedFile(struct_pb2.DESCRIPTOR.serialized_pb)
     pool.AddSerializedFile(file.SerializeToString())
+    for file_name in (*file.dependency, file.name):
+        for outer in pool.FindFileByName(file_name).message_types_by_name.values():
+            _classes.extend(_classes_of(outer))
     return GetMessageClass(pool.FindMessageTypeByName(f"{_PACKAGE}.{name}"))
+
+
+def _classes_of(message: Descriptor) -> list[type]:
+    return [GetMessageClass(message), *(each for inner in message.nested_types for each in _classes_of(inner))]
 
 
 #: What Envoy sends.

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 from google.protobuf.message import DecodeError
 
@@ -54,3 +57,16 @@ def test_other_bytes_are_refused() -> None:
     for n in range(1, len(BODY)):
         with pytest.raises(DecodeError):
             ProcessingRequest.FromString(BODY[:n])
+
+
+def test_the_classes_of_inner_types_outlive_their_messages() -> None:
+    """Protobuf would make them again for the next message."""
+
+    def classes() -> list[weakref.ref[type]]:
+        read = ProcessingRequest.FromString(HEADERS).metadata_context.filter_metadata["envoy.lb.subset_hint"]
+        subset = read.fields["x-gateway-destination-endpoint-subset"]
+        return [weakref.ref(type(each)) for each in (read, subset, subset.list_value)]
+
+    known = classes()
+    gc.collect()
+    assert all(each() is not None for each in known)
