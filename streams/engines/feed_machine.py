@@ -176,6 +176,13 @@ class PageRead:
 
 
 @dataclass(frozen=True, slots=True)
+class PageUnreachable:
+    """A metrics page could not be requested, since the engine's HTTP server took no connection, or closed it."""
+
+    now_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Time has passed. replays: whether a replay is running."""
 
@@ -183,13 +190,6 @@ class Tick:
     replays: bool
     now_s: float
     now_us: int
-
-
-@dataclass(frozen=True, slots=True)
-class PageUnreachable:
-    """A metrics page could not be requested, since the engine's HTTP server took no connection, or closed it."""
-
-    now_s: float
 
 
 Event = (
