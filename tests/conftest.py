@@ -23,7 +23,7 @@ from streams.lab.kafka import ports
 from streams.lab.kafka.broker import LocalKafka
 from streams.lab.processes import Children
 from tests.helpers.broker import DIRECTORY_ENV, broker_config
-from tests.helpers.commands import PATIENCE_S, Run, Start, start_command
+from tests.helpers.commands import PATIENCE_S, Run, Start, kill_with_children, start_command
 from tests.helpers.order import dealt
 from tests.helpers.rings import in_first_ring
 
@@ -138,7 +138,10 @@ def children() -> Iterator[Children]:
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Give a function that starts `kvstreams` in an empty folder; processes that still run are killed afterwards."""
+    """Give a function that starts `kvstreams` in an empty folder.
+
+    Processes that still run are killed afterwards, and with them those that they started.
+    """
     started: list[subprocess.Popen[str]] = []
 
     def begin(*arguments: str, env: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
@@ -148,7 +151,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
     yield begin
     for process in started:
         with process:  # closes its pipes
-            process.kill()
+            kill_with_children(process)
 
 
 @pytest.fixture

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
+
+import psutil
 
 from streams.settings import ENV_PREFIX
 
@@ -34,6 +37,15 @@ def start_command(folder: Path, arguments: tuple[str, ...], env: Mapping[str, st
         stderr=subprocess.PIPE,
         text=True,
     )
+
+
+def kill_with_children(process: subprocess.Popen[str]) -> None:
+    """Kill a process, and those that it and its children have started. It may have ended before."""
+    if process.poll() is None:
+        parent = psutil.Process(process.pid)
+        for each in [parent, *parent.children(recursive=True)]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                each.kill()
 
 
 def assert_one_line(done: subprocess.CompletedProcess[str]) -> str:

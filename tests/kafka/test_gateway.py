@@ -16,7 +16,7 @@ from streams.lab.processes import Children
 from streams.lab.stack import Engine, Stack, get_json
 from streams.process.waiting import wait_for
 from streams.settings import Settings
-from tests.helpers.api import PATIENCE_S
+from tests.helpers.api import PATIENCE_S, Api, metrics
 from tests.helpers.gateway import MODEL, RunningGateway, start_gateway, wait_gateway
 from tests.helpers.workers import is_running
 
@@ -59,11 +59,13 @@ def idle(gateway: RunningGateway) -> bool:
 
 
 def has_events(picker: str) -> bool:
-    """Whether a picker can trust what it has of every rank, and has blocks of one."""
+    """Whether a picker can trust what it has of every rank, and has blocks of one.
+
+    That the first events of a rank have all arrived is known only some milliseconds after its blocks.
+    """
     ranks = get_json(f"{picker}/state")["ranks"]
-    return (
-        len(ranks) == 2 and all(rank["health"] == "exact" for rank in ranks) and any(rank["blocks"] for rank in ranks)
-    )
+    degraded = sum(n for name, n in metrics(Api(picker)).items() if name.startswith("kvstreams_degraded_ranks/"))
+    return len(ranks) == 2 and not degraded and any(rank["blocks"] for rank in ranks)
 
 
 @pytest.mark.first_ring("gateway", "picker")

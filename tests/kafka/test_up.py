@@ -66,7 +66,12 @@ def test_everything_runs_on_a_kafka_that_was_started_before_and_leaves_it_runnin
         (url,) = re.findall(r"^curl -s (http://\S+)/loads$", "\n".join(lines), re.MULTILINE)
         assert '"object":"text_completion"' in pasted(lines[0])
         question = {"token_ids": list(range(32)), "update_states": False}
-        wait_for(lambda: Api(url).route(**question)["overlap_blocks"] == 2, PATIENCE_S, "the engine's events")
+
+        def has_events() -> bool:
+            asked = Api(url).route(**question)
+            return (asked["overlap_blocks"], asked["mode"]) == (2, "exact")
+
+        wait_for(has_events, PATIENCE_S, "the engine's events")
         route, loads, end, doctor = map(pasted, lines[1:])
         answer = json.loads(route)
         assert (answer["worker_id"], answer["overlap_blocks"], answer["request_blocks"]) == (1, 2, 2)
