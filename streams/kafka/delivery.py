@@ -11,6 +11,8 @@ seeks, pauses and commits: when the event is acknowledged, so is each of its off
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import inspect
 import logging
 from collections.abc import AsyncIterator, Coroutine, Generator
@@ -26,6 +28,9 @@ from faust.types.tuples import ConsumerMessage
 from mode.services import WaitResults
 
 log = logging.getLogger(__name__)
+
+#: How long a worker that stops waits for the commit of its group's offsets, and then until it has left the group.
+STOP_STEP_TIMEOUT_S = 10.0
 
 
 class RecordsMessage(ConsumerMessage):  # type: ignore[misc]  # Faust ships no types that mypy follows
@@ -48,6 +53,15 @@ class _ConsumerThread(aiokafka.AIOKafkaConsumerThread):  # type: ignore[misc]
         consumer = super()._create_worker_consumer(transport)
         consumer._isolation_level = "read_committed"  # takes effect when the consumer starts
         return consumer
+
+    async def on_thread_stop(self) -> None:
+        """Stop as Faust's own thread does, but not wait for long until the group is left if no broker answers.
+
+        aiokafka's consumer also raises CancelledError when it stops while a fetch waits to be repeated. Faust's thread
+        would end of it without a word, and the worker would wait a minute for its end.
+        """
+        with contextlib.suppress(TimeoutError, asyncio.CancelledError):
+            await asyncio.wait_for(super().on_thread_stop(), STOP_STEP_TIMEOUT_S)
 
     async def refresh_topics(self) -> None:
         """Ask the broker for the subscribed topics; the group is joined again if one of them appeared or vanished.
@@ -111,6 +125,16 @@ class _Consumer(aiokafka.Consumer):  # type: ignore[misc]
             await super().perform_seek()
         except (KafkaError, AssertionError) as exc:  # aiokafka asserts that anything is assigned
             log.info("did not seek to committed offsets; the tables' own offsets are used: %s", exc)
+
+    async def on_stop(self) -> None:
+        """Stop as Faust's own consumer does, but not wait for ever for the group's coordinator if no broker answers.
+
+        Nothing is lost without this commit: the tables have their own offsets.
+        """
+        try:
+            await asyncio.wait_for(super().on_stop(), STOP_STEP_TIMEOUT_S)
+        except TimeoutError:
+            log.warning("the group's offsets were not committed, because no broker answered; the tables' are used")
 
     async def _seek(self, partition: TP, offset: int) -> None:
         """Seek on the thread of aiokafka's consumer, which is the only one that may touch fetched records.

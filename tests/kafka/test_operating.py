@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,6 @@ import pytest
 
 from streams.kafka.clients import describe_topics
 from streams.lab.engines.engine_config import EngineConfig
-from streams.lab.kafka.broker import LocalKafka
 from streams.lab.kafka.ports import free_port
 from streams.lab.processes import Children
 from streams.lab.stack import Stack, get_bytes, get_json, is_ready, wait_workers
@@ -29,7 +28,7 @@ from streams.settings import Settings, as_environ
 from streams.topics import topics
 from streams.worker import create_app
 from tests.helpers.api import Api
-from tests.helpers.broker import broker_config
+from tests.helpers.broker import BreakableKafka, broker_config
 from tests.helpers.commands import PATIENCE_S, Start, environment
 
 MODEL = "m"
@@ -55,16 +54,16 @@ with KvEventPublisher(settings, worker_id=99, model="m") as publisher:
 
 
 @pytest.fixture
-def own_kafka(tmp_path: Path) -> Iterator[LocalKafka]:
-    """Give a broker of the test's own, which it may kill."""
-    own = LocalKafka(broker_config(tmp_path / "kafka"))
+def own_kafka(tmp_path: Path) -> Iterator[BreakableKafka]:
+    """Give a broker of the test's own, which it may kill or pause."""
+    own = BreakableKafka(broker_config(tmp_path / "kafka"))
     own.up()
     yield own
     own.down()
 
 
 def test_an_outage_of_kafka_is_two_lines_in_the_log_of_each_process(
-    own_kafka: LocalKafka, tmp_path: Path, children: Children
+    own_kafka: BreakableKafka, tmp_path: Path, children: Children
 ) -> None:
     """Worker, router, bridge and publisher log that a killed broker is away and that it is back, as JSON."""
     state = own_kafka.status()
@@ -98,6 +97,29 @@ def test_an_outage_of_kafka_is_two_lines_in_the_log_of_each_process(
         assert "refused" in warnings[0]
         assert f"Kafka at {state.bootstrap} answers again, after " in warnings[1]
         assert len(added) <= 2 + 3 * settings.partitions, (name, Counter(line["message"] for line in added))
+
+
+@pytest.mark.parametrize("away", [BreakableKafka.kill, BreakableKafka.pause])
+def test_processes_end_on_sigterm_while_kafka_does_not_answer(
+    own_kafka: BreakableKafka, tmp_path: Path, children: Children, away: Callable[[BreakableKafka], None]
+) -> None:
+    """A worker, a router and a bridge need no broker for it, whether it refuses connections or keeps them open."""
+    state = own_kafka.status()
+    assert state is not None
+    settings = Settings(kafka=state.bootstrap, partitions=4, session_timeout_s=3.0, drain_notice_s=0.0)
+    stack = Stack(settings, tmp_path, children)
+    worker = stack.worker()
+    router = stack.router("router")
+    bridge = stack.bridge(stack.engines(1, EngineConfig(), MODEL, 1.0))
+    wait_workers(router.url, 1)
+    away(own_kafka)
+    processes = [worker.child, router.child, bridge]
+    time.sleep(settings.session_timeout_s)  # by then, requests fail or wait in every client
+    for child in processes:
+        child.signal(signal.SIGTERM)
+    for child in processes:
+        wait_for(lambda: not child.running, PATIENCE_S, f"{child.name} to end")  # noqa: B023
+        assert child.exit_code == 0, child.tail()
 
 
 def opened(path: Path, first: int) -> int:
