@@ -580,6 +580,8 @@ class LocalKafka:
             # same id until the old session has expired: with the default of 9 s, `up` took 11 s after `kill`.
             "broker.session.timeout.ms": str(BROKER_SESSION_MS),
             "broker.heartbeat.interval.ms": str(BROKER_HEARTBEAT_MS),
+            # By default, a broker that finds no controller ends after a minute, even where its start may take longer.
+            "initial.broker.registration.timeout.ms": str(round(self.config.start_timeout_s * 1000)),
             # By default, the first consumer of a group waits 3 s for others to join.
             "group.initial.rebalance.delay.ms": "0",
             # A topic that is created because of a typo, or by a consumer, has one partition and the wrong settings. All
