@@ -84,6 +84,8 @@ _DELIVERY = (
     Internal(_DRIVER, "Consumer.perform_seek", "overridden: partitions may be revoked meanwhile", ()),
     Internal(_DRIVER, "Consumer.seek_to_committed", "what perform_seek calls, and our test replaces", ()),
     Internal(_DRIVER, "Consumer._seek", "overridden: seeks on the consumer's thread", ("partition", "offset")),
+    Internal(_DRIVER, "Consumer.on_stop", "overridden: has a limit, without which it waits for a dead Kafka", ()),
+    Internal(_DRIVER, "AIOKafkaConsumerThread.on_thread_stop", "overridden: has a limit as well", ()),
     Internal("mode.services", "Service.wait_first", "overridden: no task for what ends at once", ("coros", "timeout")),
     Internal("mode.services", "WaitResults", "what wait_first returns", ("done", "results", "stopped")),
 )
