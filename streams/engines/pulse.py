@@ -18,12 +18,17 @@ from confluent_kafka import KafkaError, KafkaException, Message, Producer
 
 from streams.core.bridge_pulses import PULSE_EVERY_MS, BridgePulse
 from streams.core.ids import WorkerId
+from streams.engines.connection import PING_INTERVAL_S, PING_TIMEOUT_S
 from streams.kafka.records import PULSES
 
 _EVERY_S = PULSE_EVERY_MS / 1000
 
 #: A loop that wakes this much later than asked was stopped, or had no processor.
 _LATE_S = 2 * _EVERY_S
+
+#: After a pause, it takes this long until ZMQ has ended the connections that went dead meanwhile. What a feed then says
+#: of itself may take as long to reach a router as any record.
+_LINKS_TRIED_S = PING_INTERVAL_S + PING_TIMEOUT_S
 
 
 class Pulse:
@@ -67,7 +72,7 @@ class Pulse:
     def _write(self) -> None:
         now_s = time.monotonic()
         if self._written_s is not None and now_s - self._written_s > self._tolerated_s:
-            self._listed_from_s = now_s + self._tolerated_s
+            self._listed_from_s = now_s + _LINKS_TRIED_S + self._tolerated_s
         self._written_s = now_s
         self.number += 1
         fed = tuple(self._fed()) if now_s >= self._listed_from_s else ()

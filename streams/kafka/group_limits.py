@@ -33,7 +33,7 @@ def check_session_timeout(settings: ScopeSettings, session_timeout_s: float) -> 
         (described,) = client.describe_configs([resource], request_timeout=ANSWER_TIMEOUT_S).values()
         entries = described.result(ANSWER_TIMEOUT_S)
         low_ms, high_ms = (int(entries[name].value) for name in (_LOW, _HIGH))
-    except (KafkaException, KeyError, TypeError, ValueError) as exc:
+    except (KafkaException, TimeoutError, KeyError, TypeError, ValueError) as exc:
         log.debug("the broker's limits of session timeouts are not known: %s", exc)
         return
     if not low_ms <= session_timeout_s * 1000 <= high_ms:

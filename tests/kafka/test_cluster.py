@@ -21,6 +21,7 @@ from confluent_kafka import Producer
 from streams.core.routing.selection import RouterMode
 from streams.errors import LocalKafkaError
 from streams.kafka.clients import ensure_topics
+from streams.kafka.group_limits import check_session_timeout
 from streams.kafka.topic_watch import TopicReading, TopicWatch
 from streams.lab.engines.engine_config import EngineConfig
 from streams.lab.kafka import LocalCluster
@@ -123,6 +124,13 @@ def test_the_ends_of_logs_are_known_while_partitions_change_their_leader(cluster
         watch.stop()
     assert all(reading.ends.items() <= expected.items() for reading in readings)
     cluster.up()
+
+
+def test_a_worker_does_without_the_limits_of_a_broker_that_does_not_answer(cluster: LocalCluster) -> None:
+    """It asks the broker with the lowest number, which takes connections here and answers nothing."""
+    settings = Settings(**cluster.up().settings)
+    with paused(cluster, 1):
+        check_session_timeout(settings, settings.session_timeout_s)
 
 
 def test_two_ups_at_once_start_one_cluster(cluster: LocalCluster) -> None:
