@@ -26,8 +26,8 @@ _EVERY_S = PULSE_EVERY_MS / 1000
 #: A loop that wakes this much later than asked was stopped, or had no processor.
 _LATE_S = 2 * _EVERY_S
 
-#: After a pause, it takes this long until ZMQ has ended the connections that went dead meanwhile. What a feed then says
-#: of itself may take as long to reach a router as any record.
+#: After the process was stopped, ZMQ needs this long to end the connections that went dead meanwhile. What a feed then
+#: says of itself may take as long to reach a router as any record.
 _LINKS_TRIED_S = PING_INTERVAL_S + PING_TIMEOUT_S
 
 
@@ -66,13 +66,15 @@ class Pulse:
         while True:
             await asyncio.sleep(_EVERY_S)
             before_s, woke_s = woke_s, time.monotonic()
+            if woke_s - before_s > self._tolerated_s:
+                self._listed_from_s = woke_s + _LINKS_TRIED_S + self._tolerated_s
             if woke_s - before_s < _LATE_S and not self._in_flight and self._keeps_up():
                 self._write()
 
     def _write(self) -> None:
         now_s = time.monotonic()
         if self._written_s is not None and now_s - self._written_s > self._tolerated_s:
-            self._listed_from_s = now_s + _LINKS_TRIED_S + self._tolerated_s
+            self._listed_from_s = max(self._listed_from_s, now_s + self._tolerated_s)
         self._written_s = now_s
         self.number += 1
         fed = tuple(self._fed()) if now_s >= self._listed_from_s else ()
