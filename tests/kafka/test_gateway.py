@@ -65,7 +65,8 @@ def has_events(picker: str) -> bool:
     """
     ranks = get_json(f"{picker}/state")["ranks"]
     degraded = sum(n for name, n in metrics(Api(picker)).items() if name.startswith("kvstreams_degraded_ranks/"))
-    return len(ranks) == 2 and not degraded and any(rank["blocks"] for rank in ranks)
+    exact = len(ranks) == 2 and all(rank["health"] == "exact" for rank in ranks)
+    return exact and not degraded and any(rank["blocks"] for rank in ranks)
 
 
 @pytest.mark.first_ring("gateway", "picker")
