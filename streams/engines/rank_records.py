@@ -22,7 +22,8 @@ from confluent_kafka import KafkaError, Message, Producer
 from streams.core.ids import WorkerId
 from streams.engines.acknowledgements import Acknowledgements, tolerated_s
 from streams.errors import KvStreamsError
-from streams.kafka.clients import producer, worker_key
+from streams.kafka.clients import producer_of_kind, worker_key
+from streams.kafka.holding_producer import HoldingProducer
 from streams.settings import ScopeSettings
 from streams.topics import topics
 
@@ -49,7 +50,13 @@ def event_producer(settings: ScopeSettings) -> Producer:
         "queue.buffering.max.kbytes": BUFFERED_KBYTES_MAX,
         "linger.ms": LINGER_MS,
     }
-    return producer(settings, **{"message.timeout.ms": 0, **limits})
+    kind = partial(
+        HoldingProducer,
+        partitions={spec.name: spec.partitions for spec in topics(settings).all()},
+        n_max=BUFFERED_RECORDS_MAX,
+        bytes_max=BUFFERED_KBYTES_MAX * 1024,
+    )
+    return producer_of_kind(kind, settings, {"message.timeout.ms": 0, **limits})
 
 
 class RankRecords:

@@ -67,7 +67,7 @@ _FUTURE_SLACK_S = 5.0
 #: A reader that does not learn its topics' leaders within this time starts without them.
 LEADERS_TIMEOUT_S = 2.0
 
-#: Workers whose partition is cached: the hash is computed in Python, and every answer needs it for every rank.
+#: Workers and keys whose partition is cached: the hash is computed in Python, and every answer needs it for every rank.
 PARTITIONS_KEPT_MAX = 65_536
 
 #: How long the watch of outage_log waits for an answer. A broker that is up answers within milliseconds.
@@ -80,6 +80,11 @@ _CREATES_NO_TOPIC = {"allow.auto.create.topics": False}
 #: Otherwise an admin client that asks a dead broker for offsets takes a core or more until its call times out: its main
 #: thread demands a connection, is told of each step of the attempt, and demands it again (librdkafka 2.16, measured).
 _CONNECTS_TO_ALL_BROKERS = {"enable.sparse.connections": False}
+
+#: Beyond so many unacknowledged records of a partition, an idempotent client sends no others. It keeps them, and when
+#: one has waited for linger.ms, it polls for the acknowledgement without a pause, which takes up to a core. So they had
+#: better wait elsewhere (librdkafka 2.16, measured while one of three brokers was paused or slow).
+IN_FLIGHT_FREELY = 5
 
 #: The hash of Faust and Java. With librdkafka's own default, one worker's records would be in two partitions.
 PARTITIONER = "murmur2_random"
@@ -168,8 +173,15 @@ def _most_telling(errors: Sequence[KafkaError]) -> KafkaError:
 
 def producer(settings: ScopeSettings, **overrides: Any) -> Producer:
     """An idempotent producer with acks=all, which partitions keys in the same way as Faust and Java."""
+    return producer_of_kind(Producer, settings, overrides)
+
+
+def producer_of_kind(
+    kind: Callable[[dict[str, Any]], Producer], settings: ScopeSettings, overrides: Mapping[str, Any]
+) -> Producer:
+    """Such a producer. kind: makes it from its configuration."""
     return _make(
-        Producer,
+        kind,
         settings,
         {
             **_common(settings),
@@ -262,6 +274,7 @@ def partition_of(worker_id: int, n_partitions: int) -> int:
     return partition_of_key(worker_key(worker_id), n_partitions)
 
 
+@functools.lru_cache(maxsize=PARTITIONS_KEPT_MAX)
 def partition_of_key(key: bytes, n_partitions: int) -> int:
     """Partition that Java's default partitioner chooses for a key."""
     digest: int = murmur2(key)

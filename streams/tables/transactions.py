@@ -34,6 +34,11 @@ INIT_TIMEOUT_S = 30.0
 #: the transaction was committed.
 COMMIT_TIMEOUT_S = 30.0
 
+#: The client collects a transaction's records for longer than it takes to hand them over, and the commit sends them
+#: all. Otherwise it sends the first ones at once, and polls without a pause until it may send the others
+#: (kafka.clients.IN_FLIGHT_FREELY).
+_UNTIL_COMMIT_MS = 1000
+
 #: The fault point inside an open transaction: its records are in the log, its commit is not.
 IN_TRANSACTION = 0
 
@@ -196,7 +201,7 @@ def table_producer(settings: AgentSettings, partition: int) -> Producer:
         **{
             "transactional.id": scope_of(settings, partition),
             "transaction.timeout.ms": settings.transaction_timeout_ms,
-            "linger.ms": 0,
+            "linger.ms": _UNTIL_COMMIT_MS,
         },
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Coroutine
@@ -10,9 +11,10 @@ from typing import Any
 
 import pytest
 
+from streams.kafka.clients import IN_FLIGHT_FREELY
 from streams.router_api.sharing import outbox as outbox_module
 from tests.helpers.api import PATIENCE_S, rank_of
-from tests.helpers.shared_loads import TOPIC, World, booking
+from tests.helpers.shared_loads import TOPIC, Delivered, World, booking
 
 
 def on_a_loop(world: World, scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -188,3 +190,51 @@ def test_the_records_of_an_interval_are_sent_together() -> None:
     on_a_loop(world, scenario)
     assert len(batches) == TOPIC.partitions
     assert max(map(len, batches.values())) <= took_s / outbox_module.SEND_INTERVAL_S + 1
+
+
+def test_a_partition_whose_records_are_unacknowledged_gets_no_others_until_they_are() -> None:
+    """Its client would keep them. Other partitions get theirs, and a waiting record is replaced in its place."""
+    handed: list[tuple[int, list[bytes]]] = []
+    reports: list[tuple[bytes, Callable[..., None]]] = []
+
+    class Client:
+        def poll(self, _timeout_s: float) -> int:
+            return 0
+
+        def produce_batch(self, _topic: str, messages: list[dict[str, Any]], partition: int, on_delivery: Any) -> int:
+            handed.append((partition, [message["value"] for message in messages]))
+            reports.extend((message["key"], on_delivery) for message in messages)
+            return len(messages)
+
+    clock = [0]
+    outbox: outbox_module.Outbox[bytes] = outbox_module.Outbox(
+        Client(),  # type: ignore[arg-type]
+        "t",
+        lambda: clock[0],
+        contextlib.nullcontext,
+        lambda records: [content for _, content in records],
+    )
+
+    def put(key: bytes, content: bytes, partition: int) -> None:
+        clock[0] += 1
+        outbox.put(key, content, partition, len(content))
+
+    for number in range(IN_FLIGHT_FREELY):
+        put(b"%d" % number, b"%d" % number, 0)
+    outbox.pump()
+    put(b"a", b"older", 0)
+    put(b"b", b"b", 0)
+    put(b"a", b"newer", 0)
+    put(b"c", b"c", 1)
+    put(b"gone", b"gone", 0)
+    assert outbox.withdraw(b"gone", 0)
+    outbox.pump()
+    assert handed == [(0, [b"0", b"1", b"2", b"3", b"4"]), (1, [b"c"])]
+    assert (len(outbox), outbox.oldest_ms()) == (IN_FLIGHT_FREELY + 3, clock[0] - 1)
+    key, on_delivery = reports.pop(0)
+    on_delivery(None, Delivered(key))
+    outbox.pump()
+    assert handed[2:] == [(0, [b"newer", b"b"])]
+    for key, on_delivery in reports:
+        on_delivery(None, Delivered(key))
+    assert (len(outbox), outbox.oldest_ms(), outbox.lost) == (0, 0, 0)

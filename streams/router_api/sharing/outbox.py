@@ -9,6 +9,9 @@ sent together.
 The client takes the interpreter once for each delivery report. On a thread of its own that means waiting each time for
 the thread that answers requests, and interrupting it. So the loop serves the reports as well.
 
+A partition gets no further records while the client has some of it that Kafka has not acknowledged: the client would
+only keep them, and poll for the acknowledgement without a pause (kafka.clients.IN_FLIGHT_FREELY).
+
 The queue also fills while Kafka is unreachable. So it is bounded; beyond its limits the oldest record is dropped and
 counted. Its owner holds its lock around `put`, `withdraw`, `discard` and `oldest_ms`, and must not hold it around
 `pump` and `serve_reports`, which take the lock themselves when they need it.
@@ -21,12 +24,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from confluent_kafka import KafkaError, Message, Producer
+
+from streams.kafka.clients import IN_FLIGHT_FREELY
 
 log = logging.getLogger(__name__)
 
@@ -83,9 +88,11 @@ class Outbox(Generic[_T]):
         self._now_ms = now_ms
         self._locked = locked
         self._encode = encode
-        self._waiting: OrderedDict[bytes, _Sent[_T]] = OrderedDict()
+        self._waiting: dict[int, OrderedDict[bytes, _Sent[_T]]] = {}  # by partition, those that have any
+        self._n_waiting = 0
         self._waiting_bytes = 0
         self._in_flight: OrderedDict[int, _Sent[_T]] = OrderedDict()  # by number, in the order in which they were sent
+        self._n_in_flight = Counter[int]()  # by partition
         self._numbers: dict[bytes, list[int]] = {}  # of the records in flight, by key, the oldest first
         self._number = 0
         self.lost = 0
@@ -97,7 +104,7 @@ class Outbox(Generic[_T]):
 
     def __len__(self) -> int:
         """Number of records that Kafka has not acknowledged."""
-        return len(self._waiting) + len(self._in_flight)
+        return self._n_waiting + len(self._in_flight)
 
     # -- sending -------------------------------------------------------------------------------------------------------
 
@@ -121,7 +128,8 @@ class Outbox(Generic[_T]):
         """Serve delivery reports, and hand waiting records to the client up to its limits."""
         with self._pumping:
             self._kafka.poll(0)
-            while self._hand_over():
+            busy = self._busy()
+            while self._hand_over(busy):
                 pass
             self._kafka.poll(0)
 
@@ -147,15 +155,19 @@ class Outbox(Generic[_T]):
     def _send_later(self, loop: asyncio.AbstractEventLoop) -> None:
         loop.call_later(SEND_INTERVAL_S, self._send_on_loop, loop)
 
-    def _send_on_loop(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Serve reports and hand over one batch; then let the loop answer requests, and go on as long as needed."""
+    def _send_on_loop(self, loop: asyncio.AbstractEventLoop, busy: Collection[int] | None = None) -> None:
+        """Serve reports and hand over one batch; then let the loop answer requests, and go on as long as needed.
+
+        busy: the partitions that get no records, if this continues what an earlier call began.
+        """
         if self._loop is not loop:  # it has stopped
             return
         may_take_more = False
         if self._pumping.acquire(blocking=False):  # requests do not wait for another thread that sends
             try:
                 self._kafka.poll(0)
-                may_take_more = self._hand_over()
+                busy = self._busy() if busy is None else busy
+                may_take_more = self._hand_over(busy)
             except Exception:  # it must outlive a mistake with one batch, or nothing would ever be sent again
                 log.exception("records for %s were not sent", self._topic)
             finally:
@@ -163,28 +175,42 @@ class Outbox(Generic[_T]):
         with self._locked():
             self._is_scheduled = bool(self)
         if may_take_more:
-            loop.call_soon(self._send_on_loop, loop)
+            loop.call_soon(self._send_on_loop, loop, busy)
         elif self._is_scheduled:  # for records that wait, and for reports of those in flight
             self._send_later(loop)
 
-    def _hand_over(self) -> bool:
-        """Hand one batch to the client; returns whether records are left that it may take now."""
+    def _busy(self) -> Collection[int]:
+        """The partitions whose records the client would only keep until Kafka has acknowledged others."""
         with self._locked():
-            batch = self._next_batch()
-            are_left = bool(self._waiting)
+            return {partition for partition, n in self._n_in_flight.items() if n >= IN_FLIGHT_FREELY}
+
+    def _hand_over(self, busy: Collection[int]) -> bool:
+        """Hand one batch to the client; returns whether records are left that it may take now.
+
+        busy: partitions that get none.
+        """
+        with self._locked():
+            batch = self._next_batch(busy)
+            are_left = any(partition not in busy for partition in self._waiting)
         return bool(batch) and self._send(batch) and are_left
 
-    def _next_batch(self) -> list[_Sent[_T]]:
-        """Move waiting records to those in flight, as many as may be sent now."""
-        n = min(len(self._waiting), _SENT_TOGETHER_MAX, IN_FLIGHT_RECORDS_MAX - len(self._in_flight))
-        batch = []
-        for _ in range(n):
-            sent = self._waiting.popitem(last=False)[1]
-            self._waiting_bytes -= sent.n_bytes
-            self._number += 1
-            self._in_flight[self._number] = sent
-            self._numbers.setdefault(sent.key, []).append(self._number)
-            batch.append(sent)
+    def _next_batch(self, busy: Collection[int]) -> list[_Sent[_T]]:
+        """Move waiting records to those in flight, as many as may be sent now.
+
+        Those of a partition are sent together, as far as they are few enough: the client would keep the second part.
+        """
+        n = min(_SENT_TOGETHER_MAX, IN_FLIGHT_RECORDS_MAX - len(self._in_flight))
+        batch: list[_Sent[_T]] = []
+        for partition in [partition for partition in self._waiting if partition not in busy]:
+            if batch and len(batch) + len(self._waiting[partition]) > n:
+                break
+            while len(batch) < n and partition in self._waiting:
+                sent = self._take_oldest(partition)
+                self._number += 1
+                self._in_flight[self._number] = sent
+                self._n_in_flight[partition] += 1
+                self._numbers.setdefault(sent.key, []).append(self._number)
+                batch.append(sent)
         return batch
 
     def _send(self, batch: Sequence[_Sent[_T]]) -> bool:
@@ -254,6 +280,7 @@ class Outbox(Generic[_T]):
         """Remove a record of a key from those in flight. which: 0 for the oldest one, -1 for the newest one."""
         numbers = self._numbers[key]
         sent = self._in_flight.pop(numbers.pop(which))
+        self._n_in_flight[sent.partition] -= 1
         if not numbers:
             del self._numbers[key]
         return sent
@@ -262,31 +289,29 @@ class Outbox(Generic[_T]):
 
     def put(self, key: bytes, content: _T, partition: int, n_bytes: int) -> None:
         """Send a record soon, in the place of a waiting record of its key. n_bytes: about how long its value is."""
-        older = self._waiting.get(key)
-        if older is not None:
-            self._waiting_bytes -= older.n_bytes
+        older = self._waiting[partition].get(key) if partition in self._waiting else None
         self._wait(_Sent(key, content, partition, n_bytes, older.since_ms if older else self._now_ms()))
         self._drop_beyond_limits()
         self._schedule()
 
-    def withdraw(self, key: bytes) -> bool:
+    def withdraw(self, key: bytes, partition: int) -> bool:
         """Remove a waiting record that no reader can have seen; False if the client has a record of its key."""
-        return key not in self._numbers and self._take(key) is not None
+        return key not in self._numbers and self._take(key, partition) is not None
 
-    def discard(self, key: bytes) -> None:
+    def discard(self, key: bytes, partition: int) -> None:
         """Remove a record that is no longer needed, if it is still waiting."""
-        self._take(key)
+        self._take(key, partition)
 
     def oldest_ms(self) -> int:
         """For how long the oldest record has been unacknowledged; 0 if there is none."""
-        if not self._waiting and not self._in_flight:
-            return 0
-        ages = [next(iter(records.values())).since_ms for records in (self._waiting, self._in_flight) if records]
-        return self._now_ms() - min(ages)
+        since_ms = [next(iter(queue.values())).since_ms for queue in self._waiting.values()]
+        if self._in_flight:
+            since_ms.append(next(iter(self._in_flight.values())).since_ms)
+        return self._now_ms() - min(since_ms) if since_ms else 0
 
     def _wait_again(self, sent: _Sent[_T]) -> None:
         """Put a record that was not sent at the front of the queue, unless a newer one of its key waits."""
-        if sent.key not in self._waiting:
+        if sent.key not in self._waiting.get(sent.partition, ()):
             self._wait(sent, first=True)
             self._drop_beyond_limits()
             self._schedule()
@@ -296,18 +321,34 @@ class Outbox(Generic[_T]):
         log.warning("%s does not accept a record, which is dropped: %s", self._topic, error.str())
 
     def _wait(self, sent: _Sent[_T], *, first: bool = False) -> None:
-        self._waiting[sent.key] = sent
+        queue = self._waiting.setdefault(sent.partition, OrderedDict())
+        older = queue.get(sent.key)
+        queue[sent.key] = sent  # in the place of the older one
         if first:
-            self._waiting.move_to_end(sent.key, last=False)
-        self._waiting_bytes += sent.n_bytes
+            queue.move_to_end(sent.key, last=False)
+        self._n_waiting += older is None
+        self._waiting_bytes += sent.n_bytes - (0 if older is None else older.n_bytes)
 
-    def _take(self, key: bytes) -> _Sent[_T] | None:
-        sent = self._waiting.pop(key, None)
-        if sent is not None:
-            self._waiting_bytes -= sent.n_bytes
+    def _take(self, key: bytes, partition: int) -> _Sent[_T] | None:
+        queue = self._waiting.get(partition)
+        sent = None if queue is None else queue.pop(key, None)
+        return None if sent is None else self._taken(sent)
+
+    def _take_oldest(self, partition: int) -> _Sent[_T]:
+        return self._taken(self._waiting[partition].popitem(last=False)[1])
+
+    def _taken(self, sent: _Sent[_T]) -> _Sent[_T]:
+        """A record has left the queue of its partition."""
+        if not self._waiting[sent.partition]:
+            del self._waiting[sent.partition]
+        self._n_waiting -= 1
+        self._waiting_bytes -= sent.n_bytes
         return sent
 
     def _drop_beyond_limits(self) -> None:
-        while len(self._waiting) > WAITING_RECORDS_MAX or self._waiting_bytes > WAITING_BYTES_MAX:
-            self._waiting_bytes -= self._waiting.popitem(last=False)[1].n_bytes
+        while self._n_waiting > WAITING_RECORDS_MAX or self._waiting_bytes > WAITING_BYTES_MAX:
+            self._take_oldest(min(self._waiting, key=self._waits_since_ms))
             self.lost += 1
+
+    def _waits_since_ms(self, partition: int) -> int:
+        return next(iter(self._waiting[partition].values())).since_ms

@@ -107,7 +107,7 @@ class OwnBookings:
         self._outbox.put(
             load_key(booking_id, phase),
             _Unsent(content, written_at_ms),
-            request_partition(booking_id.request_id, self._topic.partitions),
+            self._partition_of(booking_id),
             _RECORD_BYTES if booking is None else _RECORD_BYTES + len(booking.sequence),
         )
 
@@ -122,8 +122,9 @@ class OwnBookings:
         was_sent = booking_id in self._sent
         self._sent.discard(booking_id)
         # An update of a booking may wait while the booking itself was sent and not read back yet.
-        if not was_sent and self._outbox.withdraw(load_key(booking_id, BookingPhase.ADD)):
-            self._outbox.discard(load_key(booking_id, BookingPhase.PREFILL))
+        partition = self._partition_of(booking_id)
+        if not was_sent and self._outbox.withdraw(load_key(booking_id, BookingPhase.ADD), partition):
+            self._outbox.discard(load_key(booking_id, BookingPhase.PREFILL), partition)
             return True
         self._ended_unlogged[booking_id] = since_ms
         return False
@@ -171,9 +172,12 @@ class OwnBookings:
                 del bookings[booking_id]
                 self._sent.discard(booking_id)
                 for phase in BookingPhase:
-                    self._outbox.discard(load_key(booking_id, phase))
+                    self._outbox.discard(load_key(booking_id, phase), self._partition_of(booking_id))
                 expired.append(booking_id)
         return expired
+
+    def _partition_of(self, booking_id: BookingId) -> int:
+        return request_partition(booking_id.request_id, self._topic.partitions)
 
     def _encode(self, records: Sequence[tuple[bytes, _Unsent]]) -> list[bytes]:
         """Encode records that are about to be sent, and remember them until they are read back."""
