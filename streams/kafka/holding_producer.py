@@ -29,6 +29,9 @@ log = logging.getLogger(__name__)
 
 _OnDelivery = Callable[[KafkaError | None, Message], None]
 
+#: Records of a partition that are handed over together. A bridge's loop does nothing else meanwhile; one takes 3 us.
+TOGETHER_MAX = 1000
+
 #: `flush` serves reports in this interval while records are held back.
 _FLUSH_STEP_S = 0.05
 
@@ -137,10 +140,10 @@ class HoldingProducer(Producer):
         super().produce(topic, value, key, on_delivery=on_delivery, **how)
 
     def _release(self, lane: _Lane) -> None:
-        """Hand over all records of a partition, unless the client would keep them."""
+        """Hand over records of a partition that are held back, unless the client would keep them."""
         if lane.in_flight >= IN_FLIGHT_FREELY:
             return
-        while lane.held:
+        for _ in range(min(len(lane.held), TOGETHER_MAX)):
             record = lane.held[0]
             try:
                 self._hand_over(lane, record)

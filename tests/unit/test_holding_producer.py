@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from confluent_kafka import KafkaError, KafkaException, Message, Producer
 
+from streams.kafka import holding_producer
 from streams.kafka.clients import IN_FLIGHT_FREELY, partition_of_key
 from streams.kafka.holding_producer import HoldingProducer
 
@@ -69,6 +70,19 @@ def test_a_partition_gets_its_next_records_in_order_when_those_before_are_acknow
     kafka.acknowledge(len(kafka.records) - 1, len(kafka.records))
     assert reported == [None] * 20  # and the last one has no callback
     assert kafka.n_held == 0
+
+
+def test_at_most_so_many_are_handed_over_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next ones follow when these are acknowledged."""
+    monkeypatch.setattr(holding_producer, "TOGETHER_MAX", 7)
+    kafka = Watched()
+    send(kafka, range(20))
+    kafka.acknowledge(0, IN_FLIGHT_FREELY)
+    assert kafka.values == list(range(IN_FLIGHT_FREELY + 7))
+    kafka.acknowledge(IN_FLIGHT_FREELY, IN_FLIGHT_FREELY + 7)
+    assert kafka.values[-1] == 18
+    kafka.acknowledge(IN_FLIGHT_FREELY + 7, 19)
+    assert kafka.values == list(range(20))
 
 
 def test_records_without_a_key_and_of_other_topics_are_not_held_back() -> None:
