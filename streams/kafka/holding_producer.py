@@ -61,8 +61,8 @@ class _Lane:
 class HoldingProducer(Producer):
     """A client that gets a partition's next records when Kafka has acknowledged those before them.
 
-    A record that is held back counts as one of the client's queue: in its limits, in `len` and in `flush`. Records keep
-    their order within a partition. Threads may share a producer.
+    A record that is held back counts in `len` and `flush` as one of the client's queue does, and has limits of its own.
+    Records keep their order within a partition. Threads may share a producer.
     """
 
     def __init__(self, config: dict[str, Any], *, partitions: Mapping[str, int], n_max: int, bytes_max: int) -> None:
