@@ -33,27 +33,6 @@ def counted(fleet: TrustFleet, outcome: str) -> float:
     return metrics(fleet.api)[f"kvstreams_overlap_audited_total/{outcome}"]
 
 
-def contradict(fleet: TrustFleet, model: str, over: float) -> None:
-    """Report less than was promised until OVER_MIN more reports than these count as `over`.
-
-    A report is excused if its rank is degraded at the moment when it is judged, as on a busy machine.
-    """
-    for _ in range(OVER_MIN):
-        n_missing = int(over + OVER_MIN - counted(fleet, "over"))
-        judged = counted(fleet, "over") + counted(fleet, "excused") + n_missing
-        for _ in range(n_missing):
-            end(fleet, route(fleet, model, 1000), 1)
-        wait_for(
-            lambda judged=judged: counted(fleet, "over") + counted(fleet, "excused") == judged,  # type: ignore[misc]
-            PATIENCE_S,
-            "the reports to be judged",
-        )
-        if counted(fleet, "over") == over + OVER_MIN:
-            return
-        fleet.wait_exact(model, range(1000, 1000 + N_BLOCKS * BLOCK_SIZE), N_BLOCKS)
-    pytest.fail("the reports are excused")
-
-
 @pytest.mark.first_ring("audit_disagrees")
 def test_an_engine_that_evicts_without_reporting_it_is_approximate_until_it_clears(fleet: TrustFleet) -> None:
     """A restatement of the same ledger does not end it; what was evicted and reported is no contradiction."""
@@ -78,7 +57,8 @@ def test_an_engine_that_evicts_without_reporting_it_is_approximate_until_it_clea
         wait_for(lambda: counted(fleet, "excused") == excused + OVER_MIN, PATIENCE_S, "the evictions to excuse")
         assert (counted(fleet, "agreed"), counted(fleet, "over")) == (agreed + 1, over)
         fleet.wait_exact(model, prompt, N_BLOCKS)
-        contradict(fleet, model, over)
+        for _ in range(OVER_MIN):
+            end(fleet, route(fleet, model, 1000), 1)
         assert fleet.wait_answer(model, prompt, disagrees, "the contradiction")["overlap_blocks"] == N_BLOCKS
         claim_a_batch_that_never_arrived(fleet, worker_id, model)
         wait_for(lambda: state_of(fleet, worker_id)["generation"] == 1, PATIENCE_S, "the restatement")
