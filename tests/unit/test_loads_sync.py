@@ -1007,6 +1007,8 @@ def test_a_real_client_whose_queue_is_full_gets_the_rest_later() -> None:
             sync.book(str(number), booking(number))
         sync.poll()
         assert (sync.unacknowledged, sync.unpublished, len(sync._own.outbox._in_flight)) == (4, 1, 2)
+        waiting = sync._own.outbox._waiting.values()
+        assert [key.split(b"\x1f")[0] for queue in waiting for key in queue] == [b"2", b"3"]
 
 
 def test_an_assumed_end_reaches_all_routers_as_one() -> None:
